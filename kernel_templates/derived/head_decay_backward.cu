@@ -14,13 +14,6 @@
 // Grid (sequences, heads, blocks of ROWS value rows), with E in registers and transposes as in the forward.
 #include "head_decay_chunk.cuh"
 
-static_assert(ROWS % 32 == 0, "rows must be a multiple of 32");
-constexpr int ROW_PITCH = ROWS + 8;
-constexpr int TILES = ceil_div(ROWS / 16, WARPS);
-constexpr int WARP_ROWS = 16 * TILES;  // value rows of a warp
-constexpr int STAGES = 3;
-constexpr int KEPT_CHUNKS = KEPT_LEN / CHUNK_LEN;
-
 struct Stage {
     KeyTile q, k;
     T_IO dy[CHUNK_LEN][ROW_PITCH];  // later dV
@@ -48,19 +41,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
     const Span span = sequence_span(cu_seqlens, sequence, tokens);
     const int chunks = static_cast<int>((span.length + CHUNK_LEN - 1) / CHUNK_LEN);
     const int last_steps = static_cast<int>(span.length - i64(chunks - 1) * CHUNK_LEN);
-    const int block_value = blockIdx.z * ROWS, column = warp_id() * WARP_ROWS;  // of the block's
-    const int first_value = block_value + column;
-    const int width = VALUE_SIZE % ROWS == 0 && WARPS * WARP_ROWS == ROWS
-                          ? WARP_ROWS
-                          : max(min(min(WARP_ROWS, ROWS - column), VALUE_SIZE - first_value), 0);
-    const bool has_values = WARPS * WARP_ROWS == ROWS || column < ROWS;
+    const OwnRows share;
 
     const i64 last_chunk = span.begin + i64(chunks - 1) * CHUNK_LEN;  // its first token
     const auto start = [&](Strides s, i64 own_head) {
         return span.batch * s.batch + last_chunk * s.token + own_head * s.head;
     };
     const i64 dv_stride = heads * VALUE_SIZE;
-    dv += (span.batch * tokens + last_chunk) * dv_stride + head * VALUE_SIZE + first_value;
+    dv += (span.batch * tokens + last_chunk) * dv_stride + head * VALUE_SIZE + share.first_value;
     slopes += first_checkpoint(cu_seqlens, sequence, span, KEPT_LEN) * heads + head;
     const i64 first_chunk = first_checkpoint(cu_seqlens, sequence, span, CHUNK_LEN) * heads + head;
     matrices += first_chunk, factors += first_chunk;
@@ -70,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
     KeyCursor from_q(r + start(r_strides, key_head), r_strides.token, threadIdx.x);
     KeyCursor from_k(k + start(k_strides, key_head), k_strides.token, threadIdx.x);
     RowCursor<T_IO, VALUE_SIZE, CHUNK_LEN, WARP_ROWS, ROW_PITCH, 32, -1> from_dy(
-        dy + start(dy_strides, head) + first_value, dy_strides.token, lane_id());
+        dy + start(dy_strides, head) + share.first_value, dy_strides.token, lane_id());
     const auto steps_of = [&](int chunk) { return chunk + 1 < chunks ? CHUNK_LEN : last_steps; };
     const auto copy_chunk = [&](int chunk) {
         if (chunk >= 0) {
@@ -78,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
             const int present = steps_of(chunk);
             from_q.copy(stage.q[0], present, HEAD_SIZE, threadIdx.x);
             from_k.copy(stage.k[0], present, HEAD_SIZE, threadIdx.x);
-            from_dy.copy(&stage.dy[0][column], present, width, lane_id());
+            from_dy.copy(&stage.dy[0][share.column], present, share.width, lane_id());
             if constexpr (HAS_DELTA) fetch(stage.matrices.tm, matrices[chunk * heads].tm);
             fetch(stage.matrices.m, matrices[chunk * heads].m), fetch(stage.factors, factors[chunk * heads]);
         }
@@ -89,10 +77,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
     __syncthreads();
     copy_chunk(chunks - 1), copy_chunk(chunks - 2);
     StateRows e[TILES];
-    read_state<STATE_LAYOUT>(e, grad_final_state ? grad_final_state + state_offset : nullptr, first_value);
+    read_state<STATE_LAYOUT>(e, grad_final_state ? grad_final_state + state_offset : nullptr, share.first_value);
 
     float of_own[TILES][2];
-    if constexpr (HAS_OWN) read_own(of_own, own + head * VALUE_SIZE, first_value);
+    if constexpr (HAS_OWN) read_own(of_own, own + head * VALUE_SIZE, share.first_value);
 
     for (int chunk = chunks - 1; chunk >= 0; --chunk) {
         Stage& stage = smem.stages[chunk % STAGES];
@@ -100,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
         wait_for_copies<1>();
         __syncthreads();  // the chunk's rows are there, and nobody reads those behind it any more
         copy_chunk(chunk - 2);
-        if (!has_values) continue;
+        if (!share.exist) continue;
 
         // X <- K E^T
         const auto tile_q = tile_of(stage.q), tile_k = tile_of(stage.k);
@@ -114,13 +102,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
             for (int i = 0; i < TILES; ++i) {
                 end_rows[i] = to_fragment(e[i][2 * c], e[i][2 * c + 1]);
                 if (is_kept)
-                    keep_state(slopes + chunk / KEPT_CHUNKS * heads, first_value + 16 * i, c, end_rows[i]);
+                    keep_state(slopes + chunk / KEPT_CHUNKS * heads, share.first_value + 16 * i, c, end_rows[i]);
             }
             add_columns(16 * c, full(du, tile_k, end_rows));
         }
         // dU <- M^T dY + rate e^(D - c) X, and dY as the state takes it
         Fragment dy_rows[TILES][BLOCKS], read[TILES][BLOCKS], erased[TILES][BLOCKS];
-        load_rows(dy_rows, values, column);
+        load_rows(dy_rows, values, share.column);
 #pragma unroll
         for (int n = 0; n < CHUNK_LEN / 8; ++n) {
             const int token = 8 * n + 2 * quad_lane();
@@ -152,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
 #pragma unroll
                     for (int q = p; q < BLOCKS; ++q)
                         multiply_add(solved, rows[q], load_triangle<true>(tile_of(stage.matrices.tm), p, q));
-                    store_block_transposed(values, 16 * p, column + 16 * i, to_fragment(solved[0], solved[1]));
+                    store_block_transposed(values, 16 * p, share.column + 16 * i, to_fragment(solved[0], solved[1]));
 #pragma unroll
                     for (int n = 0; n < 2; ++n) {
                         const float2 factor = pair_of(factors_here.grown_k, 16 * p + 8 * n + 2 * quad_lane());
@@ -163,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
                 }
             }
         } else {
-            store_sums(values, column, du);
+            store_sums(values, share.column, du);
         }
         if constexpr (HAS_DECAY) {
             const float end = factors_here.end;
@@ -180,12 +168,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
         }
         __syncwarp();
         write_rows_at_once<T_IO, VALUE_SIZE, CHUNK_LEN, WARP_ROWS, ROW_PITCH, 32>(
-            dv, dv_stride, &stage.dy[0][column], steps_of(chunk), width, lane_id());
+            dv, dv_stride, &stage.dy[0][share.column], steps_of(chunk), share.width, lane_id());
         dv -= CHUNK_LEN * dv_stride;
     }
     wait_for_copies<0>();
-    if (grad_initial_state != nullptr && has_values)
+    if (grad_initial_state != nullptr && share.exist)
 #pragma unroll
         for (int i = 0; i < TILES; ++i)
-            write_state<STATE_LAYOUT>(grad_initial_state + state_offset, e[i], first_value + 16 * i);
+            write_state<STATE_LAYOUT>(grad_initial_state + state_offset, e[i], share.first_value + 16 * i);
 }

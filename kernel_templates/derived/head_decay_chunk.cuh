@@ -9,8 +9,8 @@
 // token and its end: no factor is above 1 unless a decay is. Operands are the rows of q, k and v as they come; norms,
 // rates and decays are factors of tokens, in float32.
 //
-// Needs HEAD_SIZE, VALUE_SIZE, CHUNK_LEN, NUM_THREADS, T_IO, T_W, T_BETA, DECAY, HAS_DELTA, HAS_RATE, HAS_NORM,
-// AS_MATRICES.
+// Needs HEAD_SIZE, VALUE_SIZE, ROWS, CHUNK_LEN, KEPT_LEN, NUM_THREADS, T_IO, T_W, T_BETA, DECAY, HAS_DELTA, HAS_RATE,
+// HAS_NORM, AS_MATRICES.
 #pragma once
 #include "chunk.cuh"
 #include "head_decay_factors.cuh"
@@ -19,6 +19,13 @@ static_assert(sizeof(T_IO) == 2, "the chunked kernels take float16 and bfloat16"
 static_assert(CHUNK_LEN == 16 || CHUNK_LEN == 32, "chunk_len must be 16 or 32");
 static_assert(NUM_THREADS % 32 == 0 && NUM_THREADS >= 64 && NUM_THREADS <= 512,
               "num_threads must be a multiple of 32 from 64 to 512");
+
+static_assert(ROWS % 32 == 0, "rows must be a multiple of 32");
+constexpr int ROW_PITCH = ROWS + 8;
+constexpr int TILES = ceil_div(ROWS / 16, WARPS);
+constexpr int WARP_ROWS = 16 * TILES;  // value rows of a warp
+constexpr int STAGES = 3;              // chunks whose rows are in shared memory
+constexpr int KEPT_CHUNKS = max_of(KEPT_LEN / CHUNK_LEN, 1);
 
 constexpr float NORM_EPS = 1e-6f;
 // Less is a factor of 0 to a float; sums over a chunk keep their digits.
@@ -55,6 +62,19 @@ __device__ inline float sum_up(float x) {
 }
 
 using TokenFactors = FactorsOf<CHUNK_LEN>;
+
+// The value rows of a warp: the first one among those of the block and of the head, how many there are, and whether
+// the block has any for the warp.
+struct OwnRows {
+    int column, first_value, width;
+    bool exist;
+    __device__ OwnRows()
+        : column(warp_id() * WARP_ROWS), first_value(blockIdx.z * ROWS + column),
+          width(VALUE_SIZE % ROWS == 0 && WARPS * WARP_ROWS == ROWS
+                    ? WARP_ROWS
+                    : max(min(min(WARP_ROWS, ROWS - column), VALUE_SIZE - first_value), 0)),
+          exist(WARPS * WARP_ROWS == ROWS || column < ROWS) {}
+};
 // By all warps, eight tokens at a time, from the chunk's rows and the gates of its lanes' tokens: two lanes share a row.
 __device__ inline void write_factors(TokenFactors& factors, const KeyTile& q, const KeyTile& k, const Gates& gates,
                                      float scale) {

@@ -1,5 +1,8 @@
 // What multiplies the tokens of a chunk of LENGTH, by token: the forward makes it, and keeps it for the backward.
+//
+// Needs DECAY, HAS_RATE.
 #pragma once
+#include "decay.cuh"
 #include "mma.cuh"
 
 template <int LENGTH> struct __align__(16) FactorsOf {
@@ -12,6 +15,30 @@ template <int LENGTH> struct __align__(16) FactorsOf {
     float written[LENGTH];    // rate e^(D - c)
     float norm_of_q[LENGTH];  // 1 over the norm of q
     float end;                // e^D
+};
+// Those of a longer chunk that consists of such parts; a token that is not there has zeros, and does not decay.
+template <int LENGTH> struct ChunkFactors {
+    float decay[LENGTH];
+    float of_q[LENGTH], of_k[LENGTH], beta[LENGTH], norm_of_q[LENGTH];
+
+    // Of a token of `steps`, from what `factors_of` a part returns.
+    template <int PART_LENGTH, typename FactorsOfPart>
+    __device__ void read(int token, int steps, FactorsOfPart factors_of) {
+        const int part = token / PART_LENGTH, place = token % PART_LENGTH, last = (steps - 1) / PART_LENGTH;
+        const bool exists = token < steps;
+        const auto& own = factors_of(min(part, last));
+        float sum = 0.0f;
+        if constexpr (HAS_DECAY) {
+#pragma unroll
+            for (int i = 0; i < LENGTH / PART_LENGTH; ++i)
+                if (i < part && i <= last) sum += factors_of(i).decay[PART_LENGTH - 1];
+            if (part <= last) sum += own.decay[place];
+        }
+        decay[token] = sum;
+        of_q[token] = exists ? own.of_q[place] : 0.0f, of_k[token] = exists ? own.of_k[place] : 0.0f;
+        beta[token] = !exists ? 0.0f : HAS_RATE ? own.rate[place] / own.of_k[place] : 1.0f;
+        norm_of_q[token] = exists ? own.norm_of_q[place] : 0.0f;
+    }
 };
 template <int LENGTH> __device__ inline float2 pair_of(const float (&factors)[LENGTH], int token) {
     return *reinterpret_cast<const float2*>(&factors[token]);

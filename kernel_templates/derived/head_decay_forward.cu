@@ -16,13 +16,6 @@
 // rows of the one after that are on their way.
 #include "head_decay_chunk.cuh"
 
-static_assert(ROWS % 32 == 0, "rows must be a multiple of 32");
-constexpr int ROW_PITCH = ROWS + 8;
-constexpr int TILES = ceil_div(ROWS / 16, WARPS);
-constexpr int WARP_ROWS = 16 * TILES;  // value rows of a warp
-constexpr int STAGES = 3;
-constexpr int KEPT_CHUNKS = max_of(KEPT_LEN / CHUNK_LEN, 1);
-
 struct Stage {
     KeyTile q, k;
     T_IO v[CHUNK_LEN][ROW_PITCH];  // later Y
@@ -89,18 +82,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
     const Span span = sequence_span(cu_seqlens, sequence, tokens);
     const int chunks = static_cast<int>((span.length + CHUNK_LEN - 1) / CHUNK_LEN);
     const int last_steps = static_cast<int>(span.length - i64(chunks - 1) * CHUNK_LEN);
-    const int block_value = blockIdx.z * ROWS, column = warp_id() * WARP_ROWS;  // of the block's
-    const int first_value = block_value + column;
-    const int width = VALUE_SIZE % ROWS == 0 && WARPS * WARP_ROWS == ROWS
-                          ? WARP_ROWS
-                          : max(min(min(WARP_ROWS, ROWS - column), VALUE_SIZE - first_value), 0);
-    const bool has_values = WARPS * WARP_ROWS == ROWS || column < ROWS;
+    const OwnRows share;
 
     const auto start = [&](Strides s, i64 own_head) {
         return span.batch * s.batch + span.begin * s.token + own_head * s.head;
     };
     const i64 y_stride = heads * VALUE_SIZE;
-    const i64 y_start = (span.batch * tokens + span.begin) * y_stride + head * VALUE_SIZE + first_value;
+    const i64 y_start = (span.batch * tokens + span.begin) * y_stride + head * VALUE_SIZE + share.first_value;
     y += y_start;
     if constexpr (KEPT_LEN > 0) {
         kept_u += y_start;
@@ -116,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
     KeyCursor from_q(r + start(r_strides, key_head), r_strides.token, threadIdx.x);
     KeyCursor from_k(k + start(k_strides, key_head), k_strides.token, threadIdx.x);
     RowCursor<T_IO, VALUE_SIZE, CHUNK_LEN, WARP_ROWS, ROW_PITCH, 32> from_v(
-        v + start(v_strides, head) + first_value, v_strides.token, lane_id());
+        v + start(v_strides, head) + share.first_value, v_strides.token, lane_id());
     const auto steps_of = [&](int chunk) { return chunk + 1 < chunks ? CHUNK_LEN : chunk < chunks ? last_steps : 0; };
     const auto copy_chunk = [&](int chunk) {
         const int present = steps_of(chunk);
@@ -124,13 +112,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
             Stage& stage = smem.stages[chunk % STAGES];
             from_q.copy(stage.q[0], present, HEAD_SIZE, threadIdx.x);
             from_k.copy(stage.k[0], present, HEAD_SIZE, threadIdx.x);
-            from_v.copy(&stage.v[0][column], present, width, lane_id());
+            from_v.copy(&stage.v[0][share.column], present, share.width, lane_id());
         }
         commit_copies();
     };
     const auto write_values = [&](T_IO* rows, const Stage& stage, int chunk) {
         write_rows_at_once<T_IO, VALUE_SIZE, CHUNK_LEN, WARP_ROWS, ROW_PITCH, 32>(
-            rows, y_stride, &stage.v[0][column], steps_of(chunk), width, lane_id());
+            rows, y_stride, &stage.v[0][share.column], steps_of(chunk), share.width, lane_id());
     };
     const auto load_gates = [&](Gates& gates, int chunk) {
         const i64 token = i64(chunk) * CHUNK_LEN;
@@ -144,9 +132,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
     Gates gates;
     load_gates(gates, 0);
     StateRows state[TILES];
-    read_state<STATE_LAYOUT>(state, initial_state ? initial_state + state_offset : nullptr, first_value);
+    read_state<STATE_LAYOUT>(state, initial_state ? initial_state + state_offset : nullptr, share.first_value);
     float of_own[TILES][2];
-    if constexpr (HAS_OWN) read_own(of_own, own + head * VALUE_SIZE, first_value);
+    if constexpr (HAS_OWN) read_own(of_own, own + head * VALUE_SIZE, share.first_value);
     const auto solve = [&](TokenWork& work) {
         if constexpr (HAS_DELTA)
             if (warp_id() == WARPS - 1) solve_lower(work.solver, load_left(tile_of(work.m), 0, 16));
@@ -182,7 +170,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
         const auto values = tile_of(stage.v);
         const auto m = tile_of(work.m);
         Accumulator out[TILES][CHUNK_LEN / 8] = {}, u[TILES][CHUNK_LEN / 8] = {};
-        if (has_values) {
+        if (share.exist) {
 #pragma unroll
             for (int c = 0; c < CHANNELS / 16; ++c) {
                 Fragment start_rows[TILES];
@@ -191,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
                     start_rows[i] = to_fragment(state[i][2 * c], state[i][2 * c + 1]);
                     if constexpr (KEPT_LEN > 0)
                         if (chunk % KEPT_CHUNKS == 0)
-                            keep_state(states, first_value + 16 * i, c, start_rows[i]);
+                            keep_state(states, share.first_value + 16 * i, c, start_rows[i]);
                 }
                 if constexpr (HAS_DELTA)
                     add_columns(16 * c, full(u, tile_k, start_rows), full(out, tile_q, start_rows));
@@ -203,10 +191,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
         __syncthreads();  // the next chunk's factors are there
         write_all_pairs(next_work, next_stage);
         Fragment u_rows[TILES][BLOCKS], written[TILES][BLOCKS];
-        if (has_values) {
+        if (share.exist) {
             // U <- V - e^c X   Y <- e^c Y
             Fragment v_rows[TILES][BLOCKS];
-            load_rows(v_rows, values, column);
+            load_rows(v_rows, values, share.column);
 #pragma unroll
             for (int n = 0; n < CHUNK_LEN / 8; ++n) {
                 const int token = 8 * n + 2 * quad_lane();
@@ -259,20 +247,20 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
                 for (int i = 0; i < TILES; ++i)
 #pragma unroll
                     for (int p = 0; p < BLOCKS; ++p)
-                        store_block_transposed(values, 16 * p, column + 16 * i, u_rows[i][p]);
+                        store_block_transposed(values, 16 * p, share.column + 16 * i, u_rows[i][p]);
                 __syncwarp();
                 write_values(kept_u, stage, chunk);
                 kept_u += CHUNK_LEN * y_stride;
                 __syncwarp();
             }
             add_triangles(lower(out, m, u_rows));  // Y <- Y + M U
-            store_sums(values, column, out);
+            store_sums(values, share.column, out);
         }
         if constexpr (HAS_DELTA) {
             __syncthreads();  // the next chunk's pairs are there
             if (chunk + 1 < chunks) solve(next_work);
         }
-        if (!has_values) continue;
+        if (!share.exist) continue;
         if constexpr (HAS_DECAY) {
             const float end = work.factors.end;
 #pragma unroll
@@ -287,8 +275,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
         y += CHUNK_LEN * y_stride;
     }
     wait_for_copies<0>();
-    if (final_state != nullptr && has_values)
+    if (final_state != nullptr && share.exist)
 #pragma unroll
         for (int i = 0; i < TILES; ++i)
-            write_state<STATE_LAYOUT>(final_state + state_offset, state[i], first_value + 16 * i);
+            write_state<STATE_LAYOUT>(final_state + state_offset, state[i], share.first_value + 16 * i);
 }

@@ -5,39 +5,27 @@
 // A block takes one chunk and key head after another, and the value heads of each in turn, 64 values of a head at a
 // time: as much again is on its way. The first group of warps makes P, N and dQ, the second dK.
 #include "bulk_copy.cuh"
-#include "chunk.cuh"
 #include "head_decay_factors.cuh"
-#include "slots.cuh"
-#include "wgmma.cuh"
+#include "head_decay_group_sums.cuh"
+#include "head_decay_group_tasks.cuh"
 
 static_assert(HEAD_SIZE % TILE_COLUMNS == 0 && VALUE_SIZE % TILE_COLUMNS == 0, "head sizes in steps of 64");
 static_assert(CHUNK_LEN == 64, "chunk_len must be 64");
 static_assert(NUM_THREADS == 256, "num_threads must be 256");
-constexpr int PIECE = TILE_COLUMNS, PIECES = VALUE_SIZE / PIECE;
-constexpr int SLABS = HEAD_SIZE / TILE_COLUMNS;
 constexpr int SIDES = HAS_DELTA ? 2 : 1;  // what is read, and what is erased
 constexpr int PARTS = CHUNK_LEN / PART_LEN;
 using PartFactors = FactorsOf<PART_LEN>;
-using StatePiece = unsigned[PIECE / 8][CHANNELS / 8][32];
-using KeySlabs = Slab<CHUNK_LEN>[SLABS];
 
 struct Stage {
     Slab<CHUNK_LEN> u, left[SIDES];  // U; dY and dV
     StatePiece state, slope;
 };
-// A chunk and key head.
-struct Task {
-    i64 q, k, u, dy, row;       // where its first token lies in the inputs, of the first head, and in rows of outputs
-    i64 first_part;             // of factors
-    int slot, key_head, steps;  // no steps: there is none left
-};
 struct __align__(1024) Smem {
     Stage ring[2];
-    KeySlabs q[2], k[2];  // later dq and dk
+    KeySlabs q[2], k[2];           // later dq and dk
     Slab<CHUNK_LEN> pairs[SIDES];  // P and N
     PartFactors parts[2][PARTS];
-    float decay[CHUNK_LEN];  // c, to the base 2
-    float of_q[CHUNK_LEN], of_k[CHUNK_LEN], beta[CHUNK_LEN], norm_of_q[CHUNK_LEN];
+    ChunkFactors<CHUNK_LEN> factors;
     // Of pairs' factors, to the base 2: c with the logarithms of of_q and of of_k, and c less that of of_k.
     float left_exponents[SIDES][CHUNK_LEN], right_exponents[CHUNK_LEN];
     float of_query[CHUNK_LEN];                      // q . dQ
@@ -51,154 +39,24 @@ struct __align__(1024) Smem {
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry says");
 
-// Places in shared memory as products take them: a constant from one base.
-struct Descriptors {
-    const unsigned char* shared;
-    unsigned base;
-    __device__ explicit Descriptors(const unsigned char* shared)
-        : shared(shared), base(shared_address(shared) >> 4 & 0x3fffu) {}
-    __device__ unsigned from(const void* place) const {
-        return base + static_cast<unsigned>(static_cast<const unsigned char*>(place) - shared) / 16;
-    }
-    __device__ unsigned long long rows(const Slab<CHUNK_LEN>& slab, int row, int column) const {
-        return 0x4000004000010000ull + (from(&slab) + (128 * row + 2 * column) / 16);
-    }
-    __device__ unsigned long long matrices(const StatePiece& state, int row, int slab) const {
-        constexpr unsigned long long STEPS = 128ull / 16 << 32 | sizeof(state[0]) / 16 << 16;
-        return STEPS + from(&state[row / 8][slab * TILE_COLUMNS / 8]);
-    }
-};
-
-// Of [token, channel], of which a warp has 16 tokens and a lane two rows, eight apart.
-using Sums = Accumulator[CHANNELS / 8];
-
-// The lane's words of a row of an operand: columns 8 n + 2 quad_lane() on.
-struct RowWords {
-    unsigned start;
-    __device__ RowWords(const KeySlabs& keys, int row)
-        : start(shared_address(&keys[0].units[row][row % 8]) + 4 * quad_lane()) {}
-    __device__ unsigned place(int n) const { return (start ^ n % 8 * 16) + n / 8 * sizeof(Slab<CHUNK_LEN>); }
-    __device__ unsigned load(int n) const {
-        unsigned word;
-        asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(place(n)));
-        return word;
-    }
-    __device__ void store(int n, unsigned word) const {
-        asm volatile("st.shared.b32 [%0], %1;" ::"r"(place(n)), "r"(word) : "memory");
-    }
-};
-
-// Sums += rows times a factor each, from `row` on; the dots are the lane's share of their products with rows of an
-// operand, times a factor each.
-template <typename Factor, typename DotFactor>
-__device__ inline void add_rows(Sums& sums, const Sums& rows, float (&dots)[2], KeySlabs& keys, int row, Factor factor,
-                                DotFactor dot_factor) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int own = row + 8 * half;
-        const float f = factor(own);
-        const RowWords words(keys, own);
-        float parts[2] = {};
-#pragma unroll
-        for (int n = 0; n < CHANNELS / 8; ++n) {
-            const unsigned word = words.load(n);
-            const float *const x = &rows[n][2 * half];
-            parts[0] += low_of(word) * x[0], parts[1] += high_of(word) * x[1];
-            sums[n][2 * half] += f * x[0], sums[n][2 * half + 1] += f * x[1];
-        }
-        dots[half] = dot_factor(own) * (parts[0] + parts[1]);
-    }
-}
-
-// The factors of a chunk's tokens, of which there are `steps`, from those of the parts that it consists of.
+// The factors of a thread's token; one that is not there has a factor of 0 in pairs too.
 __device__ inline void read_factors(Smem& smem, const PartFactors (&parts)[PARTS], int steps) {
     if (threadIdx.x >= CHUNK_LEN) return;
-    const int token = threadIdx.x, part = token / PART_LEN, at = token % PART_LEN;
-    const bool exists = token < steps;
-    float decay = 0.0f;  // over the parts before
-    if constexpr (HAS_DECAY) {
-#pragma unroll
-        for (int i = 0; i < PARTS; ++i)
-            if (i < part && i * PART_LEN < steps) decay += parts[i].decay[PART_LEN - 1];
-        if (part * PART_LEN < steps) decay += parts[part].decay[at];
-    }
-    const float of_k = exists ? parts[part].of_k[at] : 0.0f;
-    smem.decay[token] = decay, smem.of_q[token] = exists ? parts[part].of_q[at] : 0.0f, smem.of_k[token] = of_k;
-    smem.beta[token] = !exists ? 0.0f : HAS_RATE ? parts[part].rate[at] / of_k : 1.0f;
-    smem.norm_of_q[token] = exists ? parts[part].norm_of_q[at] : 0.0f;
-    // A token that is not there has a factor of 0.
-    smem.left_exponents[0][token] = decay + log2_fast(fabsf(smem.of_q[token]));
-    if constexpr (HAS_DELTA) smem.left_exponents[SIDES - 1][token] = decay + log2_fast(of_k);
-    smem.right_exponents[token] = decay - log2_fast(of_k);
+    const int token = threadIdx.x;
+    smem.factors.read<PART_LEN>(token, steps, [&](int part) -> const PartFactors& { return parts[part]; });
+    const float decay = smem.factors.decay[token], of_k = log2_fast(smem.factors.of_k[token]);
+    smem.left_exponents[0][token] = decay + log2_fast(fabsf(smem.factors.of_q[token]));
+    if constexpr (HAS_DELTA) smem.left_exponents[SIDES - 1][token] = decay + of_k;
+    smem.right_exponents[token] = decay - of_k;
 }
-
-// Of sums by lane of columns 8 n + 2 quad_lane() + i: for all lanes of the same columns, those that the lane ends up
-// with. Each exchange halves what it keeps.
-__device__ inline float2 sum_columns(float (&x)[CHUNK_LEN / 8][2]) {
-#pragma unroll
-    for (int delta = 16, kept = CHUNK_LEN / 16; delta >= 4; delta /= 2, kept /= 2) {
-        const bool is_upper = lane_id() & delta;
-#pragma unroll
-        for (int n = 0; n < kept; ++n)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const float other = is_upper ? x[n][i] : x[n + kept][i];
-                x[n][i] = (is_upper ? x[n + kept][i] : x[n][i]) + __shfl_xor_sync(0xffffffffu, other, delta);
-            }
-    }
-    return {x[0][0], x[0][1]};
-}
-
-// A thread's share of the products of two states, element by element.
-__device__ inline void add_products(float& sum, const StatePiece& state, const StatePiece& slope) {
-#pragma unroll
-    for (int i = threadIdx.x; i < static_cast<int>(sizeof(StatePiece) / 16); i += NUM_THREADS) {
-        const uint4 x = reinterpret_cast<const uint4*>(&state)[i], y = reinterpret_cast<const uint4*>(&slope)[i];
-        const unsigned xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w};
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            sum += low_of(xs[j]) * low_of(ys[j]);
-            sum += high_of(xs[j]) * high_of(ys[j]);
-        }
-    }
-}
-
-// A pair of columns of a row.
-__device__ inline unsigned word_in(const Slab<CHUNK_LEN>& slab, int row, int pair) {
-    return reinterpret_cast<const unsigned*>(&slab.units[row][pair / 4 ^ row % 8])[pair % 4];
-}
-
-// A block's tasks, one after another.
-struct Tasks {
-    const i64* cu_seqlens;
-    i64 slots, key_heads, sequences, tokens;
-    Strides of_q, of_k, of_u, of_dy;
-    unsigned number = blockIdx.x;
-
-    __device__ Task next() {
-        for (; number < slots * key_heads; number += gridDim.x) {
-            const unsigned slot = number / static_cast<unsigned>(key_heads);
-            const Chunk chunk = chunk_of(cu_seqlens, slot, sequences, tokens);
-            if (chunk.steps == 0) continue;
-            const int key_head = number - slot * static_cast<unsigned>(key_heads);
-            number += gridDim.x;
-            const i64 first_part = first_checkpoint(cu_seqlens, chunk.sequence, chunk.span, PART_LEN);
-            const i64 batch = chunk.span.batch, token = chunk.span.begin + chunk.token;
-            const auto start = [&](Strides s) { return batch * s.batch + token * s.token; };
-            return {start(of_q) + key_head * of_q.head, start(of_k) + key_head * of_k.head, start(of_u), start(of_dy),
-                    batch * tokens + token, first_part + chunk.token / PART_LEN, static_cast<int>(slot), key_head,
-                    chunk.steps};
-        }
-        return {};
-    }
-};
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_decay_key_gradients(
     const T_IO* __restrict__ r, const T_IO* __restrict__ k, const T_IO* __restrict__ u, const T_IO* __restrict__ dy,
     const T_IO* __restrict__ dv, const i64* __restrict__ cu_seqlens, const Checkpoint* __restrict__ states,
     const Checkpoint* __restrict__ slopes, const PartFactors* __restrict__ factors, T_IO* __restrict__ dr,
     T_IO* __restrict__ dk, T_W* __restrict__ dw, T_BETA* __restrict__ dbeta, float* __restrict__ own_chunks,
-    Strides r_strides, Strides k_strides, Strides u_strides, Strides dy_strides, i64 sequences, i64 tokens, i64 heads, i64 slots) {
+    Strides r_strides, Strides k_strides, Strides u_strides, Strides dy_strides, i64 sequences, i64 tokens, i64 heads,
+    i64 slots) {
     __builtin_assume(threadIdx.x < NUM_THREADS);  // so that even shares need no test
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
@@ -350,9 +208,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
                 const i64 head = here.slot * heads + here.key_head * GROUP + member;
                 own_chunks[head * VALUE_SIZE + threadIdx.x] = sum_of_own;
             }
-        const float end = smem.decay[CHUNK_LEN - 1];
-        const auto grown = [&](int token) { return HAS_DECAY ? exp2_fast(smem.decay[token]) : 1.0f; };
-        const auto beta = [&](int token) { return HAS_RATE ? smem.beta[token] : 1.0f; };
+        const float end = smem.factors.decay[CHUNK_LEN - 1];
+        const auto grown = [&](int token) { return HAS_DECAY ? exp2_fast(smem.factors.decay[token]) : 1.0f; };
+        const auto beta = [&](int token) { return HAS_RATE ? smem.factors.beta[token] : 1.0f; };
         const auto write = [&](float (&target)[CHUNK_LEN], const float (&of_lane)[2]) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
@@ -375,7 +233,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
                 end_batch();
             };
             float dots[2];
-            const auto of_query = [&](int token) { return smem.of_q[token] * grown(token); };
+            const auto of_query = [&](int token) { return smem.factors.of_q[token] * grown(token); };
             if constexpr (IS_EARLY) multiply_keys(q_rows, products[0]);
             add_rows(sum, of_state, dots, q_rows, row, of_query, of_query);
             float of_column[CHUNK_LEN / 8][2] = {};
@@ -385,14 +243,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
                 wait_for_batches<0>();
                 hold(products[side]);
                 if (IS_EARLY && side + 1 < SIDES) multiply_keys(k_rows, products[SIDES - 1]);
-                const float sign = side == 0 ? copysignf(1.0f, smem.of_q[0]) : -1.0f;
+                const float sign = side == 0 ? copysignf(1.0f, smem.factors.of_q[0]) : -1.0f;
                 float exponents[2], of_row[2] = {};
 #pragma unroll
                 for (int half = 0; half < 2; ++half) exponents[half] = smem.left_exponents[side][row + 8 * half];
 #pragma unroll
                 for (int n = 0; n < CHUNK_LEN / 8; ++n) {
                     const int column = 8 * n + 2 * quad_lane();
-                    const float2 to = pair_of(smem.right_exponents, column), rate = pair_of(smem.beta, column);
+                    const float2 to = pair_of(smem.right_exponents, column), rate = pair_of(smem.factors.beta, column);
                     const float rates[2] = {HAS_RATE ? sign * rate.x : sign, HAS_RATE ? sign * rate.y : sign};
 #pragma unroll
                     for (int j = 0; j < 4; ++j) {
@@ -425,13 +283,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
         } else {
             if constexpr (HAS_DELTA) {
                 float dots[2];
-                const auto of_erased = [&](int token) { return -smem.of_k[token] * grown(token); };
+                const auto of_erased = [&](int token) { return -smem.factors.of_k[token] * grown(token); };
                 add_rows(sum, of_state, dots, k_rows, row, of_erased, of_erased);
                 write(smem.of_states[0], dots);
             }
             float dots[2];
             const auto of_written = [&](int token) {
-                return smem.of_k[token] * (HAS_DECAY ? exp2_fast(end - smem.decay[token]) : 1.0f);
+                return smem.factors.of_k[token] * (HAS_DECAY ? exp2_fast(end - smem.factors.decay[token]) : 1.0f);
             };
             add_rows(sum, of_slope, dots, k_rows, row, [&](int token) { return beta(token) * of_written(token); },
                      of_written);
@@ -515,7 +373,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int own = row + 8 * half;
-            const float norm = makes_keys ? smem.of_k[own] : smem.norm_of_q[own], f = norm * norm * squares[half];
+            const float norm = makes_keys ? smem.factors.of_k[own] : smem.factors.norm_of_q[own],
+                        f = norm * norm * squares[half];
             const RowWords words(rows, own);
 #pragma unroll
             for (int n = 0; n < CHANNELS / 8; ++n) {

@@ -37,11 +37,10 @@ constexpr int SIDES = HAS_DELTA ? 2 : 1;     // what is read, and what is erased
 using PartFactors = FactorsOf<PART_LEN>;
 
 struct __align__(16) Smem {
-    KeyTile q, k;  // later dq and dk
-    ValueTile u, left[SIDES];   // U; dY and dV
-    TokenTile pairs[SIDES];     // P and N
-    float decay[CHUNK_LEN];  // c, to the base 2
-    float of_q[CHUNK_LEN], of_k[CHUNK_LEN], beta[CHUNK_LEN], norm_of_q[CHUNK_LEN];
+    KeyTile q, k;              // later dq and dk
+    ValueTile u, left[SIDES];  // U; dY and dV
+    TokenTile pairs[SIDES];    // P and N
+    ChunkFactors<CHUNK_LEN> factors;
     // q . dQ, x and y: what states give, a part for each warp that shares the channels, and what pairs of tokens
     // give, by the other token's block
     float dots[3][COLUMN_WARPS][CHUNK_LEN];
@@ -59,9 +58,6 @@ __device__ inline Right turned(const Fragment& f) {
         asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(right.at[i]) : "r"(f.at[i]));
     return right;
 }
-
-// What is in shared memory is read again behind this: kept in registers it would spill.
-__device__ inline void forget_shared() { asm volatile("" ::: "memory"); }
 
 // Where a warp works: 16 or 32 tokens, and every COLUMN_WARPS-th block of 16 channels.
 struct Place {
@@ -96,7 +92,6 @@ struct Part {
     // X += Y S, from rows [token, value] and fragments of S; the next one of these is on its way.
     template <typename Rows, typename Visit>
     __device__ void add_state(Place place, int column, Rows rows, const Checkpoint* state, Visit visit) {
-        forget_shared();
         Fragment next = read_early(state, 0, column / 16);
 #pragma unroll
         for (int v = 0; v < VALUES / 16; ++v) {
@@ -180,10 +175,10 @@ template <bool IS_OUTPUT> __device__ inline void write_pairs(Smem& smem, Triangl
     for (int i = 0; i < 8; ++i) {
         const int row = 16 * block.p + group() + i % 4 / 2 * 8,
                   column = 16 * block.q + i / 4 * 8 + 2 * quad_lane() + i % 2;
-        float factor = (IS_OUTPUT ? smem.of_q[row] : -smem.of_k[row]) * smem.of_k[column];
+        float factor = (IS_OUTPUT ? smem.factors.of_q[row] : -smem.factors.of_k[row]) * smem.factors.of_k[column];
         if (row < column + !IS_OUTPUT) factor = 0.0f;
-        else if constexpr (HAS_DECAY) factor *= exp2_fast(smem.decay[row] - smem.decay[column]);
-        const float beta = HAS_RATE ? smem.beta[column] : 1.0f, pair = factor * sum[i / 4][i % 4],
+        else if constexpr (HAS_DECAY) factor *= exp2_fast(smem.factors.decay[row] - smem.factors.decay[column]);
+        const float beta = HAS_RATE ? smem.factors.beta[column] : 1.0f, pair = factor * sum[i / 4][i % 4],
                     term = pair * keys[i / 4][i % 4];
         sum[i / 4][i % 4] = beta * pair, of_row[i % 4 / 2] += beta * term, of_column[i / 4][i % 2] += term;
     }
@@ -199,23 +194,6 @@ template <bool IS_OUTPUT> __device__ inline void write_pairs(Smem& smem, Triangl
             float* const columns = smem.of_columns[!IS_OUTPUT][block.p] + 16 * block.q + 8 * half;
             if (group() == 0) *reinterpret_cast<float2*>(columns + 2 * quad_lane()) = column_sums;
         }
-    }
-}
-
-// The factors of a chunk's tokens, of which there are `steps`, from those of the parts that it consists of.
-__device__ inline void read_factors(Smem& smem, const PartFactors* factors, i64 heads, int steps) {
-    for (int token = threadIdx.x; token < CHUNK_LEN; token += NUM_THREADS) {
-        const int part = token / PART_LEN, place = token % PART_LEN, parts = (steps + PART_LEN - 1) / PART_LEN;
-        float decay = 0.0f;  // over the parts before
-        if constexpr (HAS_DECAY)
-            for (int i = 0; i < min(part, parts); ++i) decay += factors[i * heads].decay[PART_LEN - 1];
-        const bool exists = token < steps;
-        const PartFactors& own = factors[min(part, parts - 1) * heads];
-        if (part < parts && HAS_DECAY) decay += own.decay[place];
-        const float of_k = exists ? own.of_k[place] : 0.0f;
-        smem.decay[token] = decay, smem.of_q[token] = exists ? own.of_q[place] : 0.0f, smem.of_k[token] = of_k;
-        smem.beta[token] = !exists ? 0.0f : HAS_RATE ? own.rate[place] / of_k : 1.0f;
-        smem.norm_of_q[token] = exists ? own.norm_of_q[place] : 0.0f;
     }
 }
 
@@ -282,7 +260,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
     for (int i = 0; i < GROUP; ++i) {
         const i64 head = key_head * GROUP + i;
         const Checkpoint *const state = states + head, *const slope = slopes + head;
-        read_factors(smem, factors + head, heads, chunk.steps);
+        for (int token = threadIdx.x; token < CHUNK_LEN; token += NUM_THREADS)
+            smem.factors.read<PART_LEN>(token, chunk.steps, [&](int part) -> const PartFactors& {
+                return factors[part * heads + head];
+            });
         wait_for_copies<0>();
         __syncthreads();  // rows and factors are there
         constexpr int PAIRS = BLOCKS * (BLOCKS + 1) / 2;
@@ -298,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
                 own_chunks[(slot * heads + head) * VALUE_SIZE + value] = sum_of_own;
             }
         __syncthreads();  // P and N are there
-        const auto grown = [&](int token) { return HAS_DECAY ? exp2_fast(smem.decay[token]) : 1.0f; };
+        const auto grown = [&](int token) { return HAS_DECAY ? exp2_fast(smem.factors.decay[token]) : 1.0f; };
         Dots dots[3];
         float of_end = 0.0f;
 #pragma unroll
@@ -307,19 +288,19 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
             const int column = place.column(j);
             Part read;
             read.add_state(place, column, tile_dy, state, nothing);
-            read.scale_rows(place, [&](int token) { return smem.of_q[token] * grown(token); });
+            read.scale_rows(place, [&](int token) { return smem.factors.of_q[token] * grown(token); });
             if constexpr (HAS_DECAY || HAS_NORM) read.add_dots(dots[0], place, column, smem.q);
             d_q[j].add(read);
             d_q[j].template add_triangle<false>(place, column, tile_p, tile_k);
             if constexpr (HAS_DELTA) {
                 Part erased;
                 erased.add_state(place, column, tile_of(smem.left[1]), state, nothing);
-                erased.scale_rows(place, [&](int token) { return -smem.of_k[token] * grown(token); });
+                erased.scale_rows(place, [&](int token) { return -smem.factors.of_k[token] * grown(token); });
                 if constexpr (HAS_DECAY || HAS_NORM) erased.add_dots(dots[1], place, column, smem.k);
                 d_k[j].add(erased);
             }
             Part written;
-            const float end = smem.decay[CHUNK_LEN - 1];
+            const float end = smem.factors.decay[CHUNK_LEN - 1];
             float product = 0.0f;  // S_0 . E
             written.add_state(place, column, tile_u, slope, [&](int v, const Fragment& f) {
                 if constexpr (HAS_DECAY)
@@ -333,11 +314,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
                     }
             });
             written.scale_rows(place, [&](int token) {
-                return smem.of_k[token] * (HAS_DECAY ? exp2_fast(end - smem.decay[token]) : 1.0f);
+                return smem.factors.of_k[token] * (HAS_DECAY ? exp2_fast(end - smem.factors.decay[token]) : 1.0f);
             });
             if constexpr (HAS_DECAY || HAS_NORM || HAS_RATE) written.add_dots(dots[2], place, column, smem.k);
             if constexpr (HAS_DECAY) of_end += exp2_fast(end) * product;
-            if constexpr (HAS_RATE) written.scale_rows(place, [&](int token) { return smem.beta[token]; });
+            if constexpr (HAS_RATE) written.scale_rows(place, [&](int token) { return smem.factors.beta[token]; });
             d_k[j].add(written);
             d_k[j].template add_triangle<true>(place, column, tile_p, tile_q);
             if constexpr (HAS_DELTA) {
@@ -349,7 +330,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
 #pragma unroll
             for (int kind = 0; kind < 3; ++kind) dots[kind].write(smem.dots[kind], place);
         if constexpr (HAS_DECAY) {
-            place.for_rows([&](int t, int half, int row) { of_end += smem.beta[row] * dots[2].at[t][half]; });
+            place.for_rows([&](int t, int half, int row) { of_end += smem.factors.beta[row] * dots[2].at[t][half]; });
             of_end = sum_of_lanes<1, 32>(of_end);
             if (lane_id() == 0) smem.ends[place.warp] = of_end;
         }
@@ -375,7 +356,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
                             if (n <= token / 16) dots[side] += smem.of_rows[side][n][token];
                             if (n >= token / 16) dots[2] += smem.of_columns[side][n][token];
                         }
-                    const float written = smem.beta[token] * dots[2];
+                    const float written = smem.factors.beta[token] * dots[2];
                     const bool exists = token < chunk.steps;
                     const i64 at = (first_token + token) * heads + head;
                     if constexpr (HAS_NORM)
@@ -400,10 +381,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
     for (int j = 0; j < COLUMN_TILES; ++j) {
         if (!place.has(j)) continue;
         d_q[j].write_behind_norm(place, place.column(j), smem.q, [&](int token) {
-            return smem.norm_of_q[token] * smem.norm_of_q[token] * smem.squares[0][token];
+            return smem.factors.norm_of_q[token] * smem.factors.norm_of_q[token] * smem.squares[0][token];
         });
         d_k[j].write_behind_norm(place, place.column(j), smem.k, [&](int token) {
-            return smem.of_k[token] * smem.of_k[token] * smem.squares[1][token];
+            return smem.factors.of_k[token] * smem.factors.of_k[token] * smem.squares[1][token];
         });
     }
     __syncthreads();  // dq and dk are there

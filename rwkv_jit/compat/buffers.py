@@ -75,19 +75,16 @@ def fill_recorded(
 
     Where an input wants a gradient, what the op keeps for it stays as long as there is the scratch.
     """
-    results: tuple[Tensor, Tensor | None]
-    if not any(x.requires_grad for x in (*inputs, state) if x is not None):
-        results = run(op, inputs, state, **options)
-    else:  # the caller may write to its state before the backward, to which it does not pass it
+    if any(x.requires_grad for x in (*inputs, state) if x is not None):
+        # The caller may write to its state before the backward, which is not given it.
         initial = None if state is None else state.detach().clone()
-        recorded = _Recorded(op, inputs, initial, last is not None, options)
-        _recorded[scratch] = recorded
-        results = recorded.results
-    for buffer, result in zip((y, last), results, strict=True):
-        if buffer is not None and result is not None:
-            fill(buffer, result.detach())
-    if scratch in _recorded:
-        _recorded[scratch].drop_values()
+        call = _recorded[scratch] = _Recorded(op, inputs, initial, last is not None, options)
+        call.move_to(y, last)
+        return
+    result, final = run(op, inputs, state, **options)
+    fill(y, result)
+    if last is not None:
+        fill(last, final)
 
 
 class _Recorded:
@@ -99,26 +96,29 @@ class _Recorded:
         with recording.plain_torch():
             given = (*inputs, *([] if state is None else [state]))
             self.leaves = [x.detach().requires_grad_() for x in given]
-            self.count = len(inputs)
             y, final = op(
-                *self.leaves[: self.count],
-                initial_state=None if state is None else self.leaves[self.count],
+                *self.leaves[: len(inputs)],
+                initial_state=None if state is None else self.leaves[-1],
                 output_final_state=has_final,
                 **options,
             )
         self.results: tuple[Tensor, Tensor | None] = y, final
 
-    def drop_values(self) -> None:
-        """Leave the memory of the results, which a kernel's backward does not read."""
-        for x in self.results:
-            if x is not None and x.is_cuda:
-                x.untyped_storage().resize_(0)
+    def move_to(self, y: Tensor, last: Tensor | None) -> None:
+        """Fill the caller's tensors, and leave the memory of the results, which a kernel's backward does not read."""
+        for buffer, result in zip((y, last), self.results, strict=True):
+            if buffer is None or result is None:
+                continue
+            fill(buffer, result.detach())
+            if result.is_cuda:
+                result.untyped_storage().resize_(0)
 
     def is_of(self, inputs: Sequence[Tensor], state: Tensor | None, has_final: bool) -> bool:
         """Return whether it is the call of these, of which a state may be a copy."""
-        alike = (x.data_ptr() == y.data_ptr() and x.shape == y.shape for x, y in zip(self.leaves, inputs))  # noqa: B905
-        is_whole = len(self.leaves) == len(inputs) + (state is not None)
-        return is_whole and has_final <= (self.results[1] is not None) and all(alike)
+        if len(self.leaves) != len(inputs) + (state is not None) or (has_final and self.results[1] is None):
+            return False
+        pairs = zip(self.leaves[: len(inputs)], inputs, strict=True)
+        return all(x.data_ptr() == y.data_ptr() and x.shape == y.shape for x, y in pairs)
 
     def differentiate(self, dy: Tensor, grad_final: Tensor | None) -> list[Tensor]:
         """Return the gradients of the inputs and of a state, once."""

@@ -29,6 +29,16 @@ class _DeltaNet(nn.Module):
         self.key_heads, self.value_heads, self.key_size, self.value_size = key_heads, value_heads, key_size, value_size
         self.key_width, self.value_width = key_heads * key_size, value_heads * value_size
 
+    def reset_parameters(self) -> None:
+        """Set all parameters to their initial values."""
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Conv1d, nn.RMSNorm)):
+                module.reset_parameters()
+        self._fill()
+
+    def _fill(self) -> None:
+        """Set the parameters that no module inside has."""
+
     def _states(
         self, state: Any, x: Tensor, cu_seqlens: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
@@ -172,13 +182,6 @@ class KimiDeltaAttention(_DeltaNet):
         self.o_proj = nn.Linear(values, width, bias=False, **place)
         self._fill()
 
-    def reset_parameters(self) -> None:
-        """Set all parameters to their initial values."""
-        for module in self.modules():
-            if isinstance(module, (nn.Linear, nn.Conv1d, nn.RMSNorm)):
-                module.reset_parameters()
-        self._fill()
-
     @torch.no_grad()
     def _fill(self) -> None:
         parts.fill_steps(self.dt_bias)
@@ -307,13 +310,6 @@ class GatedDeltaNet(_DeltaNet):
         self.A_log = nn.Parameter(torch.empty(value_heads, **place))
         self.norm = nn.RMSNorm(value_size, eps=eps, **place)
         self.out_proj = nn.Linear(values, width, bias=False, **place)
-        self._fill()
-
-    def reset_parameters(self) -> None:
-        """Set all parameters to their initial values."""
-        for module in self.modules():
-            if isinstance(module, (nn.Linear, nn.Conv1d, nn.RMSNorm)):
-                module.reset_parameters()
         self._fill()
 
     @torch.no_grad()
