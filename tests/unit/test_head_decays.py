@@ -12,7 +12,7 @@ import rwkv_jit
 from rwkv_jit.derived import head_decays as calls
 from rwkv_jit.derived import steps
 from rwkv_jit.derived.table import Core
-from rwkv_jit.schedule import offsets
+from rwkv_jit.schedule import Zero, offsets
 
 TRAINED = [
     *(Core(True, has_decay, has_norm=has_norm) for has_decay in (True, False) for has_norm in (True, False)),
@@ -93,6 +93,13 @@ def test_packed_sequences_have_room_for_a_piece_more_each(arch):
         length = 32 if name != "states" else 64
         assert steps.kept(packed)[name] - steps.kept(given)[name] == 8 * length * size
     assert steps.kept(packed)["kept_u"] == steps.kept(given)["kept_u"]
+
+
+def test_sums_over_slots_that_belong_to_no_chunk_begin_with_zeros():
+    for has_own in (True, False):
+        p = head_decays(Core(False, has_own=has_own), "sm_90", (128, 64), training=True)
+        firsts = [steps.backward(p._replace(is_packed=is_packed)).steps[0] for is_packed in (False, True)]
+        assert [first == Zero("own_chunks") for first in firsts] == [False, has_own]
 
 
 # ---- calls -----------------------------------------------------------------------------------------------------------
