@@ -14,6 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import groups
 import nn_cases
 import torch
 import torch.distributed as dist
@@ -524,6 +525,7 @@ def run(rank, device, dtype, world, store, names):
                 print("passed", name, flush=True)
     dist.barrier()  # no rank leaves while another one is in its last exchange
     dist.destroy_process_group()
+    groups.leave()
 
 
 if __name__ == "__main__":
