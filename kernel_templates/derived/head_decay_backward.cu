@@ -6,12 +6,12 @@
 //     E <- e^D E + (scale e^c dY)^T Q - (e^c dV)^T K, the last part with a delta alone
 //
 //   q k                [batch, tokens, heads / GROUP, K]  T_IO  in     dy, dv  [batch, tokens, heads, V]  T_IO  in, out
-//   own, matrices, factors  as in the forward, and as it kept them  in
+//   own, walks, matrices, factors  as in the forward, and as it kept them  in
 //   slopes             [slots of KEPT_LEN tokens, heads]  out: E at the end of each
 //   grad_final_state, grad_initial_state  [sequences, heads, V, K] or, in the kv layout, [.., K, V]  T_STATE  in, out or
 //                      null
 //
-// Grid (sequences, heads, blocks of ROWS value rows), with E in registers and transposes as in the forward.
+// Grid (sequences * segments, heads, blocks of ROWS value rows), with E in registers and transposes as in the forward.
 #include "head_decay_chunk.cuh"
 
 struct Stage {
@@ -30,28 +30,35 @@ template <typename T> __device__ inline void fetch(T& target, const T& source) {
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_decay_backward(
     const T_IO* __restrict__ r, const T_IO* __restrict__ k, const T_IO* __restrict__ dy,
-    const float* __restrict__ own, const i64* __restrict__ cu_seqlens, const KeptMatrices* __restrict__ matrices,
-    const TokenFactors* __restrict__ factors, const T_STATE* __restrict__ grad_final_state, T_IO* __restrict__ dv,
-    Checkpoint* __restrict__ slopes, T_STATE* __restrict__ grad_initial_state, Strides r_strides, Strides k_strides,
-    Strides dy_strides, i64 tokens, i64 heads) {
+    const float* __restrict__ own, const i64* __restrict__ cu_seqlens, const Walk* __restrict__ walks,
+    const KeptMatrices* __restrict__ matrices, const TokenFactors* __restrict__ factors,
+    const T_STATE* __restrict__ grad_final_state, T_IO* __restrict__ dv, Checkpoint* __restrict__ slopes,
+    T_STATE* __restrict__ grad_initial_state, Strides r_strides, Strides k_strides,
+    Strides dy_strides, i64 tokens, i64 heads, i64 segments) {
     __builtin_assume(threadIdx.x < NUM_THREADS);  // so that even shares need no test
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
-    const i64 sequence = blockIdx.x, head = blockIdx.y, key_head = head / GROUP;
+    const i64 sequence = SEGMENTED ? blockIdx.x / static_cast<unsigned>(segments) : blockIdx.x;
+    const i64 head = blockIdx.y, key_head = head / GROUP;
     const Span span = sequence_span(cu_seqlens, sequence, tokens);
     const int chunks = static_cast<int>((span.length + CHUNK_LEN - 1) / CHUNK_LEN);
     const int last_steps = static_cast<int>(span.length - i64(chunks - 1) * CHUNK_LEN);
     const OwnRows share;
 
-    const i64 last_chunk = span.begin + i64(chunks - 1) * CHUNK_LEN;  // its first token
+    const i64 first_chunk = first_checkpoint(cu_seqlens, sequence, span, CHUNK_LEN) * heads + head;
+    matrices += first_chunk, factors += first_chunk;
+    const Walk walk = walk_of<true>(walks, chunks, heads);
+    if (walk.start < 0) return;
+    const int past = walk.start, begin = walk.begin;
+    if (begin > 0) grad_initial_state = nullptr;
+
+    const i64 last_chunk = span.begin + i64(past - 1) * CHUNK_LEN;  // its first token
     const auto start = [&](Strides s, i64 own_head) {
         return span.batch * s.batch + last_chunk * s.token + own_head * s.head;
     };
     const i64 dv_stride = heads * VALUE_SIZE;
     dv += (span.batch * tokens + last_chunk) * dv_stride + head * VALUE_SIZE + share.first_value;
     slopes += first_checkpoint(cu_seqlens, sequence, span, KEPT_LEN) * heads + head;
-    const i64 first_chunk = first_checkpoint(cu_seqlens, sequence, span, CHUNK_LEN) * heads + head;
-    matrices += first_chunk, factors += first_chunk;
     const i64 state_offset = (sequence * heads + head) * (VALUE_SIZE * HEAD_SIZE);
 
     using KeyCursor = RowCursor<T_IO, HEAD_SIZE, CHUNK_LEN, HEAD_SIZE, KEY_PITCH, NUM_THREADS, -1>;
@@ -61,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
         dy + start(dy_strides, head) + share.first_value, dy_strides.token, lane_id());
     const auto steps_of = [&](int chunk) { return chunk + 1 < chunks ? CHUNK_LEN : last_steps; };
     const auto copy_chunk = [&](int chunk) {
-        if (chunk >= 0) {
+        if (chunk >= begin) {
             Stage& stage = smem.stages[chunk % STAGES];
             const int present = steps_of(chunk);
             from_q.copy(stage.q[0], present, HEAD_SIZE, threadIdx.x);
@@ -75,14 +82,16 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
 
     clear<NUM_THREADS>(smem);  // padding stays zero
     __syncthreads();
-    copy_chunk(chunks - 1), copy_chunk(chunks - 2);
+    copy_chunk(past - 1), copy_chunk(past - 2);
     StateRows e[TILES];
-    read_state<STATE_LAYOUT>(e, grad_final_state ? grad_final_state + state_offset : nullptr, share.first_value);
+    read_state<STATE_LAYOUT>(e, grad_final_state && past == chunks ? grad_final_state + state_offset : nullptr,
+                             share.first_value);
 
     float of_own[TILES][2];
     if constexpr (HAS_OWN) read_own(of_own, own + head * VALUE_SIZE, share.first_value);
 
-    for (int chunk = chunks - 1; chunk >= 0; --chunk) {
+    for (int chunk = past - 1; chunk >= begin; --chunk) {
+        const bool is_own = chunk < walk.end;  // the others are run through for E alone
         Stage& stage = smem.stages[chunk % STAGES];
         const TokenFactors& factors_here = stage.factors;
         wait_for_copies<1>();
@@ -93,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
         // X <- K E^T
         const auto tile_q = tile_of(stage.q), tile_k = tile_of(stage.k);
         const auto values = tile_of(stage.dy);
-        const bool is_kept = (chunk + 1) % KEPT_CHUNKS == 0 || chunk + 1 == chunks;
+        const bool is_kept = is_own && ((chunk + 1) % KEPT_CHUNKS == 0 || chunk + 1 == chunks);
         Accumulator du[TILES][CHUNK_LEN / 8] = {};
 #pragma unroll
         for (int c = 0; c < CHANNELS / 16; ++c) {
@@ -154,21 +163,22 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
             store_sums(values, share.column, du);
         }
         if constexpr (HAS_DECAY) {
-            const float end = factors_here.end;
+            const float all = factors_here.end;
 #pragma unroll
             for (int i = 0; i < TILES; ++i)
 #pragma unroll
                 for (int n = 0; n < CHANNELS / 8; ++n)
 #pragma unroll
-                    for (int j = 0; j < 4; ++j) e[i][n][j] *= end;
+                    for (int j = 0; j < 4; ++j) e[i][n][j] *= all;
         }
-        if (chunk > 0 || grad_initial_state != nullptr) {
+        if (chunk > begin || grad_initial_state != nullptr) {
             if constexpr (HAS_DELTA) add_outer(e, outer(read, tile_q), outer(erased, tile_k));
             else add_outer(e, outer(read, tile_q));
         }
         __syncwarp();
-        write_rows_at_once<T_IO, VALUE_SIZE, CHUNK_LEN, WARP_ROWS, ROW_PITCH, 32>(
-            dv, dv_stride, &stage.dy[0][share.column], steps_of(chunk), share.width, lane_id());
+        if (is_own)
+            write_rows_at_once<T_IO, VALUE_SIZE, CHUNK_LEN, WARP_ROWS, ROW_PITCH, 32>(
+                dv, dv_stride, &stage.dy[0][share.column], steps_of(chunk), share.width, lane_id());
         dv -= CHUNK_LEN * dv_stride;
     }
     wait_for_copies<0>();

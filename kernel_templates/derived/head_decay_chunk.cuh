@@ -10,10 +10,12 @@
 // rates and decays are factors of tokens, in float32.
 //
 // Needs HEAD_SIZE, VALUE_SIZE, ROWS, CHUNK_LEN, KEPT_LEN, NUM_THREADS, T_IO, T_W, T_BETA, DECAY, HAS_DELTA, HAS_RATE,
-// HAS_NORM, AS_MATRICES.
+// HAS_NORM, AS_MATRICES, SEGMENTED.
 #pragma once
 #include "chunk.cuh"
 #include "head_decay_factors.cuh"
+#include "head_decay_gates.cuh"
+#include "head_decay_walk.cuh"
 
 static_assert(sizeof(T_IO) == 2, "the chunked kernels take float16 and bfloat16");
 static_assert(CHUNK_LEN == 16 || CHUNK_LEN == 32, "chunk_len must be 16 or 32");
@@ -25,32 +27,9 @@ constexpr int ROW_PITCH = ROWS + 8;
 constexpr int TILES = ceil_div(ROWS / 16, WARPS);
 constexpr int WARP_ROWS = 16 * TILES;  // value rows of a warp
 constexpr int STAGES = 3;              // chunks whose rows are in shared memory
-constexpr int KEPT_CHUNKS = max_of(KEPT_LEN / CHUNK_LEN, 1);
 
 constexpr float NORM_EPS = 1e-6f;
-// Less is a factor of 0 to a float; sums over a chunk keep their digits.
-constexpr float LEAST_DECAY_EXPONENT = -160.0f;
 
-// The gates of a lane's token, as they come from memory, so that nothing waits for them; what is past the last token
-// neither decays nor writes.
-struct Gates {
-    Words<T_BETA, 1> beta;
-    Words<T_W, 1> g;
-    bool is_there;
-    __device__ void load(const T_W* of_g, i64 g_stride, const T_BETA* of_beta, i64 beta_stride, int steps) {
-        is_there = lane_id() < min(steps, CHUNK_LEN);
-        const int token = max(min(lane_id(), steps - 1), 0);
-        if (steps <= 0) return;
-        if constexpr (HAS_RATE) beta = load_early<Words<T_BETA, 1>>(of_beta + token * beta_stride);
-        if constexpr (HAS_DECAY) g = load_early<Words<T_W, 1>>(of_g + token * g_stride);
-    }
-    __device__ float rate() const { return !is_there ? 0.0f : HAS_RATE ? beta.at(0) : 1.0f; }
-    // The log-decay, to the base 2; what is no number stays none.
-    __device__ float decay() const {
-        const float x = LOG2_E * g.at(0);
-        return !is_there ? 0.0f : x < LEAST_DECAY_EXPONENT ? LEAST_DECAY_EXPONENT : x;
-    }
-};
 // The sum of a value over the lanes up to each.
 __device__ inline float sum_up(float x) {
 #pragma unroll

@@ -4,15 +4,16 @@
 //   q k      [batch, tokens, heads / GROUP, K]  T_IO  in     v, y  [batch, tokens, heads, V]  T_IO  in, out
 //   g, beta  [batch, tokens, heads]  T_W, T_BETA  in; the log-decay and the rate, each null where there is none
 //   own      [heads, V]  fp32  in: how much of its value an output has itself, or null
+//   walks    as head_decay_walks.cu left them  in, with SEGMENTED
 //   initial_state, final_state  [sequences, heads, V, K] or, in the kv layout, [.., K, V]  T_STATE  in, out or null
 //   with KEPT_LEN, for the backward, else null and 0:
 //   states             [slots of KEPT_LEN tokens, heads]  out: S at the start of each
 //   matrices, factors  [slots of CHUNK_LEN tokens, heads]  out: Tm and M; what multiplies tokens
 //   kept_u             [batch, tokens, heads, V]  T_IO  out, with HAS_DELTA: U
 //
-// Grid (sequences, heads, blocks of ROWS value rows). A warp holds 16 TILES value rows of S in fp32 for the whole
-// sequence and works with transposes, [value, token], so that what one product gives is the next one's left operand as
-// it lies in registers. The factors and token matrices of the next chunk are made beside a chunk's products, and the
+// Grid (sequences * segments, heads, blocks of ROWS value rows). A warp holds 16 TILES value rows of S in fp32 all the
+// time and works with transposes, [value, token], so that what one product gives is the next one's left operand as it
+// lies in registers. The factors and token matrices of the next chunk are made beside a chunk's products, and the
 // rows of the one after that are on their way.
 #include "head_decay_chunk.cuh"
 
@@ -71,41 +72,53 @@ __device__ inline void write_all_pairs(TokenWork& work, const Stage& stage) {
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_decay_forward(
     const T_IO* __restrict__ r, const T_IO* __restrict__ k, const T_IO* __restrict__ v, const T_W* __restrict__ w,
     const T_BETA* __restrict__ beta, const float* __restrict__ own, const T_STATE* __restrict__ initial_state,
-    const i64* __restrict__ cu_seqlens, T_IO* __restrict__ y, T_STATE* __restrict__ final_state,
-    Checkpoint* __restrict__ states, KeptMatrices* __restrict__ matrices, TokenFactors* __restrict__ factors,
-    T_IO* __restrict__ kept_u, Strides r_strides, Strides k_strides, Strides v_strides, Strides w_strides,
-    Strides beta_strides, i64 tokens, i64 heads, float scale) {
+    const i64* __restrict__ cu_seqlens, const Walk* __restrict__ walks, T_IO* __restrict__ y,
+    T_STATE* __restrict__ final_state, Checkpoint* __restrict__ states, KeptMatrices* __restrict__ matrices,
+    TokenFactors* __restrict__ factors, T_IO* __restrict__ kept_u, Strides r_strides, Strides k_strides, Strides v_strides, Strides w_strides,
+    Strides beta_strides, i64 tokens, i64 heads, i64 segments, float scale) {
     __builtin_assume(threadIdx.x < NUM_THREADS);  // so that even shares need no test
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
-    const i64 sequence = blockIdx.x, head = blockIdx.y, key_head = head / GROUP;
+    const i64 sequence = SEGMENTED ? blockIdx.x / static_cast<unsigned>(segments) : blockIdx.x;
+    const i64 head = blockIdx.y, key_head = head / GROUP;
     const Span span = sequence_span(cu_seqlens, sequence, tokens);
     const int chunks = static_cast<int>((span.length + CHUNK_LEN - 1) / CHUNK_LEN);
-    const int last_steps = static_cast<int>(span.length - i64(chunks - 1) * CHUNK_LEN);
     const OwnRows share;
 
-    const auto start = [&](Strides s, i64 own_head) {
-        return span.batch * s.batch + span.begin * s.token + own_head * s.head;
+    const int length = static_cast<int>(span.length);
+    const auto steps_of = [&](int chunk) { return max(min(length - chunk * CHUNK_LEN, CHUNK_LEN), 0); };
+    const auto start_of = [&](Strides s, i64 own_head, int chunk) {
+        return span.batch * s.batch + (span.begin + i64(chunk) * CHUNK_LEN) * s.token + own_head * s.head;
     };
+    if constexpr (HAS_RATE) beta += start_of(beta_strides, head, 0);
+    if constexpr (HAS_DECAY) w += start_of(w_strides, head, 0);
+    const auto load_gates = [&](Gates& gates, int chunk) {
+        const i64 token = i64(chunk) * CHUNK_LEN;
+        gates.load(w + token * w_strides.token, w_strides.token, beta + token * beta_strides.token, beta_strides.token,
+                   steps_of(chunk));
+    };
+    const Walk walk = walk_of<false>(walks, chunks, heads);
+    if (walk.start < 0) return;
+    const int first = walk.start, end = walk.end;
+    if (end < chunks) final_state = nullptr;
+
     const i64 y_stride = heads * VALUE_SIZE;
-    const i64 y_start = (span.batch * tokens + span.begin) * y_stride + head * VALUE_SIZE + share.first_value;
+    const i64 y_start = (span.batch * tokens + span.begin + i64(first) * CHUNK_LEN) * y_stride + head * VALUE_SIZE +
+                        share.first_value;
     y += y_start;
     if constexpr (KEPT_LEN > 0) {
         kept_u += y_start;
-        states += first_checkpoint(cu_seqlens, sequence, span, KEPT_LEN) * heads + head;
-        const i64 first_chunk = first_checkpoint(cu_seqlens, sequence, span, CHUNK_LEN) * heads + head;
+        states += (first_checkpoint(cu_seqlens, sequence, span, KEPT_LEN) + first / KEPT_CHUNKS) * heads + head;
+        const i64 first_chunk = (first_checkpoint(cu_seqlens, sequence, span, CHUNK_LEN) + first) * heads + head;
         matrices += first_chunk, factors += first_chunk;
     }
     const i64 state_offset = (sequence * heads + head) * (VALUE_SIZE * HEAD_SIZE);
-    if constexpr (HAS_RATE) beta += start(beta_strides, head);
-    if constexpr (HAS_DECAY) w += start(w_strides, head);
 
     using KeyCursor = RowCursor<T_IO, HEAD_SIZE, CHUNK_LEN, HEAD_SIZE, KEY_PITCH, NUM_THREADS>;
-    KeyCursor from_q(r + start(r_strides, key_head), r_strides.token, threadIdx.x);
-    KeyCursor from_k(k + start(k_strides, key_head), k_strides.token, threadIdx.x);
+    KeyCursor from_q(r + start_of(r_strides, key_head, first), r_strides.token, threadIdx.x);
+    KeyCursor from_k(k + start_of(k_strides, key_head, first), k_strides.token, threadIdx.x);
     RowCursor<T_IO, VALUE_SIZE, CHUNK_LEN, WARP_ROWS, ROW_PITCH, 32> from_v(
-        v + start(v_strides, head) + share.first_value, v_strides.token, lane_id());
-    const auto steps_of = [&](int chunk) { return chunk + 1 < chunks ? CHUNK_LEN : chunk < chunks ? last_steps : 0; };
+        v + start_of(v_strides, head, first) + share.first_value, v_strides.token, lane_id());
     const auto copy_chunk = [&](int chunk) {
         const int present = steps_of(chunk);
         if (present > 0) {
@@ -120,19 +133,15 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
         write_rows_at_once<T_IO, VALUE_SIZE, CHUNK_LEN, WARP_ROWS, ROW_PITCH, 32>(
             rows, y_stride, &stage.v[0][share.column], steps_of(chunk), share.width, lane_id());
     };
-    const auto load_gates = [&](Gates& gates, int chunk) {
-        const i64 token = i64(chunk) * CHUNK_LEN;
-        gates.load(w + token * w_strides.token, w_strides.token, beta + token * beta_strides.token, beta_strides.token,
-                   steps_of(chunk));
-    };
 
     clear<NUM_THREADS>(smem);  // padding stays zero
     __syncthreads();
-    copy_chunk(0), copy_chunk(1);
+    copy_chunk(first), copy_chunk(first + 1);
     Gates gates;
-    load_gates(gates, 0);
+    load_gates(gates, first);
     StateRows state[TILES];
-    read_state<STATE_LAYOUT>(state, initial_state ? initial_state + state_offset : nullptr, share.first_value);
+    read_state<STATE_LAYOUT>(state, initial_state && first == 0 ? initial_state + state_offset : nullptr,
+                             share.first_value);
     float of_own[TILES][2];
     if constexpr (HAS_OWN) read_own(of_own, own + head * VALUE_SIZE, share.first_value);
     const auto solve = [&](TokenWork& work) {
@@ -141,14 +150,17 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
     };
     wait_for_copies<1>();
     __syncthreads();  // the first chunk's rows are there
-    write_factors(smem.work[0].factors, smem.stages[0].q, smem.stages[0].k, gates, scale);
-    load_gates(gates, 1);
+    TokenWork& first_work = smem.work[first % 2];
+    Stage& first_stage = smem.stages[first % STAGES];
+    write_factors(first_work.factors, first_stage.q, first_stage.k, gates, scale);
+    load_gates(gates, first + 1);
     __syncthreads();  // its factors are there
-    write_all_pairs(smem.work[0], smem.stages[0]);
+    write_all_pairs(first_work, first_stage);
     __syncthreads();  // its pairs are there
-    solve(smem.work[0]);
+    solve(first_work);
 
-    for (int chunk = 0; chunk < chunks; ++chunk) {
+    for (int chunk = first; chunk < end; ++chunk) {
+        const bool is_own = chunk >= walk.begin;  // the others are run through for the state alone
         Stage& stage = smem.stages[chunk % STAGES];
         const Stage& next_stage = smem.stages[(chunk + 1) % STAGES];
         const TokenWork& work = smem.work[chunk % 2];
@@ -160,8 +172,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
         load_gates(gates, chunk + 2);
         if constexpr (KEPT_LEN > 0)
             if (blockIdx.z == 0) {
-                if constexpr (HAS_DELTA) keep(matrices->tm, work.solver.tm);
-                keep(matrices->m, work.m), keep(*factors, work.factors);
+                if (is_own) {
+                    if constexpr (HAS_DELTA) keep(matrices->tm, work.solver.tm);
+                    keep(matrices->m, work.m), keep(*factors, work.factors);
+                }
                 matrices += heads, factors += heads;
             }
 
@@ -178,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
                 for (int i = 0; i < TILES; ++i) {
                     start_rows[i] = to_fragment(state[i][2 * c], state[i][2 * c + 1]);
                     if constexpr (KEPT_LEN > 0)
-                        if (chunk % KEPT_CHUNKS == 0)
+                        if (is_own && chunk % KEPT_CHUNKS == 0)
                             keep_state(states, share.first_value + 16 * i, c, start_rows[i]);
                 }
                 if constexpr (HAS_DELTA)
@@ -187,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
             }
         }
         if constexpr (KEPT_LEN > 0)
-            if (chunk % KEPT_CHUNKS == 0) states += heads;
+            if ((chunk + 1) % KEPT_CHUNKS == 0) states += heads;
         __syncthreads();  // the next chunk's factors are there
         write_all_pairs(next_work, next_stage);
         Fragment u_rows[TILES][BLOCKS], written[TILES][BLOCKS];
@@ -249,7 +263,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
                     for (int p = 0; p < BLOCKS; ++p)
                         store_block_transposed(values, 16 * p, share.column + 16 * i, u_rows[i][p]);
                 __syncwarp();
-                write_values(kept_u, stage, chunk);
+                if (is_own) write_values(kept_u, stage, chunk);
                 kept_u += CHUNK_LEN * y_stride;
                 __syncwarp();
             }
@@ -258,20 +272,20 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
         }
         if constexpr (HAS_DELTA) {
             __syncthreads();  // the next chunk's pairs are there
-            if (chunk + 1 < chunks) solve(next_work);
+            if (chunk + 1 < end) solve(next_work);
         }
         if (!share.exist) continue;
         if constexpr (HAS_DECAY) {
-            const float end = work.factors.end;
+            const float all = work.factors.end;
 #pragma unroll
             for (int i = 0; i < TILES; ++i)
 #pragma unroll
                 for (int n = 0; n < CHANNELS / 8; ++n)
 #pragma unroll
-                    for (int j = 0; j < 4; ++j) state[i][n][j] *= end;
+                    for (int j = 0; j < 4; ++j) state[i][n][j] *= all;
         }
-        if (chunk + 1 < chunks || final_state != nullptr) add_outer(state, outer(written, tile_k));
-        write_values(y, stage, chunk);
+        if (chunk + 1 < end || final_state != nullptr) add_outer(state, outer(written, tile_k));
+        if (is_own) write_values(y, stage, chunk);
         y += CHUNK_LEN * y_stride;
     }
     wait_for_copies<0>();

@@ -20,6 +20,9 @@ KEPT_LENS = (64, 32)  # tokens that gradients of keys are made for at a time
 _LEAST_ROWS = 32  # of a block
 _GROUP_THREADS = 256  # of the blocks that make the gradients of keys by warp groups
 _THREADS = 256  # that registers shall leave room for on a multiprocessor
+_BLOCKS = 2  # of a multiprocessor, for which a sequence may be cut
+_LEAST_SEGMENT = 1024  # tokens; a block may run through as many others before them
+_WALK_THREADS = 256
 
 
 def why_not(case: Case, gpu: Callable[[], Gpu]) -> Obstacle | None:
@@ -88,6 +91,20 @@ def rows_of_block(value_size: int, blocks: int, multiprocessors: int | None) -> 
     return rows
 
 
+def segments(p: Problem) -> int:
+    """Return how many blocks a sequence is cut into where its decays let them: as many as fill the GPU."""
+    forgets = p.decay != "none" and (p.op.constants["HAS_NORM"] or not p.op.constants["HAS_DELTA"])
+    if not forgets or p.multiprocessors is None:
+        return 1
+    count: int = min(_BLOCKS * p.multiprocessors // (p.N * p.H), p.B * p.T // (p.N * _LEAST_SEGMENT))
+    return max(count, 1)
+
+
+def walk_bytes(p: Problem) -> Any:
+    """Return the size of what blocks read of which chunks they take, in both directions where there are two."""
+    return (1 + p.training) * p.N * segments(p) * p.H * 16
+
+
 def kept_len(head_size: int, value_size: int, has_delta: bool, gpu: Gpu) -> int:
     """Return for how many tokens at a time there are gradients of keys, with a state kept of each: what fits."""
     threads = key_threads(head_size)
@@ -129,32 +146,47 @@ def kept(p: Problem) -> dict[str, Any]:
         "matrices": chunks * 2 * 2 * p.chunk_len * (p.chunk_len + 8),
         "factors": chunks * factor_bytes(p.chunk_len),
     }
+    if segments(p) > 1:
+        sizes["walks"] = walk_bytes(p)
     return sizes | ({"kept_u": aligned(2 * p.B * p.T * p.H * p.V)} if p.op.constants["HAS_DELTA"] else {})
 
 
 def _of_heads(p: Problem, shared_bytes_of: Callable[[int, int, int], int]) -> tuple[dict[str, Parameter], Extent]:
-    """Return the geometry of a launch with a block for each sequence, value head and part of its rows."""
-    rows = rows_of_block(p.V, p.N * p.H, p.multiprocessors)
+    """Return the geometry of a launch with a block for each segment, value head and part of its rows."""
+    count = segments(p)
+    rows = rows_of_block(p.V, p.N * p.H * count, p.multiprocessors)
     threads = max(rows, 128 if p.K > 64 else 64)
     shared = shared_bytes_of(p.K, rows, p.chunk_len)
     parameters: dict[str, Parameter] = {
         "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "ROWS": rows, "CHUNK_LEN": p.chunk_len, "NUM_THREADS": threads,
         "BLOCKS_PER_SM": p.gpu.resident_blocks(threads, _THREADS, shared), "SHARED_BYTES": shared,
-        "GROUP": p.H // p.G, "KEPT_LEN": _kept_len(p) if p.training else 0,
+        "GROUP": p.H // p.G, "KEPT_LEN": _kept_len(p) if p.training else 0, "SEGMENTED": count > 1,
         "AS_MATRICES": p.training and takes_warp_groups(p.K, p.V, p.gpu), **parts.types(p),
     }  # fmt: skip
-    return parameters, (*parts.sequences_and_heads(p), -(-p.V // rows))
+    return parameters, (p.N * count, p.H, -(-p.V // rows))
 
 
 def forward(p: Problem) -> Schedule:
-    """Return the forward."""
+    """Return the forward, and before it which chunks its blocks take where they share sequences."""
     parameters, grid = _of_heads(p, shared_bytes)
+    count, left = segments(p), kept(p) if p.training else {}
     absent = {name: None for name in ("w", "beta", "own") if name not in p.op.inputs}
-    left = kept(p) if p.training else {}
     absent |= {name: None for name in ("states", "matrices", "factors", "kept_u") if name not in left}
+    given = {**parts.given(p), **absent, "segments": count}
     name = "head_decay_forward"
-    step = Step(name, name, parameters, grid, {**parts.given(p), **absent})
-    return Schedule((step,), parts.forward_results(p), left, vectors=vectors(p))
+    if count == 1:
+        step = Step(name, name, parameters, grid, {**given, "walks": None})
+        return Schedule((step,), parts.forward_results(p), left, vectors=vectors(p))
+    scratch = {} if p.training else {"walks": walk_bytes(p)}
+    launches = _walks(p, parameters, given), Step(name, name, parameters, grid, given)
+    return Schedule(launches, parts.forward_results(p), left, scratch, vectors(p), main=1)
+
+
+def _walks(p: Problem, parameters: Mapping[str, Parameter], given: Mapping[str, Any]) -> Step:
+    """Return the launch that finds which chunks blocks take."""
+    name, shared = "head_decay_walks", ("CHUNK_LEN", "KEPT_LEN", "SEGMENTED", "T_IO", "T_W", "T_BETA", "DECAY")
+    own = {each: parameters[each] for each in (*shared, "HAS_DELTA", "HAS_RATE")} | {"NUM_THREADS": _WALK_THREADS}
+    return Step(name, name, own, (p.N * segments(p), p.H, 1 + p.training), given)
 
 
 def backward(p: Problem) -> Schedule:
@@ -166,8 +198,10 @@ def backward(p: Problem) -> Schedule:
     length, width, has_own = _kept_len(p), p.H * p.V, "own" in p.op.inputs
     slots = p.slots(length)
     given |= {} if has_own else {"own": None, "own_chunks": None}
-    name = "head_decay_backward"
-    steps: list[Step | Zero] = [Step(name, name, parameters, grid, given), _key_gradients(p, parameters, given, length)]
+    count, name = segments(p), "head_decay_backward"
+    given |= {"segments": count} | ({} if count > 1 else {"walks": None})
+    walk = Step(name, name, parameters, grid, given)
+    steps: list[Step | Zero] = [walk, _key_gradients(p, parameters, given, length)]
     scratch = {"slopes": 2 * slots * p.H * padded(p.V) * padded(p.K)}
     if has_own:
         scratch["own_chunks"] = 4 * slots * width
@@ -193,7 +227,7 @@ def _key_gradients(
         "CHUNK_LEN": chunk_len, "PART_LEN": p.chunk_len, "NUM_THREADS": threads, "SHARED_BYTES": shared,
         "BLOCKS_PER_SM": p.gpu.resident_blocks(threads, most_threads, shared),
     }  # fmt: skip
-    left_out = ("ROWS", "KEPT_LEN", "AS_MATRICES", "T_STATE", "STATE_LAYOUT")
+    left_out = ("ROWS", "KEPT_LEN", "AS_MATRICES", "SEGMENTED", "T_STATE", "STATE_LAYOUT")
     own = {name: value for name, value in parameters.items() if name not in left_out} | own
     of_u: dict[str, Any] = {"u": "v", "dv": None}
     if has_delta:

@@ -70,7 +70,7 @@ def derived_requests(arch):
     from rwkv_jit.derived import steps
     from rwkv_jit.derived.table import Core
 
-    given = problems.head_decays(Core(True), arch, training=True)
+    given = problems.head_decays(Core(True, has_norm=True), arch, B=1, N=1, T=32768, training=True)
     return [*steps.forward(given).requests(given.gpu), *steps.backward(given).requests(given.gpu)]
 
 

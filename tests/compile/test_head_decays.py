@@ -65,6 +65,15 @@ def test_odd_sizes(training, sizes, way):
     spills(head_decays(core, "sm_90", sizes, chunk_len, io, 2, layout, state, training=training))
 
 
+@pytest.mark.parametrize(("core", "arch"), by_turns([Core(True, has_norm=True), *CORES[-3:]], ARCHS), ids=str)
+def test_sequences_that_blocks_share(core, arch):
+    given = head_decays(core, arch, B=1, N=1, T=32768, training=True)
+    assert steps.segments(given) == 8
+    spilled = spills(given)
+    assert spilled.pop("head_decay_walks") == spilled.pop("sum_rows", 0) == 0
+    assert all(spilled[entry] <= most for entry, most in MOST_IN_TRAINING.items()), spilled
+
+
 def test_few_heads_have_blocks_of_fewer_rows():
     for training in (False, True):
         many, few, whole = (
@@ -132,6 +141,9 @@ OF_ROWS = {
 }
 # By the template, with an architecture that takes it.
 RULES = {
+    ("head_decay_walks", "sm_80"): {
+        "blocks have whole sequences where no decay lets them share one": {"SEGMENTED": False}
+    },
     ("head_decay_forward", "sm_80"): OF_CHUNKS | OF_ROWS,
     ("head_decay_backward", "sm_80"): OF_CHUNKS | OF_ROWS,
     ("head_decay_key_gradients", "sm_80"): {
@@ -151,7 +163,7 @@ BROKEN = [(*of, rule, change) for of, rules in RULES.items() for rule, change in
 
 @pytest.mark.parametrize(("name", "arch", "rule", "change"), BROKEN, ids=str)
 def test_what_does_not_fit_is_refused(name, arch, rule, change):
-    given = head_decays(Core(True), arch, training=True)
+    given = head_decays(Core(True, has_norm=True), arch, B=1, N=1, T=32768, training=True)
     (step,) = (step for step in steps_of(given).values() if step.template == name)
     wrong = step._replace(parameters={**step.parameters, **change})
     with pytest.raises(UnsupportedConfigError, match=f"^{name}: {rule}; got "):

@@ -19,6 +19,7 @@ from bench import history
 from rwkv_jit import launch, signatures, template
 from rwkv_jit.algorithms import delta_large
 from rwkv_jit.derived import head_decays as of_own
+from rwkv_jit.derived import steps
 from rwkv_jit.layers import calls
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -129,9 +130,13 @@ def gradients(name, how, sizes, dtype=BF16):
 
 
 def head_decays(name, how, sizes, bounds=None, dtype=BF16, **options):
-    """A call with one decay for a head, of few heads: with every gradient from a state, and one without gradients."""
+    """A call with one decay for a head, of few heads: with every gradient from a state, and one without gradients.
+
+    Where decays let them, blocks share a sequence of 128 tokens.
+    """
     case = derived_cases.make(name, how, sizes, dtype, FP32, FP32, bounds=bounds, device="cuda")
     usual, of_own.LEAST_BLOCKS = of_own.LEAST_BLOCKS, 0
+    steps._LEAST_SEGMENT = 64
     derived_cases.differentiate(case, **options)
     with torch.no_grad():
         case.run(**options)
@@ -175,6 +180,7 @@ CALLS = [
     partial(head_decays, "delta_rule", "norm", (80, 40, 1, 2, 64, 64), chunk_len=16),
     partial(head_decays, "simple_gla", "", (1, 33, 2, 2, 33, 65)),
     partial(head_decays, "ssd", "D softplus", (1, 70, 1, 4, 128, 64)),
+    partial(head_decays, "gated_delta_rule", "norm", (1, 300, 1, 2, 64, 64), [0, 100, 100, 300]),
     partial(head_decays, "ssd", "", (1, 130, 2, 2, 64, 128), [0, 0, 1, 66, 130, 130], chunk_len=16),
     partial(head_decays, "gated_delta_rule", "", (1, 70, 1, 2, 128, 64), chunk_len=16),
     *(partial(op, name, 2, 33, 2, 40, backend="recurrent", dtype=FP32) for name in (*GATED, "wkv7")),

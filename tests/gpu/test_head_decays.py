@@ -414,6 +414,30 @@ def test_gradients_whatever_the_batch(op, name, sizes, launched):
     assert own_backwards(launched) == 7
 
 
+@pytest.mark.parametrize("name", ["gated_delta_rule", "simple_gla", "ssd"])
+@pytest.mark.parametrize("bounds", [None, [0, 150, 150, 170, 650, 700]], ids=["batch", "packed"])
+@pytest.mark.parametrize("dtype", KINDS, ids=KINDS.get)
+def test_blocks_share_a_sequence_where_its_decays_let_them(
+    op, name, bounds, dtype, launched, guarded_memory, monkeypatch
+):  # fmt: skip
+    """Of four heads one forgets at once and one never, one here and there; and rates past 2 let some of it grow."""
+    monkeypatch.setattr(steps, "_LEAST_SEGMENT", 64)
+    case = make(name, "norm" if name == "gated_delta_rule" else "", (1, 700, 2, 4, 64, 32), dtype, bounds=bounds)
+    speeds = torch.tensor([8.0, 1e-4, 1.0, 0.1], device="cuda")
+    case.inputs["dt" if name == "ssd" else "g"].mul_(speeds)[:, 350:370].mul_(20)
+    if name == "gated_delta_rule":
+        case.inputs["beta"].mul_(2.5)
+    check_gradients(case, KINDS[dtype])
+    shared = differentiate(case)
+    assert own(launched, "_walks") == 2
+    monkeypatch.setattr(steps, "_LEAST_SEGMENT", 1 << 20)
+    signatures.forget()
+    results, grads, _ = differentiate(case, weights=shared[2])
+    assert own(launched, "_walks") == 2
+    for found, x in zip((*shared[0], *shared[1].values()), (*results, *grads.values()), strict=True):
+        assert comparing.relative(found, x) < 1e-5
+
+
 @EACH
 def test_rows_in_blocks_change_no_gradient(op, name, launched):
     case = make(name, "", (2, 100, 1, 2, 128, 128))

@@ -95,6 +95,48 @@ def test_packed_sequences_have_room_for_a_piece_more_each(arch):
     assert steps.kept(packed)["kept_u"] == steps.kept(given)["kept_u"]
 
 
+NORMED = Core(True, has_norm=True)
+
+
+@pytest.mark.parametrize(
+    ("core", "changes", "count"),
+    [
+        (NORMED, {"B": 8, "N": 8, "T": 4096}, 1),  # which fills the GPU
+        (NORMED, {"B": 4, "N": 4, "T": 4096}, 2),
+        (NORMED, {"T": 32768}, 8),
+        (NORMED, {"T": 32768, "N": 4, "is_packed": True}, 2),
+        (NORMED, {"T": 2500}, 2),  # of no less than 1024 tokens
+        (NORMED, {"T": 2000}, 1),
+        (NORMED, {"T": 32768, "H": 300, "G": 300}, 1),
+        (NORMED, {"T": 32768, "is_batch_invariant": True}, 1),
+        (Core(False), {"T": 32768}, 8),
+        (Core(True), {"T": 32768}, 1),  # whose keys may be of any length
+        (Core(True, has_decay=False, has_norm=True), {"T": 32768}, 1),
+    ],
+)  # fmt: skip
+def test_sequences_are_cut_where_they_are_few_and_their_decays_can_let_them(core, changes, count):
+    given = head_decays(core, **{"B": 1, "N": 1, "training": True, **changes})
+    assert steps.segments(given) == count
+    for schedule in (steps.forward(given), steps.backward(given)):
+        (step,) = (x for x in schedule.launches if x.entry in ("head_decay_forward", "head_decay_backward"))
+        assert (step.grid[:2], step.bind["segments"]) == ((given.N * count, given.H), count)
+        assert step.parameters["SEGMENTED"] == (count > 1)
+        assert (pointers(step)["walks"] is None) == (count == 1)
+
+
+def test_blocks_that_share_a_sequence_find_their_chunks_first():
+    given = head_decays(NORMED, B=1, N=1, T=32768, training=True)
+    forward = steps.forward(given)
+    assert [step.entry for step in forward.launches] == ["head_decay_walks", "head_decay_forward"]
+    assert forward.main == 1
+    assert forward.launches[0].grid == (8, 32, 2)
+    assert forward.kept == steps.kept(given)
+    assert (forward.kept["walks"], dict(forward.scratch)) == (8 * 32 * 2 * 16, {})
+    alone = steps.forward(given._replace(training=False))
+    assert (alone.launches[0].grid, dict(alone.kept)) == ((8, 32, 1), {})
+    assert dict(alone.scratch) == {"walks": 8 * 32 * 16}
+
+
 def test_sums_over_slots_that_belong_to_no_chunk_begin_with_zeros():
     for has_own in (True, False):
         p = head_decays(Core(False, has_own=has_own), "sm_90", (128, 64), training=True)
