@@ -77,6 +77,7 @@ def _run_script(parsed: argparse.Namespace) -> int:
         print(f"{parsed.program}: script: expected a Python file, got {parsed.script!r}", file=sys.stderr)
         return 2
     compat.install()
+    os.environ["RWKVJIT_COMPAT"] = "1"  # for ranks that the script starts: Lightning runs `python train.py` for each
     sys.argv = [parsed.script, *parsed.arguments]
     sys.path[0] = os.path.dirname(os.path.abspath(parsed.script))
     runpy.run_path(parsed.script, run_name="__main__")

@@ -22,6 +22,7 @@ DESCRIPTIONS = {
     "RWKVJIT_ARCH": "architecture to compile for instead of the GPU's own, e.g. sm_80 or compute_80 (PTX)",
     "RWKVJIT_CHECK": "1: look at the slots of updates on a GPU, which waits for it; set it before the first one",
     "RWKVJIT_FLA": "1: FLA's functions and layers run on these kernels, as after rwkv_jit.compat.fla.install()",
+    "RWKVJIT_COMPAT": "1: extensions of RWKV projects are there, as after rwkv_jit.compat.install()",
     "RWKVJIT_ASSERT_CACHED": "1: a kernel that is not in the cache is an error instead of a compile",
     "RWKVJIT_LINEINFO": "1: compile with line numbers for profilers",
     "RWKVJIT_KEEP_SOURCE": "1: keep the source of every kernel that is compiled, in the cache directory",
@@ -47,6 +48,7 @@ def check() -> None:
         lineinfo,
         keep_source,
         runs_fla,
+        runs_compat,
         cache_max_bytes,
         log_level,
     ):
@@ -64,13 +66,15 @@ def _is_on(name: str, default: bool = False) -> bool:
 
 
 # Whether directories and files that others own or may write are trusted, a compile is an error, slots on a GPU are
-# looked at, kernels carry line numbers, the source of compiled kernels is kept, and FLA runs on these kernels.
+# looked at, kernels carry line numbers, the source of compiled kernels is kept, FLA runs on these kernels, and
+# extensions of RWKV projects are there.
 cache_is_shared = partial(_is_on, "RWKVJIT_CACHE_SHARED")
 assert_cached = partial(_is_on, "RWKVJIT_ASSERT_CACHED")
 checks_indices = partial(_is_on, "RWKVJIT_CHECK")
 lineinfo = partial(_is_on, "RWKVJIT_LINEINFO")
 keep_source = partial(_is_on, "RWKVJIT_KEEP_SOURCE")
 runs_fla = partial(_is_on, "RWKVJIT_FLA")
+runs_compat = partial(_is_on, "RWKVJIT_COMPAT")
 
 
 def arch() -> str | None:

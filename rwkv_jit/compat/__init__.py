@@ -2,8 +2,8 @@
 
 After `install`, `torch.utils.cpp_extension.load` of a known name compiles nothing. It defines the ops that the
 extension would, with the same names and arguments, and returns a module of them. RWKV-4 of transformers finds its
-kernel here too, its models with short convolutions, KDA, the gated delta rule or Mamba-2 their functions, and the
-module `rwkvfla` is there where the package is not. Neither torch nor transformers is imported for it.
+kernel here too, its models with short convolutions, KDA, the gated delta rule or Mamba-2 their functions, deepspeed
+its fused Adam, and the module `rwkvfla` is there where the package is not. Nothing of that is imported for it.
 
 Functions of RWKV projects have their names and arguments here. Each loads its module when it is used.
 """
@@ -93,6 +93,7 @@ MODELS = tuple(
 # Modules of others, and who takes over there as soon as they are imported.
 _ROOMS = {
     "torch.utils.cpp_extension": "rwkv_jit.compat.loading",
+    "deepspeed.ops.op_builder.builder": "rwkv_jit.compat.deepspeed",
     "transformers.models.rwkv.modeling_rwkv": "rwkv_jit.compat.hf_rwkv4",
     **dict.fromkeys(MODELS, "rwkv_jit.compat.hf_models"),
 }
@@ -100,7 +101,7 @@ _awaited: set[str] = set()
 
 
 def install() -> None:
-    """Answer for the extensions of RWKV projects and for functions of transformers' models from now on.
+    """Answer for the extensions of RWKV projects and for what transformers and deepspeed would build from now on.
 
     A program calls it before it imports a module that says ``from torch.utils.cpp_extension import load``. A second
     call does nothing. What is known stands in `rwkv_jit.compat.extensions.NAMES`; other names are compiled as ever.
@@ -109,6 +110,10 @@ def install() -> None:
 
     Of transformers RWKV-4 finds its kernel here. The models of `rwkv_jit.compat.MODELS`, with short convolutions, KDA,
     the gated delta rule or Mamba-2, run on these ops without FLA, mamba_ssm and causal-conv1d, and with them too.
+
+    deepspeed's FusedAdam runs on the fused Adam of torch, unless deepspeed has loaded its own before.
+
+    The environment variable RWKVJIT_COMPAT=1 does the same for a program that has no such line.
     """
     global is_installed
     is_installed = True

@@ -109,9 +109,10 @@ def test_kernel_compiles_from_the_installed_wheel(wheel, venv, tmp_path, fresh_s
         "--no-deps", "--no-index", wheel)  # fmt: skip
     compile_in(python, home, tmp_path)
     for value, is_installed in (("1", True), ("0", False)):  # with no line in the program
-        said = "import rwkv_jit.compat.fla as f, sys; print(f.is_installed, 'torch' in sys.modules)"
-        environment = {name: x for name, x in os.environ.items() if name != "PYTHONPATH"} | {"RWKVJIT_FLA": value}
-        assert run(python, "-c", said, cwd=tmp_path, env=environment) == f"{is_installed} False\n"
+        for variable, module in (("RWKVJIT_FLA", "compat.fla"), ("RWKVJIT_COMPAT", "compat")):
+            said = f"import rwkv_jit.{module} as ours, sys; print(ours.is_installed, 'torch' in sys.modules)"
+            environment = {name: x for name, x in os.environ.items() if name != "PYTHONPATH"} | {variable: value}
+            assert run(python, "-c", said, cwd=tmp_path, env=environment) == f"{is_installed} False\n"
     assert len(list(fresh_service.glob("sm_90/wkv7_chunked_forward-*.cubin"))) == 1
 
 

@@ -2,8 +2,11 @@
 
 import gc
 import math
+import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -481,6 +484,53 @@ def test_run_a_script(tmp_path):
     run = [sys.executable, "-m", "rwkv_jit", "run", str(script), "--json", "x"]
     done = subprocess.run(run, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "['--json', 'x'] __main__ True"
+
+
+AGAIN = """
+import subprocess, sys
+from torch.utils.cpp_extension import load
+print(load.__module__, sys.argv[1:], flush=True)
+if not sys.argv[1:]:
+    subprocess.run([sys.executable, __file__, "again"], check=True)
+"""
+
+
+@pytest.fixture
+def as_installed(tmp_path, monkeypatch):
+    """Lets Python begin as where a wheel is installed: with the line that stands beside the package there."""
+    folder = tmp_path / "packages"
+    folder.mkdir()
+    shutil.copy(Path(compat.__file__).with_name("rwkv_jit.pth"), folder)
+    begin = (Path(__file__).parent / "without_cupy" / "sitecustomize.py").read_text(encoding="utf-8")
+    (tmp_path / "sitecustomize.py").write_text(f"{begin}\nimport site\nsite.addsitedir({str(folder)!r})\n", "utf-8")
+    paths = map(str, (tmp_path, Path(rwkv_jit.__file__).parents[1]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths), prepend=os.pathsep)
+
+
+def test_run_a_script_that_starts_itself_again(tmp_path, as_installed):
+    """As Lightning starts its other ranks."""
+    script = tmp_path / "train.py"
+    script.write_text(AGAIN, encoding="utf-8")
+    for run, owner in (("-m", "rwkv_jit", "run"), "rwkv_jit.compat.loading"), ((), "torch.utils.cpp_extension"):
+        done = subprocess.run([sys.executable, *run, str(script)], capture_output=True, text=True, check=True)
+        assert done.stdout.splitlines() == [f"{owner} []", f"{owner} ['again']"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "loaded", "installed"),
+    [
+        ({}, False, (False, False)),
+        ({"RWKVJIT_COMPAT": "1"}, True, (True, False)),
+        ({"RWKVJIT_FLA": "1"}, True, (False, True)),
+        ({"RWKVJIT_COMPAT": "on", "RWKVJIT_FLA": "on"}, True, (True, True)),
+        ({"RWKVJIT_COMPAT": "off", "RWKVJIT_FLA": "0"}, True, (False, False)),
+    ],
+)
+def test_variables_are_enough(variables, loaded, installed, child, as_installed):
+    code = f"import sys; assert ('rwkv_jit' in sys.modules) is {loaded}; assert 'torch' not in sys.modules;"
+    code += "from rwkv_jit import compat; from rwkv_jit.compat import fla;"
+    code += f"assert (compat.is_installed, fla.is_installed) == {installed}"
+    child(code, env=variables)
 
 
 def test_run_what_is_no_file(capsys):

@@ -181,6 +181,8 @@ def test_packed_sequences():
     ("name", "option"),
     [
         ("chunk_rwkv7", {"cp_context": object()}),
+        ("chunk_dplr_delta_rule", {"head_first": True}),
+        ("chunk_rwkv6", {"head_first": True}),
         ("fused_mul_recurrent_rwkv7", {"reverse": True}),
         ("fused_recurrent_gla", {"gv": torch.zeros(B, T, H, V)}),
         ("fused_recurrent_rwkv6", {"reverse": True}),
@@ -195,6 +197,32 @@ def test_what_the_kernels_cannot_do(name, option):
         given = given[:5]
     with pytest.raises(UnsupportedConfigError, match=f"{next(iter(option))} is not supported"):
         getattr(functions, name)(*given, **option)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("chunk_rwkv7", 6), ("fused_recurrent_rwkv7", 6), ("fused_mul_recurrent_rwkv7", 6),
+        ("chunk_dplr_delta_rule", 6), ("fused_recurrent_dplr_delta_rule", 6), ("chunk_rwkv6", 5),
+        ("fused_recurrent_rwkv6", 5), ("chunk_gla", 4), ("fused_recurrent_gla", 4), ("fused_recurrent_gla", 3),
+        ("chunk_linear_attn", 3), ("fused_chunk_linear_attn", 3), ("fused_recurrent_linear_attn", 3),
+    ],
+)  # fmt: skip
+def test_final_states_are_float32_beside_initial_ones_of_16_bits(name, count, dtype):
+    inputs = [-rows(B, T, H, K).abs().float() for _ in range(count)]
+    if count == 5:
+        inputs[4] = inputs[4][0, 0]
+    state = rows(B, H, K, K).to(dtype).requires_grad_()
+    for normalize in [False, True] if "linear" in name else [None]:
+        options = {"output_final_state": True} | ({} if normalize is None else {"normalize": normalize})
+        found, want = (getattr(functions, name)(*inputs, initial_state=x, **options) for x in (state, state.float()))
+        finals, wanted = (x[1] if normalize else [x[1]] for x in (found, want))
+        assert all(x.dtype == torch.float32 for x in finals)
+        same([found[0], *finals], [want[0], *wanted])
+        (grad,) = torch.autograd.grad(found[0].sum(), state)
+        assert grad.dtype == dtype
+        assert grad.any()
 
 
 def test_dtypes_that_only_fla_may_take():
@@ -272,7 +300,8 @@ def test_install_before_the_import():
 @pytest.mark.parametrize(("value", "expected"), [("1", True), ("off", False)])
 def test_a_variable_is_enough(value, expected):
     code = "import sys, rwkv_jit.compat.autoload; from rwkv_jit.compat import fla as ours;"
-    code += f"assert 'torch' not in sys.modules; assert ours.is_installed is {expected}"
+    code += f"assert 'torch' not in sys.modules; assert ours.is_installed is {expected};"
+    code += "assert not sys.modules['rwkv_jit.compat'].is_installed"
     child(code, RWKVJIT_FLA=value)
 
 
@@ -298,6 +327,21 @@ def test_what_went_where(installed):
     ours.uninstall()
     with pytest.raises(Exception):  # noqa: B017, PT011 - Triton's, on a CPU
         chunk_dplr_delta_rule(r, k, v, a, b, w)
+
+
+def test_heads_first_is_refused_by_fla_itself(installed):
+    r, w, k, v, a, b = (x.float() for x in delta())
+    from fla.ops.generalized_delta_rule import chunk_dplr_delta_rule
+    from fla.ops.rwkv6 import chunk_rwkv6
+
+    with pytest.raises(DeprecationWarning, match="head_first has been removed"):
+        chunk_dplr_delta_rule(r, k, v, a, b, w, head_first=True)
+    with pytest.raises(DeprecationWarning, match="head_first has been removed"):
+        chunk_rwkv6(r, k, v, w, r[0, 0], head_first=True)
+    assert {name: list(who) for name, who in ours.report().items()} == {
+        "chunk_dplr_delta_rule": ["FLA: head_first is not supported"],
+        "chunk_rwkv6": ["FLA: head_first is not supported"],
+    }
 
 
 def test_compiled_code_has_no_breaks(installed):

@@ -139,6 +139,7 @@ SWITCHES = {
     "RWKVJIT_LINEINFO": env.lineinfo,
     "RWKVJIT_KEEP_SOURCE": env.keep_source,
     "RWKVJIT_FLA": env.runs_fla,
+    "RWKVJIT_COMPAT": env.runs_compat,
 }
 
 
@@ -478,9 +479,9 @@ bench.measure
 bench compat.alias compat.buffers compat.rows compat.scripts compat.fla compat.replacing compat.falling_back
 bench.layers compat.causal_conv1d compat.flash_rwkv compat.functions compat.rwkv7_hf compat.rwkvfla compat.wind
 compat.mamba
-compat.fla.functions compat.autoload
-compat compat.counts compat.fla.layers compat.fla.family
-compat.fla.patches compat.megatron compat.hf_models profiling tune demo
+compat.fla.functions
+compat compat.counts compat.deepspeed compat.fla.layers compat.fla.family
+compat.autoload compat.fla.patches compat.megatron compat.hf_models profiling tune demo
 compat.channels compat.delta compat.diagonal compat.hf compat.trainer doctor
 compat.extensions compat.hf_kernels.layers commands
 compat.hf_kernels compat.hf_rwkv4

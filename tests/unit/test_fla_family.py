@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import rwkv_jit
 from rwkv_jit.compat import fla as ours
-from rwkv_jit.compat.fla import family
+from rwkv_jit.compat.fla import family, functions
 from rwkv_jit.errors import UnsupportedConfigError
 
 B, T, H, HV, K, V = 2, 13, 2, 4, 8, 6
@@ -236,16 +236,85 @@ def test_packed_sequences_and_what_changes_nothing():
     same(family.chunk_gated_delta_rule(q, k, v, g[..., 0], beta, **packed, **more), want)
 
 
-def test_the_older_name_of_values_first():
-    inputs = [rows(B, T, HV, n).float() for n in (K, K, V)]
-    for function, more in (
-        (family.chunk_kda, (-torch.rand(B, T, HV, K), torch.rand(B, T, HV))),
-        (family.fused_recurrent_kda, (-torch.rand(B, T, HV, K), torch.rand(B, T, HV))),
-        (family.fused_recurrent_gated_delta_rule, ()),
-        (family.fused_recurrent_retention, ()),
-    ):
-        options = {"output_final_state": True, "transpose_state_layout": True}
-        assert function(*inputs, *more, **options)[1].shape == (B, HV, V, K)
+@pytest.mark.parametrize("name", [*KDA, *GDN, *GDN2])
+def test_parameters_of_heads_in_other_shapes(name):
+    """FLA's kernels take the elements in their order, as [1, 1, HV, 1] too."""
+    q, k, v, g, beta = (rows(B, T, *n).float() for n in ((H, K), (H, K), (HV, V), (HV, K), (HV,)))
+    inputs = (q, k, v, g, torch.rand(B, T, HV, K), v) if name in GDN2 else (q, k, v, g, beta)
+    if name in GDN:
+        inputs = q, k, v, *((g[..., 0], beta) if name == GDN[0] else (g[..., 0], None, None, beta))
+    options = {"use_gate_in_kernel": True, "output_final_state": True}
+    flat = [x.float().requires_grad_() for x in (rows(HV), rows(HV if name in GDN else HV * K))]
+    shaped = [x.detach().view(shape).requires_grad_() for x, shape in zip(flat, [(1, 1, HV, 1), (HV, -1)], strict=True)]
+    want, found = (
+        getattr(family, name)(*inputs, **options, A_log=A_log, dt_bias=bias) for A_log, bias in (flat, shaped)
+    )
+    same(found, want, 1e-7)
+    of_shaped, of_flat = (torch.autograd.grad(y.sum(), leaves) for (y, _), leaves in ((found, shaped), (want, flat)))
+    same([x.flatten() for x in of_shaped], of_flat, 1e-6)
+
+
+OLDER = {
+    "chunk_kda": 5, "fused_recurrent_kda": 5, "chunk_gated_delta_rule": 5, "fused_recurrent_gated_delta_rule": 3,
+    "chunk_gdn2": 6, "fused_recurrent_gdn2": 6, "fused_recurrent_simple_gla": 3, "fused_recurrent_retention": 3,
+    "fused_recurrent_gla": 3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OLDER)
+def test_the_older_name_of_values_first(name):
+    function = getattr(family, name, None) or getattr(functions, name)
+    rates = torch.rand(B, T, HV, *([] if "kda" in name or "rule" in name else [K]))
+    decays = -torch.rand(B, T, HV, *([] if name == "chunk_gated_delta_rule" else [K]))
+    v = rows(B, T, HV, V).float()
+    inputs = [rows(B, T, HV, K).float(), rows(B, T, HV, K).float(), v, decays, rates, v][: OLDER[name]]
+    for value, shape in ((True, (V, K)), (False, (K, V))):
+        with pytest.warns(DeprecationWarning, match="transpose_state_layout is now state_v_first"):
+            found = function(*inputs, output_final_state=True, transpose_state_layout=value)
+        same(found, function(*inputs, output_final_state=True, state_v_first=value))
+        assert found[1].shape == (B, HV, *shape)
+        with pytest.raises(ValueError, match="transpose_state_layout: is the older name of state_v_first, got both"):
+            function(*inputs, state_v_first=True, transpose_state_layout=value)
+
+
+@pytest.mark.filterwarnings("error")
+def test_names_that_fla_does_not_read():
+    q = rows(B, T, HV, K).float()
+    v = rows(B, T, HV, V).float()
+    options = {"output_final_state": True, "transpose_state_layout": True, "layer_idx": 3}
+    assert family.chunk_simple_gla(q, q, v, **options)[1].shape == (B, HV, K, V)
+    assert family.chunk_retention(q, q, v, **options)[1].shape == (B, HV, K, V)
+    assert functions.fused_recurrent_gla(q, q, v, output_final_state=True, layer_idx=3)[1].shape == (B, HV, K, V)
+
+
+CHUNKS = {  # whose sizes FLA has, and whose not
+    "chunk_kda": ((32, 64), (16, 48, 128, None)), "chunk_gated_delta_rule": ((16, 32, 64), (8, 128, None)),
+    "chunk_delta_rule": ((16, 32, 64), (8, 128, None)), "chunk_gdn2": ((64,), (16, 32, 128)),
+    "chunk_simple_gla": ((None, 1, 16, 128), (0, 48, -4)), "chunk_retention": ((None, 2, 64), (3, 96)),
+    "chunk_lightning_attn": ((None, 4, 256), (5, 100)), "chunk_rwkv6": ((None, 8, 32), (7, 24)),
+}  # fmt: skip
+
+
+def inputs_of(name):
+    q, k, v = (rows(1, 4, 2, K).bfloat16() for _ in range(3))
+    g, beta = -torch.rand(1, 4, 2, K, dtype=torch.bfloat16), torch.rand(1, 4, 2, dtype=torch.bfloat16)
+    more = {
+        "chunk_kda": (g, beta), "chunk_gated_delta_rule": (g[..., 0], beta), "chunk_delta_rule": (beta,),
+        "chunk_gdn2": (g, g.exp(), v), "chunk_lightning_attn": (1, 2), "chunk_rwkv6": (g, q[0, 0]),
+    }  # fmt: skip
+    return q, k, v, *more.get(name, ())
+
+
+@pytest.mark.parametrize("name", CHUNKS)
+def test_sizes_of_chunks(name):
+    function, inputs = getattr(family, name, None) or getattr(functions, name), inputs_of(name)
+    there, missing = CHUNKS[name]
+    want = function(*inputs)[:1]
+    for size in there:
+        same(function(*inputs, chunk_size=size)[:1], want)
+    for size in missing:
+        with pytest.raises(UnsupportedConfigError, match=f"chunk_size={size} is not supported"):
+            function(*inputs, chunk_size=size)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +326,7 @@ def test_the_older_name_of_values_first():
         ("fused_recurrent_simple_gla", "reverse"), ("fused_recurrent_retention", "reverse"),
         ("fused_recurrent_lightning_attn", "reverse"), ("parallel_simple_gla", "output_attentions"),
         ("parallel_retention", "output_attentions"), ("chunk_delta_rule", "head_first"),
-        ("chunk_lightning_attn", "head_first"), ("chunk_retention", "head_first"),
+        ("chunk_simple_gla", "head_first"), ("chunk_lightning_attn", "head_first"), ("chunk_retention", "head_first"),
     ],
 )  # fmt: skip
 def test_what_the_kernels_cannot_do(name, option):
@@ -296,6 +365,14 @@ def test_bad_input_is_named():
     q, g, beta = torch.randn(1, 4, 2, 8), -torch.rand(1, 4, 2, 8), torch.rand(1, 4, 2)
     with pytest.raises(ValueError, match="A_log: expected a tensor with use_gate_in_kernel, got None"):
         family.chunk_kda(q, q, q, g, beta, use_gate_in_kernel=True)
+    for function, more in ((family.chunk_kda, (g, beta)), (family.chunk_gdn2, (g, g, q))):
+        for bound in (None, -5.1, 0, 1.0, float("nan")):
+            options = {"use_gate_in_kernel": True, "safe_gate": True, "A_log": torch.zeros(2), "lower_bound": bound}
+            with pytest.raises(ValueError, match=r"lower_bound: expected a number in \[-5, 0\) with safe_gate, got"):
+                function(q, q, q, *more, **options)
+            if bound == -5.1:
+                function(q, q, q, *more, **options | {"safe_gate": False})
+        function(q, q, q, *more, **options | {"lower_bound": -5})
     with pytest.raises(ValueError, match="allow_neg_eigval: goes with use_beta_sigmoid_in_kernel, got it alone"):
         family.fused_recurrent_kda(q, q, q, g, beta, allow_neg_eigval=True)
     with pytest.raises(ValueError, match="g: expected a tensor with use_gate_in_kernel, got None"):
@@ -408,6 +485,30 @@ def test_fla_s_registry_runs_ours(installed):
     ours.uninstall()
     with pytest.raises(Exception):  # noqa: B017, PT011 - Triton's, on a CPU
         theirs("kda", "chunk_kda")(q, k, v, g, beta)
+
+
+@pytest.mark.parametrize("name", CHUNKS)
+def test_fla_says_which_chunks_it_has(installed, name):
+    module = next(module for module, names in ours.FUNCTIONS.items() if name in names)
+    function, inputs = import_module(module).__dict__[name], inputs_of(name)
+    there, missing = CHUNKS[name]
+    for size in there:
+        function(*inputs, chunk_size=size)
+    assert ours.report() == {name: {"rwkv_jit": len(there)}}
+    for size in missing:
+        if size is not None:  # what FLA says of None, Triton may say
+            with pytest.raises(ValueError, match=f"`chunk_size` must be .*, got {size}"):
+                function(*inputs, chunk_size=size)
+
+
+@pytest.mark.parametrize("name", ["chunk_kda", "chunk_gdn2"])
+@pytest.mark.parametrize("bound", [None, -5.1, 0.0])
+def test_bounds_are_refused_as_by_fla(name, bound):
+    """Both refuse the same before anything runs."""
+    options = {"use_gate_in_kernel": True, "safe_gate": True, "A_log": torch.zeros(2), "lower_bound": bound}
+    for function in (getattr(family, name), theirs(name.partition("_")[2], name)):
+        with pytest.raises(ValueError, match="lower_bound"):
+            function(*inputs_of(name), **options)
 
 
 def test_functions_are_ours_where_the_registry_is_turned_off(child, monkeypatch):

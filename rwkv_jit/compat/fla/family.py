@@ -1,21 +1,20 @@
 """FLA's functions of the delta rules and of decays for heads, with its arguments, on the ops of this family.
 
-Options that change nothing here are taken and not read: `safe_gate`, `chunk_size`, `disable_recompute`,
-`cu_seqlens_cpu`, `chunk_indices`, `max_num_seqs` and whatever else FLA itself would not read. States are [K, V], or
-[V, K] with `state_v_first`, and what comes back is float32 as there. `scale=None` is K^(-1/2).
+Options that change nothing here are taken: `safe_gate`, `chunk_size`, `disable_recompute`, `cu_seqlens_cpu`,
+`chunk_indices`, `max_num_seqs` and whatever else FLA itself would not read. States are [K, V], or [V, K] with
+`state_v_first`, and what comes back is float32 as there. `scale=None` is K^(-1/2).
 
 Each raises `UnsupportedConfigError` where the kernels cannot do what is asked, before anything runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rwkv_jit.compat.fla.functions import Result, refuse, scale_of
+from rwkv_jit.compat.fla.functions import POWERS_OF_TWO, Result, check_chunks, layout_of, refuse, scale_of, state_of
 from rwkv_jit.derived.delta import delta_rule, gated_delta_rule, gated_delta_rule2, kda
 from rwkv_jit.derived.diagonal import simple_gla
 from rwkv_jit.errors import UnsupportedConfigError
@@ -69,14 +68,17 @@ def chunk_kda(
         Whether states are [V, K].
     cu_seqlens : torch.Tensor, shape (N + 1,), optional
         Where packed sequences begin and end; B is 1 then.
-    A_log : torch.Tensor, shape (HV,), optional
+    A_log : torch.Tensor, HV elements, optional
         See `use_gate_in_kernel`; else not read.
-    dt_bias : torch.Tensor, shape (HV * K,), optional
+    dt_bias : torch.Tensor, HV * K elements, optional
         See `use_gate_in_kernel`; else not read.
     return_intermediate_states, cp_context
         Must be False and None.
-    safe_gate, disable_recompute, cu_seqlens_cpu, max_num_seqs, **more
-        Change nothing else here: any decay is right, and chunks are chosen by the sizes.
+    safe_gate : bool, default False
+        Whether `lower_bound` must lie in [-5, 0) with `use_gate_in_kernel`, and is read without. It changes nothing
+        else: any decay is right.
+    disable_recompute, cu_seqlens_cpu, max_num_seqs, **more
+        Change nothing: chunks are chosen by the sizes. Of a `chunk_size` that FLA does not have, it says so itself.
     use_graph : bool, default False
         Must be False with `cu_seqlens`: graphs of packed sequences whose number changes are FLA's own.
 
@@ -90,16 +92,18 @@ def chunk_kda(
     UnsupportedConfigError
         Something is asked for that must not be, or dtypes or sizes are beyond the kernels.
     TypeError, ValueError
-        As `kda`; A_log is missing, or `allow_neg_eigval` is given without `use_beta_sigmoid_in_kernel`.
+        As `kda`; A_log is missing, `allow_neg_eigval` is given without `use_beta_sigmoid_in_kernel`, or `lower_bound`
+        is not what `safe_gate` asks for.
     """
     refuse(
         q, k, v, return_intermediate_states=return_intermediate_states, cp_context=cp_context,
         use_graph=use_graph and cu_seqlens is not None,
     )  # fmt: skip
+    check_chunks(more, 64, 32)
     _check_small(q, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias)
     return kda(
-        q, k, v, g, beta, _state(initial_state), output_final_state, cu_seqlens, scale=scale_of(scale, k),
-        state_layout=_layout(state_v_first, more), qk_norm=use_qk_l2norm_in_kernel,
+        q, k, v, g, beta, state_of(initial_state), output_final_state, cu_seqlens, scale=scale_of(scale, k),
+        state_layout=layout_of(state_v_first, more), qk_norm=use_qk_l2norm_in_kernel,
         beta_map=_beta_map(use_beta_sigmoid_in_kernel, allow_neg_eigval),
         **_gate(use_gate_in_kernel, A_log, dt_bias, lower_bound, safe_gate, v),
     )  # fmt: skip
@@ -116,7 +120,7 @@ def fused_recurrent_kda(
     return chunk_kda(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
         use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound=lower_bound,
-        state_v_first=_layout(state_v_first, more) == "vk", cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias,
+        state_v_first=layout_of(state_v_first, more) == "vk", cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias,
     )  # fmt: skip
 
 
@@ -130,10 +134,11 @@ def chunk_gated_delta_rule(
 ) -> Result:  # fmt: skip
     """Run the gated delta rule as `gated_delta_rule` does: `chunk_kda` with g of (B, T, HV) and dt_bias of (HV,)."""
     refuse(q, k, v, cp_context=cp_context)
+    check_chunks(more, 64, 32, 16)
     _check_small(q, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias)
     return gated_delta_rule(
-        q, k, v, g, beta, _state(initial_state), output_final_state, cu_seqlens, scale=scale_of(scale, k),
-        state_layout=_layout(state_v_first, more), qk_norm=use_qk_l2norm_in_kernel,
+        q, k, v, g, beta, state_of(initial_state), output_final_state, cu_seqlens, scale=scale_of(scale, k),
+        state_layout=layout_of(state_v_first, more), qk_norm=use_qk_l2norm_in_kernel,
         beta_map=_beta_map(use_beta_sigmoid_in_kernel, allow_neg_eigval), **_gate(use_gate_in_kernel, A_log, dt_bias),
     )  # fmt: skip
 
@@ -154,7 +159,7 @@ def fused_recurrent_gated_delta_rule(
         raise ValueError("g: expected a tensor with use_gate_in_kernel, got None")
     if beta is None:
         beta = v.new_ones(v.shape[:-1])
-    state_v_first = _layout(state_v_first, more) == "vk"
+    state_v_first = layout_of(state_v_first, more) == "vk"
     rest: dict[str, Any] = {
         "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel, "allow_neg_eigval": allow_neg_eigval,
         "state_v_first": state_v_first, "cu_seqlens": cu_seqlens,
@@ -178,6 +183,7 @@ def chunk_delta_rule(
 ) -> Result:  # fmt: skip
     """Run the delta rule as `delta_rule` does, float32 too."""
     refuse(head_first=more.get("head_first"))
+    check_chunks(more, 64, 32, 16)
     return _delta_rule(
         q, k, v, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens
     )
@@ -203,7 +209,7 @@ def _delta_rule(
     refuse(q, k, v)
     _check_small(q, beta=beta)
     return delta_rule(
-        q, k, v, beta, _state(initial_state), output_final_state, cu_seqlens, scale=scale_of(scale, k),
+        q, k, v, beta, state_of(initial_state), output_final_state, cu_seqlens, scale=scale_of(scale, k),
         state_layout="vk" if state_v_first else "kv", qk_norm=use_qk_l2norm_in_kernel,
         beta_map=_beta_map(use_beta_sigmoid_in_kernel, allow_neg_eigval),
     )  # fmt: skip
@@ -219,10 +225,11 @@ def chunk_gdn2(
 ) -> Result:  # fmt: skip
     """Run the gated delta rule by channels as `gated_delta_rule2` does: b erases, w writes, the rest as `chunk_kda`."""
     refuse(q, k, v, w, return_intermediate_states=return_intermediate_states, cp_context=cp_context)
+    check_chunks(more, 64)
     _check_small(q, g=g, b=b, A_log=A_log, dt_bias=dt_bias)
     return gated_delta_rule2(
-        q, k, v, g, b, w, _state(initial_state), output_final_state, cu_seqlens, scale=scale_of(scale, k),
-        state_layout=_layout(state_v_first, more), qk_norm=use_qk_l2norm_in_kernel,
+        q, k, v, g, b, w, state_of(initial_state), output_final_state, cu_seqlens, scale=scale_of(scale, k),
+        state_layout=layout_of(state_v_first, more), qk_norm=use_qk_l2norm_in_kernel,
         **_gate(use_gate_in_kernel, A_log, dt_bias, lower_bound, safe_gate, v),
     )  # fmt: skip
 
@@ -236,7 +243,7 @@ def fused_recurrent_gdn2(
     """Run `chunk_gdn2`."""
     return chunk_gdn2(
         q, k, v, g, b, w, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
-        cu_seqlens, lower_bound=lower_bound, state_v_first=_layout(state_v_first, more) == "vk", A_log=A_log,
+        cu_seqlens, lower_bound=lower_bound, state_v_first=layout_of(state_v_first, more) == "vk", A_log=A_log,
         dt_bias=dt_bias,
     )  # fmt: skip
 
@@ -255,10 +262,11 @@ def chunk_simple_gla(
 
     g is (B, T, H), or `g_gamma` (H,) for all tokens; without either it is `linear_attention`. Both must not be given.
     """
-    refuse(q, k, v, g_gamma=g_gamma if g is not None else None)
+    refuse(q, k, v, g_gamma=g_gamma if g is not None else None, head_first=more.get("head_first"))
+    check_chunks(more, None, *POWERS_OF_TWO)
     decay = g_gamma if g is None else g
-    rest = _state(initial_state), output_final_state, cu_seqlens
-    layout = _layout(state_v_first, more)
+    rest = state_of(initial_state), output_final_state, cu_seqlens
+    layout = "vk" if state_v_first else "kv"
     if decay is None:
         return linear_attention(q, k, v, *rest, scale=scale_of(scale, k), state_layout=layout)
     _check_small(q, g=decay)
@@ -282,8 +290,9 @@ def fused_recurrent_simple_gla(
     """Run `chunk_simple_gla`; `reverse` must be False."""
     refuse(reverse=reverse)
     return chunk_simple_gla(
-        q, k, v, g, g_gamma, scale, initial_state, output_final_state, _layout(state_v_first, more) == "vk", cu_seqlens
-    )
+        q, k, v, g, g_gamma, scale, initial_state, output_final_state, layout_of(state_v_first, more) == "vk",
+        cu_seqlens,
+    )  # fmt: skip
 
 
 def parallel_simple_gla(
@@ -301,6 +310,7 @@ def chunk_retention(
 ) -> Result:  # fmt: skip
     """Run retention: `chunk_simple_gla` whose decay of head h is 1 - 2^(-5 - h)."""
     refuse(head_first=more.get("head_first"))
+    check_chunks(more, None, *POWERS_OF_TWO)
     return fused_recurrent_retention(q, k, v, scale, initial_state, output_final_state, cu_seqlens=cu_seqlens)
 
 
@@ -321,7 +331,7 @@ def fused_recurrent_retention(
     refuse(reverse=reverse)
     g = torch.log1p(-(2.0 ** (-5.0 - torch.arange(q.shape[2], dtype=torch.float, device=q.device))))
     return chunk_simple_gla(
-        q, k, v, None, g, scale, initial_state, output_final_state, _layout(state_v_first, more) == "vk", cu_seqlens
+        q, k, v, None, g, scale, initial_state, output_final_state, layout_of(state_v_first, more) == "vk", cu_seqlens
     )
 
 
@@ -341,6 +351,7 @@ def chunk_lightning_attn(
 ) -> Result:  # fmt: skip
     """Run lightning attention: `chunk_simple_gla` whose g of head h of H is -8 h / H (1 - layer_idx / num_layers)."""
     refuse(head_first=more.get("head_first"))
+    check_chunks(more, None, *POWERS_OF_TWO)
     heads = q.shape[2]
     g = -(8 / heads * (1 - layer_idx / num_layers)) * torch.arange(heads, dtype=torch.float, device=q.device)
     return chunk_simple_gla(q, k, v, None, g, scale, initial_state, output_final_state, cu_seqlens=cu_seqlens)
@@ -357,12 +368,6 @@ def fused_recurrent_lightning_attn(
 
 
 # ---- what the arguments mean -------------------------------------------------------------------------------------
-
-
-def _layout(state_v_first: bool, more: Mapping[str, Any]) -> str:
-    """Return the layout of states, which `more` may have by its older name."""
-    refuse(head_first=more.get("head_first"))
-    return "vk" if more.get("transpose_state_layout", state_v_first) else "kv"
 
 
 def _beta_map(is_logit: bool, allow_neg_eigval: bool) -> str:
@@ -383,12 +388,11 @@ def _gate(
         A_log = v.new_zeros(v.shape[2], dtype=torch.promote_types(v.dtype, torch.float32))
     if A_log is None:
         raise ValueError("A_log: expected a tensor with use_gate_in_kernel, got None")
+    if safe_gate and (lower_bound is None or not -5 <= lower_bound < 0):
+        raise ValueError(f"lower_bound: expected a number in [-5, 0) with safe_gate, got {lower_bound!r}")
+    # Models keep them as [1, 1, HV, 1] and the like, which FLA's kernels do not look at.
+    A_log, dt_bias = A_log.reshape(-1), None if dt_bias is None else dt_bias.reshape(-1)
     return {"A_log": A_log, "dt_bias": dt_bias} | ({} if lower_bound is None else {"lower_bound": lower_bound})
-
-
-def _state(given: Tensor | None) -> Tensor | None:
-    """Return a state that final ones have the dtype of: float32, as FLA's are."""
-    return given.float() if isinstance(given, Tensor) and given.dtype.itemsize < 4 else given
 
 
 def _check_small(q: Tensor, **given: Tensor | None) -> None:

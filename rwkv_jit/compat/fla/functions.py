@@ -5,6 +5,8 @@ Each raises `UnsupportedConfigError` where the kernels cannot do what is asked, 
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from rwkv_jit.ops.wkv6 import wkv6
 from rwkv_jit.ops.wkv7 import wkv7
 
 Result = tuple[Tensor, Tensor | None]
+POWERS_OF_TWO = tuple(2**x for x in range(31))
 
 
 def refuse(*rows: Tensor, **unsupported: Any) -> None:
@@ -51,6 +54,29 @@ def refuse(*rows: Tensor, **unsupported: Any) -> None:
         raise UnsupportedConfigError(f"{' beside '.join(dtypes)} is not supported")
 
 
+def check_chunks(more: Mapping[str, Any], *sizes: int | None) -> None:
+    """Leave it to FLA to refuse a `chunk_size` that is none of these; the first is its default, and all do the same."""
+    if more.get("chunk_size", sizes[0]) not in sizes:
+        raise UnsupportedConfigError(f"chunk_size={more['chunk_size']} is not supported")
+
+
+def layout_of(state_v_first: bool, more: Mapping[str, Any]) -> str:
+    """Return the layout of states, which `more` may have by its older name."""
+    refuse(head_first=more.get("head_first"))
+    if "transpose_state_layout" in more:
+        if state_v_first:
+            raise ValueError("transpose_state_layout: is the older name of state_v_first, got both")
+        # Behind this function, the one that is called, and what stands in its place in FLA's module.
+        warnings.warn("transpose_state_layout is now state_v_first", DeprecationWarning, stacklevel=4)
+        state_v_first = more["transpose_state_layout"]
+    return "vk" if state_v_first else "kv"
+
+
+def state_of(given: Any) -> Any:
+    """Return a state that final ones have the dtype of: float32, as FLA's are."""
+    return given.float() if isinstance(given, Tensor) and given.dtype.itemsize < 4 else given
+
+
 def scale_of(scale: float | None, k: Tensor) -> float:
     """Return the scale of a call, K^(-1/2) where none is given."""
     return k.shape[-1] ** -0.5 if scale is None else scale
@@ -63,7 +89,7 @@ def chunk_dplr_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, gk: Tensor, scale: float | None = None,
     initial_state: Tensor | None = None, output_final_state: bool = False, cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None, safe_gate: bool = False, chunk_size: int | None = None,
-    disable_recompute: bool = False, cp_context: Any = None, lower_bound: float | None = None, **_: Any,
+    disable_recompute: bool = False, cp_context: Any = None, lower_bound: float | None = None, **more: Any,
 ) -> Result:  # fmt: skip
     r"""Run the delta rule with a diagonal plus a low rank, which is RWKV-7's.
 
@@ -91,24 +117,26 @@ def chunk_dplr_delta_rule(
         Change nothing here: any decay is right, and chunks are chosen by the sizes.
     cp_context
         Must be None; `rwkv_jit.parallel` shares sequences between processes.
+    **more
+        `head_first` must be False; FLA reads nothing else.
 
     Returns
     -------
     o : torch.Tensor, shape (B, T, H, V)
-    final_state : torch.Tensor, shape (N, H, K, V), or None
+    final_state : torch.Tensor, shape (N, H, K, V), float32, or None
 
     Raises
     ------
     UnsupportedConfigError
-        `cp_context` is given, q, k, v, a and b have several dtypes or one that the kernels have not, or the sizes are
-        beyond theirs.
+        `cp_context` or `head_first` is given, q, k, v, a and b have several dtypes or one that the kernels have not, or
+        the sizes are beyond theirs.
     TypeError, ValueError
         As `wkv7`.
     """
-    refuse(q, k, v, a, b, cp_context=cp_context)
+    refuse(q, k, v, a, b, cp_context=cp_context, head_first=more.get("head_first"))
     return wkv7(
-        q, gk, k, v, a, b, initial_state, output_final_state, cu_seqlens, scale=scale_of(scale, k), decay="log",
-        decay_bound=lower_bound, state_layout="kv",
+        q, gk, k, v, a, b, state_of(initial_state), output_final_state, cu_seqlens, scale=scale_of(scale, k),
+        decay="log", decay_bound=lower_bound, state_layout="kv",
     )  # fmt: skip
 
 
@@ -159,12 +187,13 @@ def fused_mul_recurrent_rwkv7(
 def chunk_rwkv6(
     r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, scale: float | None = None,
     initial_state: Tensor | None = None, output_final_state: bool = False, cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None, **_: Any,
+    cu_seqlens_cpu: Tensor | None = None, **more: Any,
 ) -> Result:  # fmt: skip
     """Run RWKV-6 time mixing as `wkv6` does; w is the logarithm of the decay, and scale K^(-1/2) by default."""
-    refuse(r, k, v)
+    refuse(r, k, v, head_first=more.get("head_first"))
+    check_chunks(more, None, *POWERS_OF_TWO)
     return wkv6(
-        r, k, v, w, u, initial_state, output_final_state, cu_seqlens, scale=scale_of(scale, k), decay="log",
+        r, k, v, w, u, state_of(initial_state), output_final_state, cu_seqlens, scale=scale_of(scale, k), decay="log",
         state_layout="kv",
     )  # fmt: skip
 
@@ -187,7 +216,7 @@ def chunk_gla(
     """Run gated linear attention as `gla` does; states are [V, K] with `state_v_first`."""
     refuse(q, k, v)
     return gla(
-        q, k, v, g, initial_state, output_final_state, cu_seqlens, scale=scale_of(scale, k),
+        q, k, v, g, state_of(initial_state), output_final_state, cu_seqlens, scale=scale_of(scale, k),
         state_layout="vk" if state_v_first else "kv",
     )  # fmt: skip
 
@@ -198,12 +227,12 @@ def fused_recurrent_gla(
     state_v_first: bool = False, cu_seqlens: Tensor | None = None, **more: Any,
 ) -> Result:  # fmt: skip
     """Run `chunk_gla`, without a gate `linear_attention`; `gv` must be None and `reverse` False."""
-    refuse(q, k, v, gv=gv, reverse=reverse, **more)
+    refuse(q, k, v, gv=gv, reverse=reverse)
+    layout = layout_of(state_v_first, more)
     if gk is not None:
-        return chunk_gla(q, k, v, gk, scale, initial_state, output_final_state, state_v_first, cu_seqlens)
-    layout = "vk" if state_v_first else "kv"
+        return chunk_gla(q, k, v, gk, scale, initial_state, output_final_state, layout == "vk", cu_seqlens)
     return linear_attention(
-        q, k, v, initial_state, output_final_state, cu_seqlens, scale=scale_of(scale, k), state_layout=layout
+        q, k, v, state_of(initial_state), output_final_state, cu_seqlens, scale=scale_of(scale, k), state_layout=layout
     )
 
 
@@ -216,8 +245,11 @@ def chunk_linear_attn(
     Normalized states are pairs (S, z) with z of shape (N, 1, H, K); S alone begins with a z of zeros.
     """
     refuse(q, k, v)
-    if normalize and initial_state is not None:
+    if not normalize:
+        initial_state = state_of(initial_state)
+    elif initial_state is not None:
         state, z = initial_state if isinstance(initial_state, tuple) else (initial_state, None)
+        state = state_of(state)
         texts = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
         heads, head_size, value_size = *k.shape[2:], v.shape[-1]
         if state is None:

@@ -1,0 +1,80 @@
+"""deepspeed's FusedAdam without a compiler: its extension `fused_adam`, from the fused Adam of torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_NAME = "fused_adam"
+_BUILDER = "deepspeed.ops.op_builder.builder"
+_ORDERS = (torch.contiguous_format, torch.channels_last)
+
+
+def multi_tensor_adam(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Sequence[Sequence[Tensor]], lr: float, beta1: float,
+    beta2: float, epsilon: float, step: int, mode: int, bias_correction: int, weight_decay: float,
+) -> None:  # fmt: skip
+    """Change parameters and their moments in place by a step of Adam, as deepspeed's own does.
+
+    Parameters
+    ----------
+    chunk_size, noop_flag
+        Have no effect; the flag has none in deepspeed either.
+    tensor_lists : sequence of four sequences of torch.Tensor
+        Gradients, parameters, means of gradients and means of their squares, all contiguous, or all of a parameter
+        channels last. They share a dtype and a device.
+    lr, beta1, beta2, epsilon : float
+        As Adam has them.
+    step : int
+        The number of this step, from 1.
+    mode : int
+        0 adds weight_decay times the parameters to the gradients, 1 is AdamW.
+    bias_correction : int
+        1 where the means are corrected for having begun with zeros.
+    weight_decay : float
+        See `mode`.
+
+    Raises
+    ------
+    ValueError
+        The lists differ in length, or a tensor is not contiguous.
+    """
+    grads, parameters, means, squares = map(list, tensor_lists)
+    for tensors in zip(grads, parameters, means, squares, strict=True):
+        # On a CPU torch reads and writes the memory in its order, whatever the strides are.
+        if not any(all(x.is_contiguous(memory_format=order) for x in tensors) for order in _ORDERS):
+            raise ValueError(f"tensor_lists: expected contiguous tensors, got strides {[x.stride() for x in tensors]}")
+    if not parameters:  # of which torch cannot tell the device
+        return
+    # Where nothing corrects the means, it is as if infinitely many steps had been done.
+    count = float(step) if bias_correction == 1 else float("inf")
+    steps = [torch.full((), count, dtype=torch.float32, device=parameters[0].device)] * len(parameters)
+    update = torch._fused_adamw_ if mode == 1 else torch._fused_adam_
+    update(
+        parameters, grads, means, squares, [], steps, lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay,
+        eps=epsilon, amsgrad=False, maximize=False, grad_scale=None, found_inf=None,
+    )  # fmt: skip
+
+
+_MODULE = SimpleNamespace(multi_tensor_adam=multi_tensor_adam)
+
+
+def _loaded_ops() -> dict[str, Any]:
+    """Return what deepspeed has loaded, by name; it asks for neither ninja, nvcc nor CUDA_HOME for what is there."""
+    return getattr(sys.modules[_BUILDER].OpBuilder, "_loaded_ops", {})  # old ones have none, and build the op
+
+
+def take_over() -> None:
+    """Put the op among those that deepspeed has loaded, unless it has its own."""
+    _loaded_ops().setdefault(_NAME, _MODULE)
+
+
+def give_back() -> None:
+    """Take the op away: optimizers that are made from now on have deepspeed's."""
+    if _BUILDER in sys.modules and _loaded_ops().get(_NAME) is _MODULE:
+        del _loaded_ops()[_NAME]
