@@ -74,8 +74,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
     const T_BETA* __restrict__ beta, const float* __restrict__ own, const T_STATE* __restrict__ initial_state,
     const i64* __restrict__ cu_seqlens, const Walk* __restrict__ walks, T_IO* __restrict__ y,
     T_STATE* __restrict__ final_state, Checkpoint* __restrict__ states, KeptMatrices* __restrict__ matrices,
-    TokenFactors* __restrict__ factors, T_IO* __restrict__ kept_u, Strides r_strides, Strides k_strides, Strides v_strides, Strides w_strides,
-    Strides beta_strides, i64 tokens, i64 heads, i64 segments, float scale) {
+    TokenFactors* __restrict__ factors, T_IO* __restrict__ kept_u, Strides r_strides, Strides k_strides,
+    Strides v_strides, Strides w_strides, Strides beta_strides, i64 tokens, i64 heads, i64 segments, float scale) {
     __builtin_assume(threadIdx.x < NUM_THREADS);  // so that even shares need no test
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);

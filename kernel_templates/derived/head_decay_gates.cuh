@@ -1,5 +1,5 @@
-// The gates of a chunk's tokens, a lane each, as they come from memory, so that nothing waits for them. What is past the
-// last token neither decays nor writes.
+// The gates of a chunk's tokens, a lane each, as they come from memory, so that nothing waits for them. What is past
+// the last token neither decays nor writes.
 //
 // Needs CHUNK_LEN, T_W, T_BETA, DECAY, HAS_RATE.
 #pragma once

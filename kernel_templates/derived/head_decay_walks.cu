@@ -1,9 +1,9 @@
-// Segments of a sequence that blocks take side by side, where its decays let them: which chunks each block runs through.
+// Segments of a sequence that blocks take side by side, where its decays let them: which chunks a block runs through.
 //
-// The decays of some tokens, times what rates past 2 may add, bound what is left behind them of any state before, as no
-// key is longer than 1. Where that is nothing, a block of head_decay_forward.cu sets out with no state, that many tokens
-// before its own. Where a head forgets too slowly, the block before goes on and this one has nothing to do. The gradient
-// of a state is forgotten in the same way by the tokens behind a segment.
+// The decays of some tokens, times what rates past 2 may add, bound what is left behind them of any state before, as
+// no key is longer than 1. Where that is nothing, a block of head_decay_forward.cu sets out with no state, that many
+// tokens before its own. Where a head forgets too slowly, the block before goes on and this one has nothing to do. The
+// gradient of a state is forgotten in the same way by the tokens behind a segment.
 //
 //   g, beta  [batch, tokens, heads]  T_W, T_BETA  in; beta null where there are no rates
 //   walks    [directions, sequences, segments, heads]  out
