@@ -1,13 +1,16 @@
 """Every test of this tier has a cache of its own."""
 
+import gc
 import os
 import pickle
 from hashlib import sha256
 
+import ptx_machine
 import pytest
+import torch
 from stub_driver import gpus, on_gpu  # noqa: F401, fixtures that take notes of launches
 
-from rwkv_jit import cache, compiler, cuda
+from rwkv_jit import cache, compiler, cuda, tensors
 
 
 @pytest.fixture(autouse=True)
@@ -99,3 +102,50 @@ def checked_only(monkeypatch):
             nvrtc.destroyProgram(program)
 
     monkeypatch.setattr(compiler, "compile", checked)
+
+
+@pytest.fixture
+def interpreted(on_gpu, compiled_once, monkeypatch):  # noqa: F811
+    """Like `on_gpu`, but kernels run: their PTX, on the CPU. New tensors are no numbers until a kernel writes them.
+
+    A kernel may touch the tensors alone whose addresses it has. Architectures and the rest are set as with `on_gpu`.
+    """
+    seen = {}  # begin and end of the memory of a tensor, by its address
+    new, data_ptr = tensors.new, torch.Tensor.data_ptr
+
+    def poisoned(shape, strides, dtype):
+        made = new(shape, strides, dtype)
+        torch.empty(0, dtype=torch.uint8).set_(made.untyped_storage()).fill_(0xFF)
+        return made
+
+    def noted(x):
+        address = data_ptr(x)
+        storage = x.untyped_storage()
+        seen[address] = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        return address
+
+    machines = {}
+
+    def run(launch):
+        request = launch.request
+        machine = machines.get((id(request), launch.entry))
+        if machine is None:
+            text = compiler.ptx(request.template.render(request.parameters), request.arch, request.parameters)
+            machine = machines[id(request), launch.entry] = ptx_machine.Machine(text, launch.entry)
+        machine.launch(launch.grid, launch.block, launch.shared_bytes, launch.arguments, memory_of(launch))
+
+    def memory_of(launch):
+        """The memory of the tensors whose addresses are among the arguments, or lie in which these do."""
+        addresses = [x for each in launch.named.values() for x in (each if isinstance(each, tuple) else (each,))]
+        exactly = [seen[x] for x in addresses if x in seen]
+        within = [span for x in addresses if x not in seen for span in seen.values() if span[0] <= x < span[1]]
+        return exactly + within
+
+    monkeypatch.setattr(tensors, "new", poisoned)
+    monkeypatch.setattr(torch.Tensor, "data_ptr", noted, raising=False)
+    on_gpu.while_running = run
+    gc.disable()  # instructions are many, and none is garbage before the test ends
+    yield on_gpu
+    for machine in machines.values():
+        vars(machine).clear()  # its instructions know it
+    gc.enable()

@@ -1,0 +1,368 @@
+"""Values and gradients of whole calls, without a GPU: their kernels run on the CPU, and float64 says what is right.
+
+The calls are as small as the kernels allow, and together they launch every template.
+"""
+
+from functools import partial
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import comparing
+import derived_cases
+import layer_cases
+import plain_convolution
+import plain_layer
+import pytest
+import torch
+from comparing import relative
+
+import rwkv_jit
+from rwkv_jit import template
+from rwkv_jit.algorithms import segments
+from rwkv_jit.derived import head_decays, steps
+from rwkv_jit.layers import gradient_steps
+from rwkv_jit.ops.options import complete
+from rwkv_jit.ops.table import OPS
+from rwkv_jit.parallel import summaries, two_phases
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+LIMITS = {FP32: 2e-6, FP16: 2e-3, BF16: 1e-2}
+
+
+def is_close(errors, limit):
+    wrong = {name: error for name, error in errors.items() if not error <= limit}
+    assert not wrong, f"more than {limit} from float64: {wrong}"
+
+
+# ---- the calls ---------------------------------------------------------------------------------------------------
+
+
+def op(name, sizes, dtype=BF16, bounds=None, decays="usual", limit=None, **options):
+    """A call of `sizes` B, T, H, K and V from a state, packed where it has `bounds`."""
+    given = comparing.make_inputs(name, dtype, *sizes, decays, options.get("decay"))
+    exact = {"scale": OPS[name].scale or sizes[3] ** -0.5, **options}
+    exact = {name: x for name, x in exact.items() if name in ("scale", "decay", "state_layout")}
+    packed = {} if bounds is None else {"cu_seqlens": torch.tensor(bounds)}
+    state = comparing.make_state(given, len(bounds) - 1 if bounds else sizes[0], layout=OPS[name].state_layout)
+    errors, _, _ = comparing.compare(name, given, state, {**options, **packed}, {**exact, **packed})
+    is_close(errors, limit or LIMITS[dtype])
+
+
+def in_segments(*sizes, **options):
+    """The same, cut into segments that are shorter than they would be on a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        shorter = {kind: lengths._replace(least=16) for kind, lengths in segments._LENGTHS.items()}
+        patch.setattr(segments, "_LENGTHS", shorter)
+        patch.setattr(segments, "_LEAST_MEAN", 16)
+        op(*sizes, **options, backend="split")
+
+
+def narrow(*sizes, **options):
+    """The same of float32 rows on the tensor cores."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        op(*sizes, dtype=FP32, limit=LIMITS[FP16], **options)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def shard(name, sizes):
+    """What a part of a text does to any state: a sum, and what is left of the state."""
+    given = comparing.make_inputs(name, BF16, *sizes)
+    inputs = [x.detach() for x in given.values()]
+    state = comparing.make_state(given, sizes[0]).detach()
+    call = two_phases.Call(OPS[name], complete(OPS[name], {}, inputs[0]))
+    bias, transition = two_phases.way_of(call, inputs, [False] * (len(inputs) + 1)).summary(inputs)
+    final = getattr(rwkv_jit, f"{name}_ref")(*(x.double() for x in inputs), state.double(), True)[1]
+    is_close({"state": relative(summaries.after(state, bias, transition), final)}, LIMITS[BF16])
+
+
+def derived(name, how, sizes, dtype=BF16, bounds=None, segment=None, decays=(-1.0, -0.01), of_own=True, **options):
+    """A call of `sizes` B, T, heads of keys and of values, K and V; `segment` tokens or more are in one."""
+    case = derived_cases.make(name, how, sizes, dtype, FP32, FP32, bounds=bounds, decays=decays)
+    with pytest.MonkeyPatch.context() as patch:
+        if of_own:
+            patch.setattr(head_decays, "LEAST_BLOCKS", 0)
+        if segment:
+            patch.setattr(steps, "_LEAST_SEGMENT", segment)
+            g = case.inputs["g"]  # a head forgets at once, one hardly, others in between; and all do at one place
+            g *= torch.tensor([2.0, 0.001, 0.6, 0.05])[: g.shape[2]]
+            g[:, sizes[1] // 2 : sizes[1] // 2 + 20] *= 30
+        results, grads, weights = derived_cases.differentiate(case, **options)
+    wanted, wanted_grads = derived_cases.exactly(case, weights)
+    kind = {BF16: "bf16", FP16: "fp16"}[dtype]
+    for name, grad in grads.items():
+        is_close({name: relative(grad, wanted_grads[name])}, derived_cases.limit_of(case, name, kind))
+    is_close({i: relative(*pair) for i, pair in enumerate(zip(results, wanted, strict=True))}, LIMITS[dtype])
+
+
+def layer(name, how, rows=(7, 2, 16), dtype=BF16, few_sums=False):
+    """The small work of a layer in both directions."""
+    case = layer_cases.make(name, how, layer_cases.sizes_of(name, how, *rows), dtype, FP32)
+    with pytest.MonkeyPatch.context() as patch:
+        if few_sums:  # a thread has no room for those of the mixes
+            patch.setattr(gradient_steps, "_MOST_SUMS", 0)
+        results, grads, weights = layer_cases.differentiate(case, case.run)
+    wanted, wanted_grads = layer_cases.exactly(case, weights)
+    errors = {name: relative(x, wanted_grads[name]) for name, x in grads.items()}
+    errors |= {place: relative(x, want) for place, (x, want) in enumerate(zip(results, wanted, strict=True))}
+    is_close(errors, {**LIMITS, FP32: 5e-6}[dtype])
+
+
+def shift_mix():
+    """For packed texts, one of which has no slot."""
+    x, add, weight, bias = torch.randn(7, 24).to(BF16), torch.randn(7, 24).to(BF16), torch.randn(24), torch.randn(24)
+    mixes, pool, bounds, slots = torch.rand(3, 24), torch.randn(4, 24), [0, 1, 1, 5, 7], [2, 1, -1, 3]
+    wanted = plain_layer.shift_mix(x, weight, bias, mixes, pool, bounds, slots, add)
+    indices = {"state_indices": torch.tensor(slots), "cu_seqlens": torch.tensor(bounds)}
+    found = [*rwkv_jit.shift_mix(x, weight, bias, mixes, pool, add=add, **indices), pool]
+    errors = {i: relative(x.view(want.shape), want) for i, (x, want) in enumerate(zip(found, wanted, strict=True))}
+    is_close(errors, LIMITS[BF16])
+
+
+def compare(function, reference, leaves, **more):
+    """A function against another one, which takes the same in float64; `more` are tensors without gradients."""
+    leaves = [x.requires_grad_() for x in leaves]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    results, wanted = function(*leaves, **more), reference(*exact, **more)
+    weights = [torch.randn(x.shape).to(x.dtype) for x in results]
+    found = [*results, *torch.autograd.grad(results, leaves, weights)]
+    wanted = [*wanted, *torch.autograd.grad(wanted, exact, [x.double() for x in weights])]
+    is_close({i: relative(*pair) for i, pair in enumerate(zip(found, wanted, strict=True))}, LIMITS[leaves[0].dtype])
+
+
+def wkv4(sizes, dtype, **options):
+    """From a state, which some tokens left."""
+    channels = sizes[-1]
+    leaves = [torch.linspace(-6, 1, channels), *(torch.randn(x) for x in (channels, sizes, sizes))]
+    state = rwkv_jit.wkv4_ref(*leaves, output_final_state=True)[1]
+    function = partial(rwkv_jit.wkv4, output_final_state=True, **options)
+    leaves = [*(x.to(dtype) for x in leaves), state]
+    compare(function, partial(rwkv_jit.wkv4_ref, output_final_state=True), leaves)
+
+
+def timex(sizes, dtype, backend):
+    def each(function, **options):
+        return lambda *given: (function(*given, **options),)
+
+    leaves = [torch.randn(x).to(dtype) for x in (sizes[1:], sizes)]
+    compare(each(rwkv_jit.timex, backend=backend), each(rwkv_jit.timex_ref), leaves)
+
+
+def convolution(sizes, width, dtype, bounds=None):
+    texts = len(bounds) - 1 if bounds else sizes[0]
+    of_leaves = sizes, (sizes[2], width), sizes[2:], (texts, sizes[2], width - 1)
+    leaves = [torch.randn(x).to(dtype) for x in of_leaves]
+    packed = {"cu_seqlens": torch.tensor(bounds)} if bounds else {}
+
+    def call(x, weight, bias, state, **packed):
+        given = {"initial_state": state, "output_final_state": True, "activation": "silu", **packed}
+        return rwkv_jit.causal_conv1d(x, weight, bias, **given)
+
+    compare(call, partial(plain_convolution.causal_conv1d, activation="silu"), leaves, **packed)
+
+
+def convolution_update(sizes, width, dtype):
+    batch, _, channels = sizes
+    x, weight, pool = (torch.randn(x).to(dtype) for x in (sizes, (channels, width), (batch + 3, channels, width)))
+    slots = torch.arange(batch) - 1  # one has none
+    wanted = plain_convolution.update(x, pool, weight, None, "silu", slots)
+    y = rwkv_jit.causal_conv1d_update(x, pool, weight, state_indices=slots, activation="silu")
+    is_close({"y": relative(y, wanted[0]), "pool": relative(pool, wanted[1])}, LIMITS[dtype])
+
+
+def loss(classes, dtype):
+    targets = torch.randint(classes, (5,))
+    targets[1] = -100
+    ours, torchs = rwkv_jit.cross_entropy, torch.nn.functional.cross_entropy
+    leaves = [torch.randn(5, classes).to(dtype)]
+    compare(lambda x: (ours(x, targets),), lambda x: (torchs(x, targets),), leaves)
+
+
+class Pool:
+    """A pool of states for packed or equal texts, and what float64 makes of these."""
+
+    def __init__(self, name, texts, tokens, K, V, bounds=None):
+        self.name, self.layout = name, OPS[name].state_layout
+        batch = texts if bounds is None else 1
+        self.given = {n: x.detach() for n, x in comparing.make_inputs(name, BF16, batch, tokens, 2, K, V).items()}
+        self.pool = torch.randn(texts + 3, 2, *((V, K) if self.layout == "vk" else (K, V)))
+        self.slots = torch.arange(texts).flip(0) + 1
+        self.before = self.pool.clone()
+        reference = partial(getattr(rwkv_jit, f"{name}_ref"), scale=OPS[name].scale or K**-0.5)
+        exact, state = [x.double() for x in self.given.values()], self.pool[self.slots].double()
+        self.wanted = reference(*exact, state, True, cu_seqlens=bounds)
+
+    def check(self, y):
+        final = self.pool[self.slots]
+        is_close({"y": relative(y, self.wanted[0]), "states": relative(final, self.wanted[1])}, LIMITS[BF16])
+        self.pool[self.slots] = self.before[self.slots]
+        assert torch.equal(self.pool, self.before)  # nothing else is written
+
+
+def update(name, tokens, K, V):
+    pool = Pool(name, 3, tokens, K, V)
+    function = getattr(rwkv_jit, f"{name}_update")
+    pool.check(function(pool.pool, *pool.given.values(), state_indices=pool.slots))
+
+
+def varlen(name, lengths, K, V):
+    bounds = torch.tensor([0, *accumulate(lengths)])
+    pool = Pool(name, len(lengths), sum(lengths), K, V, bounds)
+    function = getattr(rwkv_jit, f"{name}_varlen")
+    pool.check(function(pool.pool, *pool.given.values(), cu_seqlens=bounds, state_indices=pool.slots))
+
+
+def replay(name, tokens, K, V):
+    """Token after token, of which a state takes two at a time."""
+    pool = Pool(name, 3, tokens, K, V)
+    ring = rwkv_jit.ReplayRing(len(pool.pool), name, 2, K, V, 2, 0, BF16, FP32)
+    function, made = getattr(rwkv_jit, f"{name}_replay"), []
+    for token in range(tokens):
+        given = comparing.of_tokens(name, pool.given, (slice(None), slice(token, token + 1)))
+        made.append(function(pool.pool, ring, *given.values(), state_indices=pool.slots))
+    rwkv_jit.replay_flush(pool.pool, ring)
+    pool.check(torch.cat(made, 1))
+
+
+def wkv4_update(tokens, channels):
+    w, u, k, v = (torch.randn(x) for x in (channels, channels, (2, tokens, channels), (2, tokens, channels)))
+    pool, slots = torch.rand(5, 3, channels), torch.tensor([3, 1])
+    wanted = rwkv_jit.wkv4_ref(*(x.double() for x in (w, u, k, v)), pool[slots].double(), True)
+    y = rwkv_jit.wkv4_update(pool, w, u, k, v, state_indices=slots)
+    is_close({"y": relative(y, wanted[0]), "states": relative(pool[slots], wanted[1])}, LIMITS[FP32])
+
+
+# ---- which of them -----------------------------------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    """A call on an architecture, and the templates that it launches."""
+
+    arch: str
+    templates: tuple[str, ...]
+    call: Any
+
+    def __str__(self):
+        given = [*self.call.args, *(f"{name}={x}" for name, x in self.call.keywords.items())]
+        return " ".join([self.arch, self.call.func.__name__, *map(str, given)])
+
+
+def case(arch, templates, function, *arguments, **options):
+    return Case(arch, tuple(templates.split()), partial(function, *arguments, **options))
+
+
+CASES = [
+    case("sm_80", "gla_recurrent_forward gla_recurrent_backward sum_rows", op, "wkv6", (2, 9, 2, 20, 12), FP32),
+    case("sm_90", "wkv7_recurrent_forward wkv7_recurrent_backward", op, "wkv7", (2, 9, 2, 12, 20), FP32),
+    # Heads that a block holds.
+    case(
+        "sm_80", "wkv7_chunked_forward wkv7_chunked_backward", op, "wkv7", (1, 40, 2, 16, 16), bounds=[0, 0, 7, 40],
+        decays="mixed",
+    ),
+    case("sm_90", "wkv7_chunked_forward wkv7_group_backward", op, "wkv7", (1, 70, 1, 64, 64), decay="sigmoid"),
+    case(
+        "sm_80", "gla_scan gla_chunked_backward sum_rows",
+        op, "wkv5", (1, 40, 2, 16, 20), bounds=[0, 0, 7, 40], chunk_len=16,
+    ),
+    case("sm_90", "gla_scan gla_chunked_backward", op, "gla", (1, 40, 2, 16, 12), FP16, decays="mixed", chunk_len=16),
+    case("sm_90", "gla_scan gla_group_backward", op, "linear_attention", (1, 70, 1, 72, 120)),
+    case("sm_80", "narrow_rows gla_scan gla_chunked_backward", narrow, "linear_attention", (1, 40, 1, 16, 16)),
+    # Larger ones.
+    case(
+        "sm_80",
+        "wkv7_prepare wkv7_scan wkv7_token_gradients wkv7_key_gradients wkv7_key_gradients_by_halves",
+        op, "wkv7", (1, 20, 1, 136, 16), decays="mixed", chunk_len=32,
+    ),
+    case(
+        "sm_90", "wkv7_prepare wkv7_group_scan wkv7_token_gradients wkv7_key_gradients",
+        op, "wkv7", (1, 70, 1, 136, 128), decay="sigmoid",
+    ),
+    case("sm_80", "gla_scan gla_key_gradients", op, "gla", (1, 40, 1, 136, 16), decays="mixed", chunk_len=16),
+    case("sm_90", "gla_prepare gla_group_scan gla_group_key_gradients", op, "gla", (1, 40, 1, 136, 16)),
+    # Segments.
+    case(
+        "sm_80", "wkv7_segment wkv7_join wkv7_chunked_forward wkv7_chunked_backward",
+        in_segments, "wkv7", (1, 256, 1, 16, 16), decay="sigmoid",
+    ),
+    case(
+        "sm_90", "cut_sequences gla_segment gla_join copy_states gla_scan gla_chunked_backward",
+        in_segments, "gla", (1, 200, 2, 16, 16), bounds=[0, 0, 30, 200], chunk_len=16,
+    ),
+    case("sm_80", "unit_states wkv7_segment wkv7_join", shard, "wkv7", (1, 64, 1, 16, 16)),
+    # One decay for a head.
+    case(
+        "sm_80", "head_decay_walks head_decay_forward head_decay_backward head_decay_key_gradients",
+        derived, "gated_delta_rule", "norm", (1, 400, 1, 4, 16, 16), bounds=[0, 90, 90, 400], segment=64,
+    ),
+    case(
+        "sm_80", "head_decay_walks head_decay_forward head_decay_backward head_decay_key_gradients",
+        derived, "simple_gla", "", (1, 260, 4, 4, 16, 16), segment=64,
+    ),
+    case(
+        "sm_90", "head_decay_forward head_decay_backward head_decay_group_key_gradients",
+        derived, "gated_delta_rule", "", (1, 40, 1, 2, 64, 64), chunk_len=16,
+    ),
+    case(
+        "sm_90", "head_decay_forward head_decay_backward head_decay_key_gradients sum_rows",
+        derived, "ssd", "D softplus", (1, 40, 1, 2, 32, 16), chunk_len=16,
+    ),
+    case(
+        "sm_90",
+        "layer_delta_operands layer_delta_operands_backward wkv7_chunked_forward wkv7_chunked_backward sum_rows",
+        derived, "kda", "bounded bias norm", (1, 20, 1, 2, 16, 16), of_own=False,
+    ),
+    # A layer's small work.
+    case(
+        "sm_80", "layer_prepare_keys layer_prepare_keys_backward sum_rows",
+        layer, "prepare_keys", "a0 first v0 bonus",
+    ),
+    case("sm_90", "layer_delta_operands layer_delta_operands_backward", layer, "delta_operands", "log q 2"),
+    case("sm_80", "layer_gated_norm layer_gated_norm_backward sum_rows", layer, "gated_norm", "bias bonus"),
+    case("sm_90", "layer_gated_norm layer_gated_norm_backward sum_rows", layer, "gated_norm", "rms silu", dtype=FP32),
+    case("sm_80", "layer_gated", layer, "gated", "silu"),
+    case("sm_90", "layer_activate layer_activate_backward", layer, "activate", ""),
+    case(
+        "sm_80", "layer_token_shift layer_token_shift_backward sum_rows",
+        layer, "token_shift", "5 packed amounts first",
+    ),
+    case("sm_90", "layer_norm_shift layer_norm_shift_backward sum_rows", layer, "norm_shift", "6 add packed first"),
+    case(
+        "sm_80", "layer_norm_shift layer_norm_shift_backward layer_norm_shift_mixes sum_rows",
+        layer, "norm_shift", "2 packed", few_sums=True,
+    ),
+    case("sm_90", "layer_shift_mix", shift_mix),
+    case("sm_80", "layer_convolution layer_convolution_backward sum_rows", convolution, (2, 20, 24), 4, BF16),
+    case(
+        "sm_90", "layer_convolution layer_convolution_backward sum_rows",
+        convolution, (1, 20, 7), 3, FP32, bounds=[0, 0, 2, 20],
+    ),
+    case("sm_80", "layer_convolution_update", convolution_update, (3, 2, 24), 4, BF16),
+    case("sm_90", "layer_loss_forward layer_loss_backward", loss, 100, BF16),
+    # Pools of states.
+    case("sm_80", "update_states", update, "wkv7", 3, 32, 16),
+    case("sm_90", "update_states", update, "gla", 1, 12, 20),
+    case("sm_80", "arrange_sequences gla_scan update_states", varlen, "wkv6", [1, 20, 0, 3, 1], 16, 16),
+    case("sm_90", "arrange_sequences wkv7_chunked_forward update_states", varlen, "wkv7", [1, 20, 0, 3, 1], 16, 16),
+    case("sm_80", "replay_states", replay, "wkv7", 5, 32, 16),
+    case("sm_90", "replay_states", replay, "gla", 3, 12, 20),
+    # Ops without heads.
+    case("sm_80", "wkv4_forward wkv4_backward sum_rows", wkv4, (2, 20, 33), FP32),
+    case("sm_90", "wkv4_forward wkv4_backward sum_rows", wkv4, (1, 256, 8), BF16, backend="split"),
+    case("sm_80", "wkv4_update", wkv4_update, 3, 33),
+    case("sm_80", "timex_convolve timex_filter_gradient", timex, (3, 2, 77), BF16, "tiles"),
+    case("sm_90", "timex_transform sum_rows", timex, (3, 2, 40), FP32, "transforms"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("given", CASES, ids=str)
+def test_results(given, interpreted):
+    torch.manual_seed(0)
+    interpreted.use(given.arch)
+    given.call()
+    assert {launch.template for launch in interpreted.launches} == {*given.templates}
+
+
+def test_every_template_runs():
+    assert {name for given in CASES for name in given.templates} == {*template.names()}
