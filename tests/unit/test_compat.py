@@ -496,11 +496,11 @@ if not sys.argv[1:]:
 
 
 @pytest.fixture
-def as_installed(tmp_path, monkeypatch):
+def as_installed(root, tmp_path, monkeypatch):
     """Lets Python begin as where a wheel is installed: with the line that stands beside the package there."""
     folder = tmp_path / "packages"
     folder.mkdir()
-    shutil.copy(Path(compat.__file__).with_name("rwkv_jit.pth"), folder)
+    shutil.copy(root / "rwkv_jit" / "compat" / "rwkv_jit.pth", folder)
     begin = (Path(__file__).parent / "without_cupy" / "sitecustomize.py").read_text(encoding="utf-8")
     (tmp_path / "sitecustomize.py").write_text(f"{begin}\nimport site\nsite.addsitedir({str(folder)!r})\n", "utf-8")
     paths = map(str, (tmp_path, Path(rwkv_jit.__file__).parents[1]))
