@@ -54,45 +54,31 @@ struct OwnRows {
                     : max(min(min(WARP_ROWS, ROWS - column), VALUE_SIZE - first_value), 0)),
           exist(WARPS * WARP_ROWS == ROWS || column < ROWS) {}
 };
-// By all warps, eight tokens at a time, from the chunk's rows and the gates of its lanes' tokens: two lanes share a row.
-__device__ inline void write_factors(TokenFactors& factors, const KeyTile& q, const KeyTile& k, const Gates& gates,
-                                     float scale) {
-    const float c = HAS_DECAY ? sum_up(gates.decay()) : 0.0f;
-    const float own_rate = gates.rate();
-    const float end = HAS_DECAY ? __shfl_sync(0xffffffffu, c, CHUNK_LEN - 1) : 0.0f;
-    for (int first = 8 * warp_id(); first < CHUNK_LEN; first += 8 * WARPS) {
-        const int token = first + lane_id() % 8;
-        const bool is_q = lane_id() / 8 % 2;
-        const float decay = HAS_DECAY ? __shfl_sync(0xffffffffu, c, token) : 0.0f;
-        const float rate = __shfl_sync(0xffffffffu, own_rate, token);
-        float factor = 1.0f;
-        if constexpr (HAS_NORM) {
-            const T_IO* const row = &(is_q ? q : k)[token][lane_id() / 16 * (CHANNELS / 2)];
-            float sums[2] = {};
-#pragma unroll
-            for (int i = 0; i < CHANNELS / 2; i += 8) {
-                const uint4 eight = *reinterpret_cast<const uint4*>(&row[i]);
-                const unsigned words[4] = {eight.x, eight.y, eight.z, eight.w};
-#pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    const float2 x = unpack(words[j]);
-                    sums[0] += x.x * x.x, sums[1] += x.y * x.y;
-                }
-            }
-            const float sum = sums[0] + sums[1];
-            const float squares = sum + __shfl_xor_sync(0xffffffffu, sum, 16) + NORM_EPS;
-            asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(factor) : "f"(squares));
-        }
-        const float grown = HAS_DECAY ? exp2_fast(decay) : 1.0f, shrunk = HAS_DECAY ? exp2_fast(end - decay) : 1.0f;
-        if (lane_id() < 8) {
-            factors.decay[token] = decay, factors.of_k[token] = factor, factors.grown_k[token] = factor * grown;
-            factors.rate[token] = rate * factor, factors.written[token] = rate * factor * shrunk;
-        } else if (lane_id() < 16) {
-            factors.of_q[token] = scale * factor, factors.grown_q[token] = scale * factor * grown;
-            factors.norm_of_q[token] = factor;
-        }
+// The decays and rates of a chunk, as lanes have them of their tokens: the sums of decays up to each, and over all.
+struct TokenGates {
+    float decay, rate, end;
+    __device__ TokenGates(const Gates& gates)
+        : decay(HAS_DECAY ? sum_up(gates.decay()) : 0.0f), rate(gates.rate()),
+          end(HAS_DECAY ? __shfl_sync(0xffffffffu, decay, CHUNK_LEN - 1) : 0.0f) {}
+};
+// What is 1 over a row's norm, of the sum of its squares.
+__device__ inline float norm_factor(float squares) {
+    float factor;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(factor) : "f"(squares + NORM_EPS));
+    return factor;
+}
+// The factors of a query's token, or of a key's, whose row has `factor` over its norm.
+__device__ inline void write_factors(TokenFactors& factors, bool is_q, int token, float factor, float decay, float rate,
+                                     float end, float scale) {
+    const float grown = HAS_DECAY ? exp2_fast(decay) : 1.0f;
+    if (is_q) {
+        factors.of_q[token] = scale * factor, factors.grown_q[token] = scale * factor * grown;
+        factors.norm_of_q[token] = factor;
+    } else {
+        const float shrunk = HAS_DECAY ? exp2_fast(end - decay) : 1.0f;
+        factors.decay[token] = decay, factors.of_k[token] = factor, factors.grown_k[token] = factor * grown;
+        factors.rate[token] = rate * factor, factors.written[token] = rate * factor * shrunk;
     }
-    if (threadIdx.x == 0) factors.end = exp2_fast(end);
 }
 
 // Tm, and before it the diagonal blocks of -L, a column of a block per row.
@@ -181,14 +167,103 @@ __device__ inline void solve_lower(Solver& solver, const Fragment& below) {
 }
 
 // Products of tokens with tokens times the factors of both and the decay between them: `of_row` and `of_column` by
-// token. What is above the diagonal is left as it comes out, but finite.
+// token. What is above the diagonal is any number, or none.
 __device__ inline void scale_pairs(Accumulator (&sum)[2], const TokenFactors& factors, const float (&of_row)[CHUNK_LEN],
                                    int p, int q) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const int row = 16 * p + group() + i % 4 / 2 * 8, column = 16 * q + i / 4 * 8 + 2 * quad_lane() + i % 2;
-        float factor = of_row[row] * factors.rate[column];
-        if constexpr (HAS_DECAY) factor *= row < column ? 0.0f : exp2_fast(factors.decay[row] - factors.decay[column]);
-        sum[i / 4][i % 4] *= factor;
+    for (int n = 0; n < 2; ++n) {
+        const int column = 16 * q + 8 * n + 2 * quad_lane();
+        const float2 rate = pair_of(factors.rate, column), decay = pair_of(factors.decay, column);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = 16 * p + group() + 8 * half;
+            float x = of_row[row] * rate.x, y = of_row[row] * rate.y;
+            if constexpr (HAS_DECAY)
+                x *= exp2_fast(factors.decay[row] - decay.x), y *= exp2_fast(factors.decay[row] - decay.y);
+            sum[n][2 * half] *= x, sum[n][2 * half + 1] *= y;
+        }
+    }
+}
+
+// What the forward makes of a chunk's tokens before it has the state.
+struct __align__(16) TokenWork {
+    Solver solver;
+    TokenTile m;  // M; above its diagonal (-L)_10
+    TokenFactors factors;
+};
+// A block of M or of -L from products of keys, with queries or with keys.
+template <bool IS_OUTPUT> __device__ inline void write_pairs(TokenWork& work, Accumulator (&sum)[2], int p, int q) {
+    scale_pairs(sum, work.factors, IS_OUTPUT ? work.factors.of_q : work.factors.of_k, p, q);
+    if constexpr (IS_OUTPUT) {
+        if (q == p) keep_lower(sum, 0);
+        store_block(tile_of(work.m), 16 * p, 16 * q, to_fragment(sum[0], sum[1]));
+    } else {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) sum[i / 4][i % 4] = -sum[i / 4][i % 4];
+        if (q == p) write_lower(work.solver, p, sum);
+        else store_block(tile_of(work.m), 0, 16, to_fragment(sum[0], sum[1]));
+    }
+}
+// What lies together to memory, by THREADS threads.
+template <int THREADS, typename T> __device__ inline void keep(T& target, const T& source, int thread) {
+    for (int i = thread; i < static_cast<int>(sizeof(T) / 16); i += THREADS)
+        reinterpret_cast<uint4*>(&target)[i] = reinterpret_cast<const uint4*>(&source)[i];
+}
+
+// U <- V - e^c X   Y <- e^c Y, and what outputs have of values themselves
+template <int TILES>
+__device__ inline void add_values(TokenSums (&u)[TILES], TokenSums (&out)[TILES], const TokenFragments (&v_rows)[TILES],
+                                  const TokenFactors& factors, const float (&of_own)[TILES][2]) {
+#pragma unroll
+    for (int n = 0; n < CHUNK_LEN / 8; ++n) {
+        const int token = 8 * n + 2 * quad_lane();
+        const float2 of_x = pair_of(factors.grown_k, token), of_y = pair_of(factors.grown_q, token);
+#pragma unroll
+        for (int i = 0; i < TILES; ++i)
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const unsigned word = v_rows[i][n / 2].at[n % 2 * 2 + j];
+                u[i][n][2 * j] = low_of(word) - of_x.x * u[i][n][2 * j];
+                u[i][n][2 * j + 1] = high_of(word) - of_x.y * u[i][n][2 * j + 1];
+                out[i][n][2 * j] *= of_y.x, out[i][n][2 * j + 1] *= of_y.y;
+                if constexpr (HAS_OWN) {
+                    out[i][n][2 * j] += of_own[i][j] * low_of(word);
+                    out[i][n][2 * j + 1] += of_own[i][j] * high_of(word);
+                }
+            }
+    }
+}
+// U <- Tm U as rows, and as the state takes it
+template <int TILES>
+__device__ inline void solve_values(TokenFragments (&u_rows)[TILES], TokenFragments (&written)[TILES],
+                                    const TokenSums (&u)[TILES], const TokenFragments (&v_rows)[TILES],
+                                    const TokenWork& work) {
+#pragma unroll
+    for (int i = 0; i < TILES; ++i) {
+        TokenFragments rows;
+#pragma unroll
+        for (int q = 0; q < BLOCKS; ++q)
+            rows[q] = HAS_DELTA ? to_fragment(u[i][2 * q], u[i][2 * q + 1]) : v_rows[i][q];
+#pragma unroll
+        for (int p = 0; p < BLOCKS; ++p) {
+            Accumulator solved[2] = {};
+            if constexpr (HAS_DELTA) {
+#pragma unroll
+                for (int q = 0; q <= p; ++q)
+                    multiply_add(solved, rows[q], load_triangle<false>(tile_of(work.solver.tm), p, q));
+                u_rows[i][p] = to_fragment(solved[0], solved[1]);
+            } else {
+                u_rows[i][p] = rows[p];
+                for (int n = 0; n < 2; ++n)
+                    for (int j = 0; j < 4; ++j) solved[n][j] = u[i][2 * p + n][j];
+            }
+#pragma unroll
+            for (int n = 0; n < 2; ++n) {
+                const float2 factor = pair_of(work.factors.written, 16 * p + 8 * n + 2 * quad_lane());
+#pragma unroll
+                for (int j = 0; j < 2; ++j) solved[n][2 * j] *= factor.x, solved[n][2 * j + 1] *= factor.y;
+            }
+            written[i][p] = to_fragment(solved[0], solved[1]);
+        }
     }
 }

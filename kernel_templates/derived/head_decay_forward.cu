@@ -21,23 +21,42 @@ struct Stage {
     KeyTile q, k;
     T_IO v[CHUNK_LEN][ROW_PITCH];  // later Y
 };
-struct __align__(16) TokenWork {
-    Solver solver;
-    TokenTile m;  // M; above its diagonal (-L)_10
-    TokenFactors factors;
-};
 struct Smem {
     Stage stages[STAGES];
     TokenWork work[2];
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry says");
 
-// What lies together to memory, by all threads.
-template <typename T> __device__ inline void keep(T& target, const T& source) {
-    for (int i = threadIdx.x; i < static_cast<int>(sizeof(T) / 16); i += NUM_THREADS)
-        reinterpret_cast<uint4*>(&target)[i] = reinterpret_cast<const uint4*>(&source)[i];
+// By all warps, eight tokens at a time, from the chunk's rows and the gates of its lanes' tokens: two lanes share a row.
+__device__ inline void write_all_factors(TokenFactors& factors, const KeyTile& q, const KeyTile& k, const Gates& gates,
+                                         float scale) {
+    const TokenGates of_lane(gates);
+    for (int first = 8 * warp_id(); first < CHUNK_LEN; first += 8 * WARPS) {
+        const int token = first + lane_id() % 8;
+        const bool is_q = lane_id() / 8 % 2;
+        const float decay = HAS_DECAY ? __shfl_sync(0xffffffffu, of_lane.decay, token) : 0.0f;
+        const float rate = __shfl_sync(0xffffffffu, of_lane.rate, token);
+        float factor = 1.0f;
+        if constexpr (HAS_NORM) {
+            const T_IO* const row = &(is_q ? q : k)[token][lane_id() / 16 * (CHANNELS / 2)];
+            float sums[2] = {};
+#pragma unroll
+            for (int i = 0; i < CHANNELS / 2; i += 8) {
+                const uint4 eight = *reinterpret_cast<const uint4*>(&row[i]);
+                const unsigned words[4] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    const float2 x = unpack(words[j]);
+                    sums[0] += x.x * x.x, sums[1] += x.y * x.y;
+                }
+            }
+            const float sum = sums[0] + sums[1];
+            factor = norm_factor(sum + __shfl_xor_sync(0xffffffffu, sum, 16));
+        }
+        if (lane_id() < 16) write_factors(factors, is_q, token, factor, decay, rate, of_lane.end, scale);
+    }
+    if (threadIdx.x == 0) factors.end = exp2_fast(of_lane.end);
 }
-
 // A block of M or of -L.
 template <bool IS_OUTPUT> __device__ inline void write_pairs(TokenWork& work, const Stage& stage, int p, int q) {
     const auto left = tile_of(IS_OUTPUT ? stage.q : stage.k), right = tile_of(stage.k);
@@ -48,16 +67,7 @@ template <bool IS_OUTPUT> __device__ inline void write_pairs(TokenWork& work, co
     Accumulator sum[2];
 #pragma unroll
     for (int i = 0; i < 8; ++i) sum[i / 4][i % 4] = sums[0][i / 4][i % 4] + sums[1][i / 4][i % 4];
-    scale_pairs(sum, work.factors, IS_OUTPUT ? work.factors.of_q : work.factors.of_k, p, q);
-    if constexpr (IS_OUTPUT) {
-        if (q == p) keep_lower(sum, 0);
-        store_block(tile_of(work.m), 16 * p, 16 * q, to_fragment(sum[0], sum[1]));
-    } else {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) sum[i / 4][i % 4] = -sum[i / 4][i % 4];
-        if (q == p) write_lower(work.solver, p, sum);
-        else store_block(tile_of(work.m), 0, 16, to_fragment(sum[0], sum[1]));
-    }
+    write_pairs<IS_OUTPUT>(work, sum, p, q);
 }
 // Those of M and of -L, shared between the warps, of which the last one has the least.
 __device__ inline void write_all_pairs(TokenWork& work, const Stage& stage) {
@@ -152,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
     __syncthreads();  // the first chunk's rows are there
     TokenWork& first_work = smem.work[first % 2];
     Stage& first_stage = smem.stages[first % STAGES];
-    write_factors(first_work.factors, first_stage.q, first_stage.k, gates, scale);
+    write_all_factors(first_work.factors, first_stage.q, first_stage.k, gates, scale);
     load_gates(gates, first + 1);
     __syncthreads();  // its factors are there
     write_all_pairs(first_work, first_stage);
@@ -168,13 +178,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
         wait_for_copies<0>();
         __syncthreads();  // the matrices and the next chunk's rows are there, and nobody reads those before any more
         copy_chunk(chunk + 2);
-        write_factors(next_work.factors, next_stage.q, next_stage.k, gates, scale);
+        write_all_factors(next_work.factors, next_stage.q, next_stage.k, gates, scale);
         load_gates(gates, chunk + 2);
         if constexpr (KEPT_LEN > 0)
             if (blockIdx.z == 0) {
                 if (is_own) {
-                    if constexpr (HAS_DELTA) keep(matrices->tm, work.solver.tm);
-                    keep(matrices->m, work.m), keep(*factors, work.factors);
+                    if constexpr (HAS_DELTA) keep<NUM_THREADS>(matrices->tm, work.solver.tm, threadIdx.x);
+                    keep<NUM_THREADS>(matrices->m, work.m, threadIdx.x);
+                    keep<NUM_THREADS>(*factors, work.factors, threadIdx.x);
                 }
                 matrices += heads, factors += heads;
             }
@@ -204,58 +215,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
             if ((chunk + 1) % KEPT_CHUNKS == 0) states += heads;
         __syncthreads();  // the next chunk's factors are there
         write_all_pairs(next_work, next_stage);
-        Fragment u_rows[TILES][BLOCKS], written[TILES][BLOCKS];
+        TokenFragments u_rows[TILES], written[TILES];
         if (share.exist) {
-            // U <- V - e^c X   Y <- e^c Y
-            Fragment v_rows[TILES][BLOCKS];
+            TokenFragments v_rows[TILES];
             load_rows(v_rows, values, share.column);
-#pragma unroll
-            for (int n = 0; n < CHUNK_LEN / 8; ++n) {
-                const int token = 8 * n + 2 * quad_lane();
-                const float2 of_x = pair_of(work.factors.grown_k, token), of_y = pair_of(work.factors.grown_q, token);
-#pragma unroll
-                for (int i = 0; i < TILES; ++i)
-#pragma unroll
-                    for (int j = 0; j < 2; ++j) {
-                        const unsigned word = v_rows[i][n / 2].at[n % 2 * 2 + j];
-                        u[i][n][2 * j] = low_of(word) - of_x.x * u[i][n][2 * j];
-                        u[i][n][2 * j + 1] = high_of(word) - of_x.y * u[i][n][2 * j + 1];
-                        out[i][n][2 * j] *= of_y.x, out[i][n][2 * j + 1] *= of_y.y;
-                        if constexpr (HAS_OWN) {
-                            out[i][n][2 * j] += of_own[i][j] * low_of(word);
-                            out[i][n][2 * j + 1] += of_own[i][j] * high_of(word);
-                        }
-                    }
-            }
-            // U <- Tm U, and as the state takes it.
-#pragma unroll
-            for (int i = 0; i < TILES; ++i) {
-                TokenFragments rows;
-#pragma unroll
-                for (int q = 0; q < BLOCKS; ++q)
-                    rows[q] = HAS_DELTA ? to_fragment(u[i][2 * q], u[i][2 * q + 1]) : v_rows[i][q];
-#pragma unroll
-                for (int p = 0; p < BLOCKS; ++p) {
-                    Accumulator solved[2] = {};
-                    if constexpr (HAS_DELTA) {
-#pragma unroll
-                        for (int q = 0; q <= p; ++q)
-                            multiply_add(solved, rows[q], load_triangle<false>(tile_of(work.solver.tm), p, q));
-                        u_rows[i][p] = to_fragment(solved[0], solved[1]);
-                    } else {
-                        u_rows[i][p] = rows[p];
-                        for (int n = 0; n < 2; ++n)
-                            for (int j = 0; j < 4; ++j) solved[n][j] = u[i][2 * p + n][j];
-                    }
-#pragma unroll
-                    for (int n = 0; n < 2; ++n) {
-                        const float2 factor = pair_of(work.factors.written, 16 * p + 8 * n + 2 * quad_lane());
-#pragma unroll
-                        for (int j = 0; j < 2; ++j) solved[n][2 * j] *= factor.x, solved[n][2 * j + 1] *= factor.y;
-                    }
-                    written[i][p] = to_fragment(solved[0], solved[1]);
-                }
-            }
+            add_values(u, out, v_rows, work.factors, of_own);
+            solve_values(u_rows, written, u, v_rows, work);
             if constexpr (KEPT_LEN > 0 && HAS_DELTA) {
 #pragma unroll
                 for (int i = 0; i < TILES; ++i)

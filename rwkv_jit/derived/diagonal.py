@@ -349,5 +349,7 @@ def check_behind(x: Tensor, D: Any, z: Any) -> tuple[Tensor | None, Tensor | Non
 
 def behind(y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:
     """Return outputs with what they have of the input itself, behind their gate."""
-    made = y if D is None else y + x * D.view(x.shape[-2], -1)
+    made = y
+    if D is not None:  # in float32 at least, as the gradient of D is a sum of products that shall not be rounded
+        made = y + x * D.to(torch.promote_types(D.dtype, torch.float32)).view(x.shape[-2], -1)
     return (made if z is None else made * F.silu(z)).to(y.dtype)

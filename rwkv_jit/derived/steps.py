@@ -18,6 +18,7 @@ from rwkv_jit.template import Parameter
 CHUNK_LENS: tuple[int, ...] = (32, 16)
 KEPT_LENS = (64, 32)  # tokens that gradients of keys are made for at a time
 _LEAST_ROWS = 32  # of a block
+_GROUP_ROWS = 64  # value rows of a warp group in the forward
 _GROUP_THREADS = 256  # of the blocks that make the gradients of keys by warp groups
 _THREADS = 256  # that registers shall leave room for on a multiprocessor
 _BLOCKS = 2  # of a multiprocessor, for which a sequence may be cut
@@ -40,6 +41,19 @@ def shared_bytes(head_size: int, rows: int, chunk_len: int) -> int:
     key_tile, value_tile, token_tile = (2 * chunk_len * (width + 8) for width in (padded(head_size), rows, chunk_len))
     solver = max(token_tile, chunk_len // 16 * 4 * 16 * 20)
     return 3 * (2 * key_tile + value_tile) + 2 * (solver + token_tile + factor_bytes(chunk_len))
+
+
+def takes_group_forward(head_size: int, value_size: int, chunk_len: int, gpu: Gpu) -> bool:
+    """Return whether four warps multiply together in the forward."""
+    return takes_warp_groups(head_size, value_size, gpu) and chunk_len == 32
+
+
+def group_forward_bytes(head_size: int, rows: int, chunk_len: int) -> int:
+    """Return the size of the Smem of the forward by warp groups, of a block of value rows; a multiple of 1 KB."""
+    token_tile, pairs = 2 * chunk_len * (chunk_len + 8), 2 * 2 * chunk_len * head_size
+    stage = 2 * chunk_len * (rows + 8) + 2 * token_tile + factor_bytes(chunk_len)
+    ring = 6 if rows == 2 * _GROUP_ROWS else 4
+    return -(-ring * (pairs + stage + 2 * 8) // 1024) * 1024
 
 
 def backward_bytes(head_size: int, rows: int, chunk_len: int) -> int:
@@ -82,11 +96,11 @@ def default_chunk_len(case: Case, gpu: Gpu) -> int:
     return fitting[0] if fitting else CHUNK_LENS[-1]
 
 
-def rows_of_block(value_size: int, blocks: int, multiprocessors: int | None) -> int:
+def rows_of_block(value_size: int, blocks: int, multiprocessors: int | None, least: int = _LEAST_ROWS) -> int:
     """Return the value rows of a block: all of a head's, or fewer where there are few heads."""
     rows = padded(value_size)
     if multiprocessors is not None:
-        while rows % (2 * _LEAST_ROWS) == 0 and 2 * blocks * padded(value_size) // rows <= multiprocessors:
+        while rows % (2 * least) == 0 and 2 * blocks * padded(value_size) // rows <= multiprocessors:
             rows //= 2
     return rows
 
@@ -151,34 +165,48 @@ def kept(p: Problem) -> dict[str, Any]:
     return sizes | ({"kept_u": aligned(2 * p.B * p.T * p.H * p.V)} if p.op.constants["HAS_DELTA"] else {})
 
 
-def _of_heads(p: Problem, shared_bytes_of: Callable[[int, int, int], int]) -> tuple[dict[str, Parameter], Extent]:
+def _of_heads(p: Problem, rows: int, threads: int, shared: int, blocks: int) -> tuple[dict[str, Parameter], Extent]:
     """Return the geometry of a launch with a block for each segment, value head and part of its rows."""
     count = segments(p)
-    rows = rows_of_block(p.V, p.N * p.H * count, p.multiprocessors)
-    threads = max(rows, 128 if p.K > 64 else 64)
-    shared = shared_bytes_of(p.K, rows, p.chunk_len)
     parameters: dict[str, Parameter] = {
         "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "ROWS": rows, "CHUNK_LEN": p.chunk_len, "NUM_THREADS": threads,
-        "BLOCKS_PER_SM": p.gpu.resident_blocks(threads, _THREADS, shared), "SHARED_BYTES": shared,
-        "GROUP": p.H // p.G, "KEPT_LEN": _kept_len(p) if p.training else 0, "SEGMENTED": count > 1,
+        "BLOCKS_PER_SM": blocks, "SHARED_BYTES": shared, "GROUP": p.H // p.G,
+        "KEPT_LEN": _kept_len(p) if p.training else 0, "SEGMENTED": count > 1,
         "AS_MATRICES": p.training and takes_warp_groups(p.K, p.V, p.gpu), **parts.types(p),
     }  # fmt: skip
     return parameters, (p.N * count, p.H, -(-p.V // rows))
 
 
+def _by_warps(p: Problem, shared_bytes_of: Callable[[int, int, int], int]) -> tuple[dict[str, Parameter], Extent]:
+    """Return the geometry of a launch whose warps multiply by themselves."""
+    rows = rows_of_block(p.V, p.N * p.H * segments(p), p.multiprocessors)
+    threads = max(rows, 128 if p.K > 64 else 64)
+    shared = shared_bytes_of(p.K, rows, p.chunk_len)
+    return _of_heads(p, rows, threads, shared, p.gpu.resident_blocks(threads, _THREADS, shared))
+
+
+def _by_groups(p: Problem) -> tuple[dict[str, Parameter], Extent]:
+    """Return the geometry of the forward by warp groups: one for 64 rows each, and as many beside them."""
+    rows = rows_of_block(p.V, p.N * p.H * segments(p), p.multiprocessors, _GROUP_ROWS)
+    shared = group_forward_bytes(p.K, rows, p.chunk_len)
+    return _of_heads(p, rows, 4 * rows, shared, 2 * _GROUP_ROWS // rows)
+
+
 def forward(p: Problem) -> Schedule:
     """Return the forward, and before it which chunks its blocks take where they share sequences."""
-    parameters, grid = _of_heads(p, shared_bytes)
+    by_groups = takes_group_forward(p.K, p.V, p.chunk_len, p.gpu)
+    parameters, grid = _by_groups(p) if by_groups else _by_warps(p, shared_bytes)
+    name, arch = "head_decay_forward", "sm_90a" if by_groups else None
+    template = "head_decay_group_forward" if by_groups else name
     count, left = segments(p), kept(p) if p.training else {}
     absent = {name: None for name in ("w", "beta", "own") if name not in p.op.inputs}
     absent |= {name: None for name in ("states", "matrices", "factors", "kept_u") if name not in left}
     given = {**parts.given(p), **absent, "segments": count}
-    name = "head_decay_forward"
     if count == 1:
-        step = Step(name, name, parameters, grid, {**given, "walks": None})
+        step = Step(template, name, parameters, grid, {**given, "walks": None}, arch)
         return Schedule((step,), parts.forward_results(p), left, vectors=vectors(p))
     scratch = {} if p.training else {"walks": walk_bytes(p)}
-    launches = _walks(p, parameters, given), Step(name, name, parameters, grid, given)
+    launches = _walks(p, parameters, given), Step(template, name, parameters, grid, given, arch)
     return Schedule(launches, parts.forward_results(p), left, scratch, vectors(p), main=1)
 
 
@@ -191,7 +219,7 @@ def _walks(p: Problem, parameters: Mapping[str, Parameter], given: Mapping[str, 
 
 def backward(p: Problem) -> Schedule:
     """Return the backward: from chunk to chunk, then what chunks have for themselves."""
-    parameters, grid = _of_heads(p, backward_bytes)
+    parameters, grid = _by_warps(p, backward_bytes)
     given = {**parts.given(p), **{f"d{name}": None for name in ("w", "beta") if name not in p.op.inputs}}
     if not p.has_final_state:
         given["grad_final_state"] = None

@@ -74,16 +74,31 @@ def test_sequences_that_blocks_share(core, arch):
     assert all(spilled[entry] <= most for entry, most in MOST_IN_TRAINING.items()), spilled
 
 
-def test_few_heads_have_blocks_of_fewer_rows():
+@pytest.mark.parametrize(("arch", "least"), [("sm_80", 32), ("sm_90", 64)])
+def test_few_heads_have_blocks_of_fewer_rows(arch, least):
     for training in (False, True):
         many, few, whole = (
-            steps_of(head_decays(Core(True), heads=heads, training=training, is_batch_invariant=is_invariant))
+            steps_of(head_decays(Core(True), arch, heads=heads, training=training, is_batch_invariant=is_invariant))
             for heads, is_invariant in ((32, False), (2, False), (2, True))
         )
-        for entry in ("head_decay_forward", *(["head_decay_backward"] if training else [])):
+        rows = {"head_decay_forward": least} | ({"head_decay_backward": 32} if training else {})
+        for entry, fewer in rows.items():
             assert (many[entry].grid, many[entry].parameters["ROWS"]) == ((8, 32, 1), 128)
-            assert (few[entry].grid, few[entry].parameters["ROWS"]) == ((8, 2, 4), 32)
+            assert (few[entry].grid, few[entry].parameters["ROWS"]) == ((8, 2, 128 // fewer), fewer)
             assert (whole[entry].grid, whole[entry].parameters["ROWS"]) == ((8, 2, 1), 128)
+
+
+@pytest.mark.parametrize(
+    ("arch", "sizes", "chunk_len", "is_one"),
+    [
+        ("sm_90", (128, 128), 32, True), ("sm_90", (64, 64), 32, True), ("sm_90", (128, 64), 32, True),
+        ("sm_90", (128, 128), 16, False), ("sm_90", (96, 128), 32, False), ("sm_80", (128, 128), 32, False),
+        ("sm_120", (128, 128), 32, False),
+    ],
+)  # fmt: skip
+def test_forwards_by_warp_groups(arch, sizes, chunk_len, is_one):
+    (step,) = steps.forward(head_decays(Core(True), arch, sizes, chunk_len)).launches
+    assert (step.template == "head_decay_group_forward", step.arch == "sm_90a") == (is_one, is_one)
 
 
 # The tokens that gradients of keys are made for at a time: of heads of 64 and of 128, with a delta and without.
@@ -145,6 +160,14 @@ RULES = {
         "blocks have whole sequences where no decay lets them share one": {"SEGMENTED": False}
     },
     ("head_decay_forward", "sm_80"): OF_CHUNKS | OF_ROWS,
+    ("head_decay_group_forward", "sm_90"): {
+        **OF_CHUNKS,
+        **OF_ROWS,
+        "head sizes in steps of 64": {"HEAD_SIZE": 40},
+        "rows must be 64 or 128": {"ROWS": 32},
+        "chunk_len must be 32": {"CHUNK_LEN": 16},
+        "num_threads must be four times the rows": {"NUM_THREADS": 256},
+    },  # fmt: skip
     ("head_decay_backward", "sm_80"): OF_CHUNKS | OF_ROWS,
     ("head_decay_key_gradients", "sm_80"): {
         "the chunked kernels take float16 and bfloat16": {"T_IO": "fp32"},

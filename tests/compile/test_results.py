@@ -78,12 +78,19 @@ def shard(name, sizes):
     is_close({"state": relative(summaries.after(state, bias, transition), final)}, LIMITS[BF16])
 
 
-def derived(name, how, sizes, dtype=BF16, bounds=None, segment=None, decays=(-1.0, -0.01), of_own=True, **options):
-    """A call of `sizes` B, T, heads of keys and of values, K and V; `segment` tokens or more are in one."""
+def derived(
+    name, how, sizes, dtype=BF16, bounds=None, segment=None, decays=(-1.0, -0.01), of_own=True, whole=False, **options
+):  # fmt: skip
+    """A call of `sizes` B, T, heads of keys and of values, K and V; `segment` tokens or more are in one.
+
+    Where it is `whole`, a block has all value rows of a head, however few heads there are.
+    """
     case = derived_cases.make(name, how, sizes, dtype, FP32, FP32, bounds=bounds, decays=decays)
     with pytest.MonkeyPatch.context() as patch:
         if of_own:
             patch.setattr(head_decays, "LEAST_BLOCKS", 0)
+        if whole:
+            patch.setattr(steps, "rows_of_block", lambda value_size, *_: value_size)
         if segment:
             patch.setattr(steps, "_LEAST_SEGMENT", segment)
             g = case.inputs["g"]  # a head forgets at once, one hardly, others in between; and all do at one place
@@ -309,6 +316,18 @@ CASES = [
     case(
         "sm_90", "head_decay_forward head_decay_backward head_decay_group_key_gradients",
         derived, "gated_delta_rule", "", (1, 40, 1, 2, 64, 64), chunk_len=16,
+    ),
+    case(
+        "sm_90", "head_decay_group_forward head_decay_backward head_decay_group_key_gradients",
+        derived, "gated_delta_rule", "norm", (1, 170, 1, 2, 128, 128), bounds=[0, 0, 1, 170], whole=True,
+    ),
+    case(
+        "sm_90", "head_decay_walks head_decay_group_forward head_decay_backward head_decay_group_key_gradients",
+        derived, "gated_delta_rule", "norm", (1, 300, 1, 2, 64, 128), FP16, segment=64,
+    ),
+    case(
+        "sm_90", "head_decay_group_forward head_decay_backward head_decay_group_key_gradients sum_rows",
+        derived, "ssd", "D softplus", (1, 75, 1, 2, 128, 64),
     ),
     case(
         "sm_90", "head_decay_forward head_decay_backward head_decay_key_gradients sum_rows",

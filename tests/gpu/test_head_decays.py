@@ -309,7 +309,10 @@ def test_gradients_of_rates_of_nothing_and_of_all(op, name, how, dtype, launched
 @pytest.mark.parametrize("of", [(0,), (1,)], ids=["y", "state"])
 @pytest.mark.parametrize("bounds", [None, BOUNDS], ids=["batch", "packed"])
 def test_gradients_of_one_result(op, name, how, of, bounds, launched, guarded_memory):
-    check_gradients(make(name, how, (1, 130, 2, 4, 64, 64), bounds=bounds), "bf16", of)
+    case = make(name, how, (1, 130, 2, 4, 64, 64), bounds=bounds)
+    if "A_log" in case.parameters:
+        case.parameters["A_log"][0] = -3.0  # a head that keeps some of its initial state: others may keep under 1e-45
+    check_gradients(case, "bf16", of)
     assert own(launched) == own_backwards(launched) == 1
 
 

@@ -98,6 +98,15 @@ def test_dtypes(op, how, dtype, wide, state_type):
     check(make(op, how, (2, 21, 2, 4, 8, 6), dtype, wide, state_type), limit)
 
 
+def test_products_in_the_gradient_of_D_are_not_rounded():
+    """It is a sum of both signs over all tokens, of which little may be left."""
+    for _ in range(20):
+        case = make("ssd", "D", (3, 1, 1, 3, 16, 64), torch.bfloat16, torch.bfloat16, torch.float32)
+        _, grads, weights = differentiate(case)
+        _, want = exactly(case, weights)
+        assert torch.allclose(grads["D"].double(), want["D"], rtol=5e-3, atol=1e-4)
+
+
 @CASES
 def test_without_a_state_it_begins_with_zeros_and_ends_in_float32(op, how):
     case = make(op, how, dtype=torch.bfloat16, has_state=False)
