@@ -79,7 +79,8 @@ def _run_script(parsed: argparse.Namespace) -> int:
     compat.install()
     os.environ["RWKVJIT_COMPAT"] = "1"  # for ranks that the script starts: Lightning runs `python train.py` for each
     sys.argv = [parsed.script, *parsed.arguments]
-    sys.path[0] = os.path.dirname(os.path.abspath(parsed.script))
+    if not getattr(sys.flags, "safe_path", False):  # -P leaves out folders of scripts, and what is first is another's
+        sys.path[0] = os.path.dirname(os.path.abspath(parsed.script))
     runpy.run_path(parsed.script, run_name="__main__")
     return 0
 

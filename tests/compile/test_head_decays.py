@@ -167,7 +167,7 @@ RULES = {
         "rows must be 64 or 128": {"ROWS": 32},
         "chunk_len must be 32": {"CHUNK_LEN": 16},
         "num_threads must be four times the rows": {"NUM_THREADS": 256},
-    },  # fmt: skip
+    },
     ("head_decay_backward", "sm_80"): OF_CHUNKS | OF_ROWS,
     ("head_decay_key_gradients", "sm_80"): {
         "the chunked kernels take float16 and bfloat16": {"T_IO": "fp32"},

@@ -486,6 +486,20 @@ def test_run_a_script(tmp_path):
     assert done.stdout.splitlines()[-1] == "['--json', 'x'] __main__ True"
 
 
+@pytest.mark.parametrize("is_safe", [False, pytest.param(True, marks=pytest.mark.skipif("sys.version_info < (3, 11)"))])
+def test_run_finds_what_python_would(tmp_path, root, monkeypatch, is_safe):
+    """The folder of the script comes first, or with -P not at all; those of PYTHONPATH stay."""
+    first = tmp_path / "first"
+    first.mkdir()
+    script = tmp_path / "train.py"
+    script.write_text("import sys; print(sys.path[:2])", encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(first), str(root))))
+    run = [sys.executable, *(["-P"] if is_safe else []), "-m", "rwkv_jit", "run", str(script)]
+    done = subprocess.run(run, capture_output=True, text=True, check=True)
+    paths = [str(first), str(root)] if is_safe else [str(tmp_path), str(first)]
+    assert done.stdout.splitlines()[-1] == str(paths)
+
+
 AGAIN = """
 import subprocess, sys
 from torch.utils.cpp_extension import load

@@ -205,18 +205,21 @@ def test(op, number):
         time.sleep(5)
 """
     (folder / "test_it.py").write_text(tests, encoding="utf-8")
-    # A machine that seems to have a GPU.
+    # A machine that seems to have a GPU. What conftest.py asks of torch is said in its place, as torch takes longer to
+    # import than all else here.
     pretends = f"""
 import os
+import sys
 import time
-import torch
+from types import ModuleType, SimpleNamespace
 WORKERS = {workers}
 if os.environ.get("PYTEST_XDIST_WORKER") == "gw0":
     time.sleep(1)  # so a single test runs in the other worker
-torch.cuda.is_available = lambda: True
-torch.cuda.get_device_name = lambda: "a GPU"
-from rwkv_jit import machine
-machine.env_report = lambda: {{"gpus": ["a GPU"], "torch": "2", "torch_cuda": "13", "cupy": [], "nvrtc": "13"}}
+torch, rwkv_jit = sys.modules["torch"], sys.modules["rwkv_jit"] = ModuleType("torch"), ModuleType("rwkv_jit")
+torch.cuda = SimpleNamespace(is_available=lambda: True, get_device_name=lambda: "a GPU")
+torch.manual_seed = lambda seed: None
+versions = {{"torch": "2", "torch_cuda": "13", "cupy": [], "nvrtc": "13"}}
+rwkv_jit.machine = SimpleNamespace(env_report=lambda: {{"gpus": ["a GPU"], **versions}})
 def pytest_addoption(parser):
     parser.addoption("--seed", type=int, default=1)
 has_tests = []  # workers say which there are with a report, and not with each
