@@ -84,8 +84,8 @@ _VOTES = {"or": np.any, "and": np.all, "popc": np.count_nonzero}
 
 @instruction("bar", "barrier")
 def _barrier(machine, given):
-    if given.has("warp"):
-        return lambda mask: None
+    if given.has("warp"):  # of all of a warp, as kernels here name no part of one
+        return lambda mask: mask is not None and (machine.converge(mask, given.place + 1) or True)
     if given.has("cluster"):
         if given.has("arrive"):  # which the same threads wait for at once
             return lambda mask: None
@@ -763,6 +763,13 @@ def _multiply(machine, given):
 
 @instruction("wgmma")
 def _multiply_in_groups(machine, given):
+    if given.has("fence"):  # what begins products of a group
+
+        def begin(mask):
+            machine.warps(mask)
+            return mask is not None and (machine.converge(mask, given.place + 1, 128) or True)
+
+        return begin
     if not given.has("mma_async"):  # products are there at once
         return lambda mask: None
     columns = int(re.fullmatch(r"m64n(\d+)k16", given.parts[4])[1])

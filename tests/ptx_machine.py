@@ -102,6 +102,7 @@ class Machine:
         self.groups = {0: np.ones(self.count, bool)}  # who comes to which instruction next
         self.parked = {}  # who has waited there for a barrier in memory, in vain
         self.at_barriers = {}  # by block or cluster, and number: who waits, and where they go on
+        self.at_warps = {}  # who waits for the rest of a warp, by where they go on
         self.barriers = {}  # those in memory, by block and place
         self.has_turned = True  # one of these, since those who are parked have last looked
         self.stalled = None
@@ -112,7 +113,7 @@ class Machine:
 
     def _run(self):
         count = 0
-        while self.groups or self.parked or self.at_barriers:
+        while self.groups or self.parked or self.at_barriers or self.at_warps:
             if not self.groups:
                 if not self.parked or not self.has_turned:
                     raise Fault(f"threads wait for each other: {self._waiting()}")
@@ -124,7 +125,7 @@ class Machine:
 
     def _waiting(self):
         places = [(place, mask) for waiting in self.at_barriers.values() for place, mask, _, _ in waiting]
-        places = [(place - 1, mask) for place, mask in places] + [*self.parked.items()]
+        places = [(place - 1, mask) for place, mask in [*places, *self.at_warps.items()]] + [*self.parked.items()]
         return "; ".join(f"{mask.sum()} at {self.kernel.instructions[place].text}" for place, mask in places)
 
     def _follow(self, place, mask):
@@ -190,6 +191,14 @@ class Machine:
             here = mask & (self.block_of // of == block)
             self.at_barriers.setdefault(key, []).append((place, here, votes, answer))
             self._release(key)
+
+    def converge(self, mask, place, threads=32):
+        """Let warps, or groups of `threads`, go on at `place` once all in them that are not done have come there."""
+        here = self.at_warps.pop(place, False) | mask
+        whole = np.repeat((here | self.done).reshape(-1, threads).all(1), threads) & here
+        if (here & ~whole).any():
+            self.at_warps[place] = here & ~whole
+        self.go(place, whole)
 
     def _release(self, key):
         block, of, _, count = key

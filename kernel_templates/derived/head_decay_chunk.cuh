@@ -10,7 +10,7 @@
 // rates and decays are factors of tokens, in float32.
 //
 // Needs HEAD_SIZE, VALUE_SIZE, ROWS, CHUNK_LEN, KEPT_LEN, NUM_THREADS, T_IO, T_W, T_BETA, DECAY, HAS_DELTA, HAS_RATE,
-// HAS_NORM, AS_MATRICES, SEGMENTED.
+// HAS_NORM, HAS_GATE, HAS_BIAS, BETA_MAP, AS_MATRICES, SEGMENTED.
 #pragma once
 #include "chunk.cuh"
 #include "head_decay_factors.cuh"
@@ -57,8 +57,8 @@ struct OwnRows {
 // The decays and rates of a chunk, as lanes have them of their tokens: the sums of decays up to each, and over all.
 struct TokenGates {
     float decay, rate, end;
-    __device__ TokenGates(const Gates& gates)
-        : decay(HAS_DECAY ? sum_up(gates.decay()) : 0.0f), rate(gates.rate()),
+    __device__ TokenGates(const Gates& gates, const GateMap& map)
+        : decay(HAS_DECAY ? sum_up(gates.decay(map)) : 0.0f), rate(gates.rate()),
           end(HAS_DECAY ? __shfl_sync(0xffffffffu, decay, CHUNK_LEN - 1) : 0.0f) {}
 };
 // What is 1 over a row's norm, of the sum of its squares.

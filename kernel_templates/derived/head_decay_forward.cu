@@ -4,6 +4,7 @@
 //   q k      [batch, tokens, heads / GROUP, K]  T_IO  in     v, y  [batch, tokens, heads, V]  T_IO  in, out
 //   g, beta  [batch, tokens, heads]  T_W, T_BETA  in; the log-decay and the rate, each null where there is none
 //   own      [heads, V]  fp32  in: how much of its value an output has itself, or null
+//   a_log, dt_bias  [heads]  fp32  in: of raw gates (head_decay_gates.cuh), or null
 //   walks    as head_decay_walks.cu left them  in, with SEGMENTED
 //   initial_state, final_state  [sequences, heads, V, K] or, in the kv layout, [.., K, V]  T_STATE  in, out or null
 //   with KEPT_LEN, for the backward, else null and 0:
@@ -29,8 +30,8 @@ static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry s
 
 // By all warps, eight tokens at a time, from the chunk's rows and the gates of its lanes' tokens: two lanes share a row.
 __device__ inline void write_all_factors(TokenFactors& factors, const KeyTile& q, const KeyTile& k, const Gates& gates,
-                                         float scale) {
-    const TokenGates of_lane(gates);
+                                         const GateMap& map, float scale) {
+    const TokenGates of_lane(gates, map);
     for (int first = 8 * warp_id(); first < CHUNK_LEN; first += 8 * WARPS) {
         const int token = first + lane_id() % 8;
         const bool is_q = lane_id() / 8 % 2;
@@ -81,7 +82,8 @@ __device__ inline void write_all_pairs(TokenWork& work, const Stage& stage) {
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_decay_forward(
     const T_IO* __restrict__ r, const T_IO* __restrict__ k, const T_IO* __restrict__ v, const T_W* __restrict__ w,
-    const T_BETA* __restrict__ beta, const float* __restrict__ own, const T_STATE* __restrict__ initial_state,
+    const T_BETA* __restrict__ beta, const float* __restrict__ own, const float* __restrict__ a_log,
+    const float* __restrict__ dt_bias, const T_STATE* __restrict__ initial_state,
     const i64* __restrict__ cu_seqlens, const Walk* __restrict__ walks, T_IO* __restrict__ y,
     T_STATE* __restrict__ final_state, Checkpoint* __restrict__ states, KeptMatrices* __restrict__ matrices,
     TokenFactors* __restrict__ factors, T_IO* __restrict__ kept_u, Strides r_strides, Strides k_strides,
@@ -147,6 +149,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
     clear<NUM_THREADS>(smem);  // padding stays zero
     __syncthreads();
     copy_chunk(first), copy_chunk(first + 1);
+    const GateMap map(a_log, dt_bias, head);
     Gates gates;
     load_gates(gates, first);
     StateRows state[TILES];
@@ -162,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
     __syncthreads();  // the first chunk's rows are there
     TokenWork& first_work = smem.work[first % 2];
     Stage& first_stage = smem.stages[first % STAGES];
-    write_all_factors(first_work.factors, first_stage.q, first_stage.k, gates, scale);
+    write_all_factors(first_work.factors, first_stage.q, first_stage.k, gates, map, scale);
     load_gates(gates, first + 1);
     __syncthreads();  // its factors are there
     write_all_pairs(first_work, first_stage);
@@ -178,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
         wait_for_copies<0>();
         __syncthreads();  // the matrices and the next chunk's rows are there, and nobody reads those before any more
         copy_chunk(chunk + 2);
-        write_all_factors(next_work.factors, next_stage.q, next_stage.k, gates, scale);
+        write_all_factors(next_work.factors, next_stage.q, next_stage.k, gates, map, scale);
         load_gates(gates, chunk + 2);
         if constexpr (KEPT_LEN > 0)
             if (blockIdx.z == 0) {

@@ -54,7 +54,8 @@ struct RowsOfTile {
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_decay_forward(
     const T_IO* __restrict__ r, const T_IO* __restrict__ k, const T_IO* __restrict__ v, const T_W* __restrict__ w,
-    const T_BETA* __restrict__ beta, const float* __restrict__ own, const T_STATE* __restrict__ initial_state,
+    const T_BETA* __restrict__ beta, const float* __restrict__ own, const float* __restrict__ a_log,
+    const float* __restrict__ dt_bias, const T_STATE* __restrict__ initial_state,
     const i64* __restrict__ cu_seqlens, const Walk* __restrict__ walks, T_IO* __restrict__ y,
     T_STATE* __restrict__ final_state, Checkpoint* __restrict__ states, KeptMatrices* __restrict__ matrices,
     TokenFactors* __restrict__ factors, T_IO* __restrict__ kept_u, Strides r_strides, Strides k_strides,
@@ -96,6 +97,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
             v + start_of(v_strides, head) + blockIdx.z * ROWS, v_strides.token, lane_id());
         if constexpr (HAS_RATE) beta += start_of(beta_strides, head);
         if constexpr (HAS_DECAY) w += start_of(w_strides, head);
+        const GateMap map(a_log, dt_bias, head);
         Gates gates;
         const auto load_gates = [&](int chunk) {
             if (warp != 2) return;
@@ -140,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
             const unsigned number = chunk - first, slot = number % RING;
             TokenWork& work = smem.stages[slot].work;
             if (warp == 2) {
-                const TokenGates of_lane(gates);
+                const TokenGates of_lane(gates, map);
                 work.factors.decay[lane_id()] = of_lane.decay, work.factors.rate[lane_id()] = of_lane.rate;
                 if (lane_id() == 0) work.factors.end = exp2_fast(of_lane.end);
                 load_gates(chunk + MAKERS);

@@ -6,6 +6,7 @@
 // time: as much again is on its way. The first group of warps makes P, N and dQ, the second dK.
 #include "bulk_copy.cuh"
 #include "head_decay_factors.cuh"
+#include "head_decay_gate_gradients.cuh"
 #include "head_decay_group_sums.cuh"
 #include "head_decay_group_tasks.cuh"
 
@@ -52,10 +53,12 @@ __device__ inline void read_factors(Smem& smem, const PartFactors (&parts)[PARTS
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_decay_key_gradients(
     const T_IO* __restrict__ r, const T_IO* __restrict__ k, const T_IO* __restrict__ u, const T_IO* __restrict__ dy,
-    const T_IO* __restrict__ dv, const i64* __restrict__ cu_seqlens, const Checkpoint* __restrict__ states,
+    const T_IO* __restrict__ dv, const T_W* __restrict__ w, const float* __restrict__ a_log,
+    const float* __restrict__ dt_bias, const i64* __restrict__ cu_seqlens, const Checkpoint* __restrict__ states,
     const Checkpoint* __restrict__ slopes, const PartFactors* __restrict__ factors, T_IO* __restrict__ dr,
     T_IO* __restrict__ dk, T_W* __restrict__ dw, T_BETA* __restrict__ dbeta, float* __restrict__ own_chunks,
-    Strides r_strides, Strides k_strides, Strides u_strides, Strides dy_strides, i64 sequences, i64 tokens, i64 heads,
+    float* __restrict__ a_log_chunks, float* __restrict__ bias_chunks, Strides r_strides, Strides k_strides,
+    Strides u_strides, Strides dy_strides, Strides w_strides, i64 sequences, i64 tokens, i64 heads,
     i64 slots) {
     __builtin_assume(threadIdx.x < NUM_THREADS);  // so that even shares need no test
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
@@ -90,6 +93,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
             for (int part = 0; part < parts; ++part)
                 copy(&smem.parts[turn][part], factors + (from.first_part + part) * heads + head, sizeof(PartFactors));
         }
+        __syncwarp();  // products are for whole warps
         const int column = piece * PIECE;
         copy_rows(stage.u, u + (from.u + head * u_strides.head + column), u_strides.token, from.steps);
         copy_rows(stage.left[0], dy + (from.dy + head * dy_strides.head + column), dy_strides.token, from.steps);
@@ -110,7 +114,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
     // Of the value head at hand, and of the one whose rows are on their way: which it is of its key head's, and which
     // of two places are those of its factors and keys.
     int member = 0, turn = 0, keys = 0, next_member = 0, next_turn = 0, next_keys = 0;
-    Tasks tasks = {cu_seqlens, slots, key_heads, sequences, tokens, r_strides, k_strides, u_strides, dy_strides};
+    Tasks tasks = {cu_seqlens, slots, key_heads, sequences, tokens, r_strides, k_strides, u_strides, dy_strides,
+                   w_strides};
     {
         const Task first = tasks.next();
         if (first.steps == 0) return;
@@ -301,6 +306,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
             of_end = sum_of_lanes<1, 32>(of_end);
             if (lane_id() == 0) smem.ends[warp] = of_end;
         }
+        GateGradients of_gates;
+        const i64 head = smem.tasks[keys].key_head * GROUP + member;
+        if (warp == 0)
+            of_gates.load(w + (smem.tasks[keys].w + head * w_strides.head), w_strides.token, smem.tasks[keys].steps);
         publish_writes();
         __syncthreads();  // P, N and the dots are there
 
@@ -341,6 +350,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
             return HAS_DELTA ? smem.of_states[0][token] + smem.of_rows[token] : 0.0f;
         };
         if ((HAS_DECAY || HAS_RATE) && warp == 0) {
+            const GateMap map(a_log, dt_bias, head);
             float behind = 0.0f;  // dc of the tokens behind, and the gradient of D
             if constexpr (HAS_DECAY)
                 for (int n = 0; n < WARPS; ++n) behind += smem.ends[n];
@@ -349,15 +359,17 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
                 const int token = first + lane_id();
                 const float y = written(token);
                 const bool exists = token < here.steps;
-                const i64 at = (first_token + token) * heads + here.key_head * GROUP + member;
+                const i64 at = (first_token + token) * heads + head;
                 if constexpr (HAS_RATE)
-                    if (exists) dbeta[at] = from_float<T_BETA>(y);
+                    if (exists) dbeta[at] = from_float<T_BETA>(y * GateMap::rate_slope(beta(token)));
                 if constexpr (HAS_DECAY) {
                     const float sum = sum_from(smem.of_query[token] + erased(token) - beta(token) * y) + behind;
                     behind = __shfl_sync(0xffffffffu, sum, 0);
-                    if (exists) dw[at] = from_float<T_W>(sum);
+                    const float of_w = of_gates.through(map, first / 32, sum, exists);
+                    if (exists) dw[at] = from_float<T_W>(of_w);
                 }
             }
+            of_gates.write(a_log_chunks, bias_chunks, here.slot * heads + head);
         }
         if (HAS_NORM && makes_keys)
 #pragma unroll

@@ -6,7 +6,7 @@
 
 // A chunk and key head.
 struct Task {
-    i64 q, k, u, dy, row;       // where its first token lies in the inputs, of the first head, and in rows of outputs
+    i64 q, k, u, dy, w, row;    // where its first token lies in the inputs, of the first head, and in rows of outputs
     i64 first_part;             // of factors
     int slot, key_head, steps;  // no steps: there is none left
 };
@@ -14,7 +14,7 @@ struct Task {
 struct Tasks {
     const i64* cu_seqlens;
     i64 slots, key_heads, sequences, tokens;
-    Strides of_q, of_k, of_u, of_dy;
+    Strides of_q, of_k, of_u, of_dy, of_w;
     unsigned number = blockIdx.x;
 
     __device__ Task next() {
@@ -28,8 +28,8 @@ struct Tasks {
             const i64 batch = chunk.span.batch, token = chunk.span.begin + chunk.token;
             const auto start = [&](Strides s) { return batch * s.batch + token * s.token; };
             return {start(of_q) + key_head * of_q.head, start(of_k) + key_head * of_k.head, start(of_u), start(of_dy),
-                    batch * tokens + token, first_part + chunk.token / PART_LEN, static_cast<int>(slot), key_head,
-                    chunk.steps};
+                    start(of_w), batch * tokens + token, first_part + chunk.token / PART_LEN,
+                    static_cast<int>(slot), key_head, chunk.steps};
         }
         return {};
     }

@@ -19,13 +19,16 @@
 //   q k, dr dk     [batch, tokens, heads / GROUP, K]  T_IO  in, out     dy  [batch, tokens, heads, V]  T_IO  in
 //   u, dv          [batch, tokens, heads, V]  T_IO  in; u with its strides, as without a delta it is v; dv null then
 //   states, slopes, factors  as the other kernels left them  in
-//   dw, dbeta      [batch, tokens, heads]  T_W, T_BETA  out, each null where there is none
+//   g, dw, dbeta   [batch, tokens, heads]  T_W, T_W, T_BETA  in, out, each null where there is none; g with HAS_GATE
+//   a_log, dt_bias  as in the forward  in
 //   own_chunks     [slots, heads, V]  fp32  out, of what outputs have of values themselves: sums of a chunk; or null
+//   a_log_chunks, bias_chunks  [slots, heads]  fp32  out, of a_log and dt_bias: sums of a chunk; or null
 //
 // Grid (slots of CHUNK_LEN tokens, key heads). A block takes the value heads of its key head in turn. A warp has 16 or
 // 32 tokens, 16 from each half of the chunk so that triangles are shared out evenly, and a part of the channels.
 #include "chunk.cuh"
 #include "head_decay_factors.cuh"
+#include "head_decay_gate_gradients.cuh"
 #include "slots.cuh"
 
 static_assert(sizeof(T_IO) == 2, "the chunked kernels take float16 and bfloat16");
@@ -199,10 +202,12 @@ template <bool IS_OUTPUT> __device__ inline void write_pairs(Smem& smem, Triangl
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_decay_key_gradients(
     const T_IO* __restrict__ r, const T_IO* __restrict__ k, const T_IO* __restrict__ u, const T_IO* __restrict__ dy,
-    const T_IO* __restrict__ dv, const i64* __restrict__ cu_seqlens, const Checkpoint* __restrict__ states,
+    const T_IO* __restrict__ dv, const T_W* __restrict__ w, const float* __restrict__ a_log,
+    const float* __restrict__ dt_bias, const i64* __restrict__ cu_seqlens, const Checkpoint* __restrict__ states,
     const Checkpoint* __restrict__ slopes, const PartFactors* __restrict__ factors, T_IO* __restrict__ dr,
     T_IO* __restrict__ dk, T_W* __restrict__ dw, T_BETA* __restrict__ dbeta, float* __restrict__ own_chunks,
-    Strides r_strides, Strides k_strides, Strides u_strides, Strides dy_strides, i64 sequences, i64 tokens, i64 heads) {
+    float* __restrict__ a_log_chunks, float* __restrict__ bias_chunks, Strides r_strides, Strides k_strides,
+    Strides u_strides, Strides dy_strides, Strides w_strides, i64 sequences, i64 tokens, i64 heads) {
     __builtin_assume(threadIdx.x < NUM_THREADS);  // so that even shares need no test
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
@@ -338,6 +343,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
         if (i + 1 < GROUP) copy_head(head + 1);
         if constexpr (HAS_DECAY || HAS_NORM || HAS_RATE) {
             if (place.warp == 0) {
+                const GateMap map(a_log, dt_bias, head);
+                GateGradients of_gates;
+                of_gates.load(w + start(w_strides, head), w_strides.token, chunk.steps);
                 float behind = 0.0f;  // dc of the tokens behind, and the gradient of D
                 if constexpr (HAS_DECAY)
                     for (int n = 0; n < WARPS; ++n) behind += smem.ends[n];
@@ -362,13 +370,16 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
                     if constexpr (HAS_NORM)
                         smem.squares[0][token] += dots[0], smem.squares[1][token] += dots[1] + written;
                     if constexpr (HAS_RATE)
-                        if (exists) dbeta[at] = from_float<T_BETA>(dots[2]);
+                        if (exists)
+                            dbeta[at] = from_float<T_BETA>(dots[2] * GateMap::rate_slope(smem.factors.beta[token]));
                     if constexpr (HAS_DECAY) {
                         const float sum = sum_from(dots[0] + dots[1] - written) + behind;
                         behind = __shfl_sync(0xffffffffu, sum, 0);
-                        if (exists) dw[at] = from_float<T_W>(sum);
+                        const float of_w = of_gates.through(map, first / 32, sum, exists);
+                        if (exists) dw[at] = from_float<T_W>(of_w);
                     }
                 }
+                of_gates.write(a_log_chunks, bias_chunks, slot * heads + head);
             }
         }
         // Warp 0 still reads factors and dots: the next head's are written behind it.

@@ -6,6 +6,7 @@
 // gradient of a state is forgotten in the same way by the tokens behind a segment.
 //
 //   g, beta  [batch, tokens, heads]  T_W, T_BETA  in; beta null where there are no rates
+//   a_log, dt_bias  as in head_decay_forward.cu
 //   walks    [directions, sequences, segments, heads]  out
 //
 // Grid (sequences * segments, heads, directions): forward, and where there are two, backward.
@@ -19,8 +20,8 @@ constexpr float FORGOTTEN = -40.0f;  // to the base 2: less than a float keeps b
 constexpr int MOST_AHEAD = 32;       // chunks before a block's own, a lane for each
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS) head_decay_walks(
-    const T_W* __restrict__ w, const T_BETA* __restrict__ beta, const i64* __restrict__ cu_seqlens,
-    Walk* __restrict__ walks, Strides w_strides, Strides beta_strides, i64 tokens, i64 heads, i64 segments) {
+    const T_W* __restrict__ w, const T_BETA* __restrict__ beta, const float* __restrict__ a_log,
+    const float* __restrict__ dt_bias, const i64* __restrict__ cu_seqlens, Walk* __restrict__ walks, Strides w_strides, Strides beta_strides, i64 tokens, i64 heads, i64 segments) {
     __shared__ float kept[MOST_AHEAD];
     const unsigned parts = segments;
     const i64 sequence = blockIdx.x / parts, head = blockIdx.y;
@@ -31,12 +32,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) head_decay_walks(
     const auto start_of = [&](Strides s, int chunk) {
         return span.batch * s.batch + (span.begin + i64(chunk) * CHUNK_LEN) * s.token + head * s.head;
     };
+    const GateMap map(a_log, dt_bias, head);
     // What a chunk's tokens keep of a state at most, to the base 2.
     const auto kept_over = [&](int chunk) {
         Gates gates;
         gates.load(w + start_of(w_strides, chunk), w_strides.token, beta + start_of(beta_strides, chunk),
                    beta_strides.token, static_cast<int>(min(span.length - i64(chunk) * CHUNK_LEN, i64(CHUNK_LEN))));
-        float sum = gates.decay();
+        float sum = gates.decay(map);
         if constexpr (HAS_DELTA) sum += log2f(fmaxf(fabsf(1.0f - gates.rate()), 1.0f));
 #pragma unroll
         for (int delta = 1; delta < 32; delta *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, delta);

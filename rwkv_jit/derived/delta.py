@@ -196,8 +196,9 @@ def gated_delta_rule(
     for each token and value head 3 K numbers of the dtype of q, and K of float32.
 
     Calls with 16 bits, head sizes up to 128 and heads that are not few run kernels of their own in both directions,
-    which make no operands and take any decay. Between the passes these keep, beside inputs, y and the final state, for
-    each token and value head V numbers of the dtype of v, K V / 64 more, and about 200 bytes.
+    which make no operands, have norms, gates and rates inside, and take any decay. Between the passes these keep,
+    beside inputs, y and the final state, for each token and value head V numbers of the dtype of v, K V / 64 more, and
+    about 200 bytes.
 
     Results are the same bit for bit from run to run. A second derivative is an error. Under `torch.autocast` inputs
     are cast as `wkv7` casts them; g and beta may stay float32. CPU tensors run plain torch, with one notice.
@@ -292,8 +293,8 @@ def delta_rule(
     for each token and value head 3 K numbers of the dtype of q, and K more.
 
     Calls with 16 bits, head sizes up to 128 and heads that are not few run kernels of their own in both directions,
-    which make no operands and take any decay. Between the passes these keep, beside inputs, y and the final state, for
-    each token and value head V numbers of the dtype of v, K V / 64 more, and about 200 bytes.
+    which make no operands and have norms and rates inside. Between the passes these keep, beside inputs, y and the
+    final state, for each token and value head V numbers of the dtype of v, K V / 64 more, and about 200 bytes.
 
     Results are the same bit for bit from run to run. A second derivative is an error. Under `torch.autocast` inputs
     are cast as `wkv7` casts them; g and beta may stay float32. CPU tensors run plain torch, with one notice.

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from rwkv_jit import modes, tensors
 from rwkv_jit.algorithms.parts import MOST_HEADS, Case
@@ -134,8 +133,11 @@ def _of_other_kernels(core: Core, arrays: Sequence[Tensor]) -> tuple[Callable[..
 
         return with_own, _of_other_kernels(core._replace(has_own=False), [q, k, v, *gates])[1]
     if core.has_delta:
-        g = gates[0] if core.has_decay else None
-        return wkv7, operands.of_delta_rule(q, k, v, g, gates[-1], qk_norm=core.has_norm)
+        g, beta, *rest = gates if core.has_decay else (None, *gates)
+        a_log, dt_bias, *_ = *rest, None, None
+        return wkv7, operands.of_delta_rule(
+            q, k, v, g, beta, a_log, dt_bias, qk_norm=core.has_norm, beta_map=core.rate_map
+        )
     if core.has_rate:
         v = (v * gates[-1].unsqueeze(-1)).to(v.dtype)
     return gla, operands.for_heads(q, k, v, gates[0])
@@ -207,11 +209,9 @@ def of_delta_rule(
     how = way(call, q, v, True, *parameters)
     if how is None:
         return None
-    speed, bias = parameters
-    if speed is not None:
-        logit = gates[0].float()
-        gates[0] = -speed.float().exp() * F.softplus(logit if bias is None else logit + bias)
-    if beta_map != "identity":
-        gates[-1] = plain.RATES[beta_map](gates[-1].float())
-    core = Core(True, has_decay=len(gates) > 1, has_norm=checks.check_flag("qk_norm", qk_norm))
-    return run(core, (q, k, v, *gates), call, how, output_final_state)
+    raw = [x.float() for x in parameters if x is not None]
+    core = Core(
+        True, has_decay=len(gates) > 1, has_norm=checks.check_flag("qk_norm", qk_norm), has_gate=len(raw) > 0,
+        has_bias=len(raw) > 1, rate_map=beta_map,
+    )  # fmt: skip
+    return run(core, (q, k, v, *gates, *raw), call, how, output_final_state)

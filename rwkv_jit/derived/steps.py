@@ -24,6 +24,7 @@ _THREADS = 256  # that registers shall leave room for on a multiprocessor
 _BLOCKS = 2  # of a multiprocessor, for which a sequence may be cut
 _LEAST_SEGMENT = 1024  # tokens; a block may run through as many others before them
 _WALK_THREADS = 256
+_OF_HEADS = ("own", "a_log", "dt_bias")  # inputs that are the same for every token
 
 
 def why_not(case: Case, gpu: Callable[[], Gpu]) -> Obstacle | None:
@@ -138,7 +139,7 @@ def group_bytes(head_size: int, value_size: int, chunk_len: int, has_delta: bool
     ring = 2 * ((1 + sides) * tile + 2 * 2 * 64 * head_size)
     keys, factors = 2 * 2 * 2 * length * head_size, 2 * (length // chunk_len) * factor_bytes(chunk_len)
     warps = _GROUP_THREADS // 32
-    rest = 4 * ((14 + sides) * length + warps + warps * (value_size if has_own else 1)) + 2 * 64 + 2 * 8
+    rest = 4 * ((14 + sides) * length + warps + warps * (value_size if has_own else 1)) + 2 * 72 + 2 * 8
     size = ring + keys + sides * tile + factors + rest
     return -(-size // 1024) * 1024
 
@@ -199,7 +200,7 @@ def forward(p: Problem) -> Schedule:
     name, arch = "head_decay_forward", "sm_90a" if by_groups else None
     template = "head_decay_group_forward" if by_groups else name
     count, left = segments(p), kept(p) if p.training else {}
-    absent = {name: None for name in ("w", "beta", "own") if name not in p.op.inputs}
+    absent = {name: None for name in ("w", "beta", "own", "a_log", "dt_bias") if name not in p.op.inputs}
     absent |= {name: None for name in ("states", "matrices", "factors", "kept_u") if name not in left}
     given = {**parts.given(p), **absent, "segments": count}
     if count == 1:
@@ -213,7 +214,8 @@ def forward(p: Problem) -> Schedule:
 def _walks(p: Problem, parameters: Mapping[str, Parameter], given: Mapping[str, Any]) -> Step:
     """Return the launch that finds which chunks blocks take."""
     name, shared = "head_decay_walks", ("CHUNK_LEN", "KEPT_LEN", "SEGMENTED", "T_IO", "T_W", "T_BETA", "DECAY")
-    own = {each: parameters[each] for each in (*shared, "HAS_DELTA", "HAS_RATE")} | {"NUM_THREADS": _WALK_THREADS}
+    flags = "HAS_DELTA", "HAS_RATE", "HAS_GATE", "HAS_BIAS", "BETA_MAP"
+    own = {each: parameters[each] for each in (*shared, *flags)} | {"NUM_THREADS": _WALK_THREADS}
     return Step(name, name, own, (p.N * segments(p), p.H, 1 + p.training), given)
 
 
@@ -223,19 +225,23 @@ def backward(p: Problem) -> Schedule:
     given = {**parts.given(p), **{f"d{name}": None for name in ("w", "beta") if name not in p.op.inputs}}
     if not p.has_final_state:
         given["grad_final_state"] = None
-    length, width, has_own = _kept_len(p), p.H * p.V, "own" in p.op.inputs
+    length = _kept_len(p)
     slots = p.slots(length)
-    given |= {} if has_own else {"own": None, "own_chunks": None}
+    # Of inputs that are the same for every token there are sums of chunks first.
+    chunks = {f"{name.removeprefix('dt_')}_chunks": (name, p.H * (p.V if name == "own" else 1)) for name in _OF_HEADS}
+    summed = {buffer: of for buffer, of in chunks.items() if of[0] in p.op.inputs}
+    given |= {name: None for name in _OF_HEADS if name not in p.op.inputs}
+    given |= {buffer: None for buffer in chunks if buffer not in summed}
     count, name = segments(p), "head_decay_backward"
     given |= {"segments": count} | ({} if count > 1 else {"walks": None})
     walk = Step(name, name, parameters, grid, given)
     steps: list[Step | Zero] = [walk, _key_gradients(p, parameters, given, length)]
     scratch = {"slopes": 2 * slots * p.H * padded(p.V) * padded(p.K)}
-    if has_own:
-        scratch["own_chunks"] = 4 * slots * width
-        steps += [parts.sum_rows("own_chunks", "down", 1, slots, width, p.types["own"])]
+    for buffer, (name, width) in summed.items():
+        scratch[buffer] = 4 * slots * width
+        steps.append(parts.sum_rows(buffer, f"d{name}", 1, slots, width, p.types[name]))
         if p.is_packed:  # slots may belong to no chunk
-            steps.insert(0, Zero("own_chunks"))
+            steps.insert(0, Zero(buffer))
     return Schedule(tuple(steps), parts.backward_results(p), scratch=scratch, vectors=vectors(p))
 
 
@@ -265,4 +271,4 @@ def _key_gradients(
 
 def vectors(p: Problem) -> dict[str, int]:
     """Return how many neighbours of each input are read at once; what heads have one of is read alone."""
-    return {**parts.vectors(p), "w": 1, "beta": 1}
+    return {**parts.vectors(p), "w": 1, "beta": 1, "a_log": 1, "dt_bias": 1}

@@ -5,6 +5,7 @@ Key heads, G, are those of q and k; H are those of v, and a multiple of them.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from rwkv_jit.problem import Op
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from rwkv_jit.template import Parameter
 
 _QUERY_KEY, _VALUE, _CHANNELS, _HEADS = "BTGK", "BTHV", "BTHK", "BTH"
+RATE_MAPS = ("identity", "sigmoid", "twice_sigmoid")  # as the templates count them
 _LOGARITHMS = ("log",)  # decays have no map to choose; those of channels may have a bound, which is a hint
 
 OPS = {
@@ -58,35 +60,32 @@ class Core(NamedTuple):
     has_rate: bool = True
     has_norm: bool = False
     has_own: bool = False  # an output has a part of its value itself
+    has_gate: bool = False  # decays are raw, and go through the softplus with A_log
+    has_bias: bool = False  # .. and dt_bias
+    rate_map: str = "identity"
 
     @property
     def op(self) -> Op:
         """Return it as an op."""
-        return _CORES[self]
+        return _as_op(self)
 
 
-def _core(core: Core) -> Op:
+@cache
+def _as_op(core: Core) -> Op:
     gates = {"w": _HEADS} if core.has_decay else {}
     rates = {"beta": _HEADS} if core.has_rate else {}
     absent: dict[str, Parameter] = {} if core.has_decay else {"T_W": "fp32"}
     absent |= {} if core.has_rate else {"T_BETA": "fp32"}
-    own = {"own": "HV"} if core.has_own else {}
+    more = {"own": "HV"} if core.has_own else {}
+    more |= {name: "H" for name, has_it in (("a_log", core.has_gate), ("dt_bias", core.has_bias)) if has_it}
     return Op(
-        "_".join(["head_decay", *(name for name, has_it in core._asdict().items() if has_it)]),
-        {"r": _QUERY_KEY, "k": _QUERY_KEY, "v": _VALUE, **gates, **rates, **own}, "head_decay", "head_decay",
-        ("q", "k", "v", *(["g"] if gates else []), *rates, *own), "HKV", decay="log" if core.has_decay else "none",
+        "_".join(["head_decay", *(name for name, has_it in core._asdict().items() if has_it is True), core.rate_map]),
+        {"r": _QUERY_KEY, "k": _QUERY_KEY, "v": _VALUE, **gates, **rates, **more}, "head_decay", "head_decay",
+        ("q", "k", "v", *(["g"] if gates else []), *rates, *more), "HKV", decay="log" if core.has_decay else "none",
         decays=_LOGARITHMS, scale=None, wide=(*gates, *rates),
         constants={
             "HAS_DELTA": core.has_delta, "HAS_RATE": core.has_rate, "HAS_NORM": core.has_norm,
-            "HAS_OWN": core.has_own, **absent
+            "HAS_OWN": core.has_own, "HAS_GATE": core.has_gate, "HAS_BIAS": core.has_bias,
+            "BETA_MAP": RATE_MAPS.index(core.rate_map), **absent,
         },
     )  # fmt: skip
-
-
-_CORES = {
-    core: _core(core)
-    for core in (
-        *(Core(True, has_decay, has_norm=has_norm) for has_decay in (True, False) for has_norm in (True, False)),
-        Core(False, has_rate=False), Core(False), Core(False, has_own=True),
-    )
-}  # fmt: skip

@@ -16,11 +16,14 @@ from rwkv_jit.errors import UnsupportedConfigError
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
 ARCHS = ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
+RAW = Core(True, has_norm=True, has_gate=True, has_bias=True, rate_map="sigmoid")
 TRAINED = [
     *(Core(True, has_decay, has_norm=has_norm) for has_decay in (True, False) for has_norm in (True, False)),
     Core(False, has_rate=False), Core(False),
+    RAW, Core(True, has_gate=True, rate_map="twice_sigmoid"),
 ]  # fmt: skip
 CORES = [*TRAINED, Core(False, has_own=True)]
+SHARED = [Core(True, has_norm=True), Core(False, has_rate=False), Core(False), Core(False, has_own=True), RAW]
 SIZES = [(128, 128), (128, 64), (64, 64), (40, 24), (16, 32), (33, 65), (100, 96)]
 TYPES = list(itertools.product((32, 16), ("bf16", "fp16")))
 # All pairs, and neighbours differ in both.
@@ -52,6 +55,8 @@ def test_usual_sizes(core, arch):
 @pytest.mark.parametrize(("core", "arch"), by_turns(TRAINED, ARCHS), ids=str)
 def test_usual_sizes_in_training(core, arch):
     spilled = spills(head_decays(core, arch, training=True))
+    assert ("sum_rows" in spilled) == core.has_gate
+    assert spilled.pop("sum_rows", 0) == 0
     assert spilled.keys() == MOST_IN_TRAINING.keys()
     assert all(spilled[entry] <= most for entry, most in MOST_IN_TRAINING.items()), spilled
 
@@ -65,7 +70,7 @@ def test_odd_sizes(training, sizes, way):
     spills(head_decays(core, "sm_90", sizes, chunk_len, io, 2, layout, state, training=training))
 
 
-@pytest.mark.parametrize(("core", "arch"), by_turns([Core(True, has_norm=True), *CORES[-3:]], ARCHS), ids=str)
+@pytest.mark.parametrize(("core", "arch"), by_turns(SHARED, ARCHS), ids=str)
 def test_sequences_that_blocks_share(core, arch):
     given = head_decays(core, arch, B=1, N=1, T=32768, training=True)
     assert steps.segments(given) == 8

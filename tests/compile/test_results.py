@@ -310,16 +310,20 @@ CASES = [
         derived, "gated_delta_rule", "norm", (1, 400, 1, 4, 16, 16), bounds=[0, 90, 90, 400], segment=64,
     ),
     case(
+        "sm_80", "head_decay_forward head_decay_backward head_decay_key_gradients sum_rows",
+        derived, "gated_delta_rule", "raw bias sigmoid norm", (1, 75, 2, 4, 16, 32), FP16,
+    ),
+    case(
         "sm_80", "head_decay_walks head_decay_forward head_decay_backward head_decay_key_gradients",
         derived, "simple_gla", "", (1, 260, 4, 4, 16, 16), segment=64,
     ),
     case(
-        "sm_90", "head_decay_forward head_decay_backward head_decay_group_key_gradients",
-        derived, "gated_delta_rule", "", (1, 40, 1, 2, 64, 64), chunk_len=16,
+        "sm_90", "head_decay_forward head_decay_backward head_decay_group_key_gradients sum_rows",
+        derived, "gated_delta_rule", "raw bias twice_sigmoid", (1, 70, 1, 2, 64, 64), bounds=[0, 30, 70], chunk_len=16,
     ),
     case(
-        "sm_90", "head_decay_group_forward head_decay_backward head_decay_group_key_gradients",
-        derived, "gated_delta_rule", "norm", (1, 170, 1, 2, 128, 128), bounds=[0, 0, 1, 170], whole=True,
+        "sm_90", "head_decay_group_forward head_decay_backward head_decay_group_key_gradients sum_rows",
+        derived, "gated_delta_rule", "raw sigmoid norm", (1, 170, 1, 2, 128, 128), bounds=[0, 0, 1, 170], whole=True,
     ),
     case(
         "sm_90", "head_decay_walks head_decay_group_forward head_decay_backward head_decay_group_key_gradients",

@@ -16,7 +16,7 @@ from rwkv_jit.schedule import Zero, offsets
 
 TRAINED = [
     *(Core(True, has_decay, has_norm=has_norm) for has_decay in (True, False) for has_norm in (True, False)),
-    Core(False, has_rate=False), Core(False),
+    Core(False, has_rate=False), Core(False), Core(True, has_gate=True, has_bias=True, rate_map="sigmoid"),
 ]  # fmt: skip
 CORES = pytest.mark.parametrize("core", TRAINED, ids=str)
 ARCHS = pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
@@ -45,7 +45,7 @@ def test_gradients_come_in_the_order_of_the_inputs(core, arch):
     assert backward.results["grad_initial_state"] == (given.state_shape, given.state_type)
     without = steps.backward(given._replace(has_initial_state=False, has_final_state=False))
     assert [*without.results] == [f"d{name}" for name in core.op.names]
-    first, of_keys = map(pointers, without.launches)
+    first, of_keys, *_ = map(pointers, without.launches)
     assert (first["grad_final_state"], first["grad_initial_state"]) == (None, None)
     assert (of_keys["dw"] is not None, of_keys["dbeta"] is not None) == (core.has_decay, core.has_rate)
 
@@ -62,7 +62,7 @@ def test_what_a_call_keeps_is_what_its_forward_writes_and_its_backward_reads(cor
     assert forward.kept.get("kept_u") == (2 * given.B * given.T * given.H * given.V if core.has_delta else None)
     (step,) = forward.launches
     assert {name for name in KEPT if pointers(step)[name] is not None} == {*names}
-    first, of_keys = map(pointers, backward.launches)
+    first, of_keys, *_ = map(pointers, backward.launches)
     assert {*first.values(), *of_keys.values()} >= {*names, *backward.scratch}
     without = steps.forward(given._replace(training=False))
     (step,) = without.launches
@@ -74,7 +74,7 @@ def test_what_a_call_keeps_is_what_its_forward_writes_and_its_backward_reads(cor
 @ARCHS
 def test_what_is_written_is_the_value_where_nothing_is_erased(core, arch):
     given = head_decays(core, arch, training=True)
-    _, of_keys = steps.backward(given).launches
+    _, of_keys, *_ = steps.backward(given).launches
     bound = pointers(of_keys)
     if core.has_delta:
         assert (bound["u"], bound["dv"]) == ("kept_u", "dv")

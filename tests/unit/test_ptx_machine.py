@@ -185,6 +185,13 @@ FAULTS = {
         "setp.lt.u32 %p1, %r1, 5; @%p1 bra $HERE; bar.sync 1, 32; $HERE: bar.sync 2, 32;",
         "threads wait for each other: 27 at bar.sync 1, 32; 5 at bar.sync 2, 32",
     ),
+    "a warp that some leave for another place": (
+        "setp.lt.u32 %p1, %r1, 5; @%p1 bra $HERE; bar.warp.sync -1; $HERE: bar.sync 2, 32;",
+        "threads wait for each other: 27 at bar.warp.sync -1; 5 at bar.sync 2, 32|5 at .*27 at",
+    ),
+    "products of a part of a warp": (
+        "setp.lt.u32 %p1, %r1, 5; @%p1 wgmma.fence.sync.aligned;", "a part of a warp",
+    ),
     "bytes that never come": (COPY.replace("BYTES", "256"), "threads wait for each other: 32 at"),
     "no such barrier": ("mov.u32 %r2, 0; mbarrier.arrive.shared::cta.b64 _, [%r2];", "no barrier at 0"),
     "no end": ("$HERE: bra $HERE;", "a loop without an end"),
