@@ -142,7 +142,7 @@ class Clampw(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         *inputs, s, sa = ctx.saved_tensors
-        grads = empty(*(x.shape for x in inputs))
+        grads = [torch.full_like(x, torch.nan) for x in inputs]
         torch.ops.rwkv7_clampw.backward(*inputs, dy, s, sa, *grads)
         return None, *grads
 
