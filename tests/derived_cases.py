@@ -136,6 +136,17 @@ def make(
     return Case(op, inputs, parameters, options, state, bounds)
 
 
+def with_decays(case, log_decays):
+    """The same call with raw gates that make these log-decays: A_log is 0, and what is added is taken off before."""
+    g = case.inputs["g"]
+    raw = log_decays.neg().double().clamp_min(1e-30)
+    raw = torch.where(raw > 30, raw, raw.expm1().log())
+    if "dt_bias" in case.parameters:
+        raw = raw - case.parameters["dt_bias"].view(g.shape[-2:])
+    parameters = {**case.parameters, "A_log": torch.zeros_like(case.parameters["A_log"])}
+    return case._replace(inputs={**case.inputs, "g": raw.to(g.dtype)}, parameters=parameters)
+
+
 def differentiate(case, function=None, weights=None, of=(0, 1), **options):
     """y and the final state, the gradients by name, and the weights of the results, of which only those `of` count."""
     leaves = {name: x.detach().requires_grad_() for name, x in case.tensors.items()}

@@ -41,6 +41,17 @@ def head_decays(
     return given._replace(**changes)
 
 
+def channel_decays(core, io="bf16", wide=None, heads=32, layout="kv", state="fp32", **changes):
+    """Return the problem of a call of Kimi Delta Attention in a kernel of its own; of two states."""
+    fixed = {"a_log": "fp32", "dt_bias": "fp32", "w": wide or io}
+    given = Problem(
+        core.op, Gpu("sm_90", multiprocessors=132), {name: fixed.get(name, io) for name in core.op.inputs}, 8, 4096,
+        heads, 128, 128, 8, heads, decay="log", state_type=state, state_layout=layout, backend="chunked", chunk_len=64,
+        has_initial_state=True, has_final_state=True,
+    )  # fmt: skip
+    return given._replace(**changes)
+
+
 def is_by_halves(template, parameters):
     """Return whether a kernel takes what has left its frame, as another launch of the same template does not."""
     return bool(parameters.get("BY_HALVES")) or template.endswith("by_halves")

@@ -28,8 +28,6 @@ constexpr int TILES = ceil_div(ROWS / 16, WARPS);
 constexpr int WARP_ROWS = 16 * TILES;  // value rows of a warp
 constexpr int STAGES = 3;              // chunks whose rows are in shared memory
 
-constexpr float NORM_EPS = 1e-6f;
-
 // The sum of a value over the lanes up to each.
 __device__ inline float sum_up(float x) {
 #pragma unroll
@@ -61,12 +59,6 @@ struct TokenGates {
         : decay(HAS_DECAY ? sum_up(gates.decay(map)) : 0.0f), rate(gates.rate()),
           end(HAS_DECAY ? __shfl_sync(0xffffffffu, decay, CHUNK_LEN - 1) : 0.0f) {}
 };
-// What is 1 over a row's norm, of the sum of its squares.
-__device__ inline float norm_factor(float squares) {
-    float factor;
-    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(factor) : "f"(squares + NORM_EPS));
-    return factor;
-}
 // The factors of a query's token, or of a key's, whose row has `factor` over its norm.
 __device__ inline void write_factors(TokenFactors& factors, bool is_q, int token, float factor, float decay, float rate,
                                      float end, float scale) {

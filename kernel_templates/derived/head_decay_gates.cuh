@@ -6,17 +6,13 @@
 //
 // Needs CHUNK_LEN, T_W, T_BETA, DECAY, HAS_RATE, HAS_GATE, HAS_BIAS, BETA_MAP.
 #pragma once
-#include "decay.cuh"
+#include "gate_maps.cuh"
 #include "mma.cuh"
 
 // Less is a factor of 0 to a float; sums over a chunk keep their digits.
 constexpr float LEAST_DECAY_EXPONENT = -160.0f;
 
-enum class RateMap { identity, sigmoid, twice_sigmoid };
-constexpr RateMap RATE_MAP = RateMap(BETA_MAP);
-__device__ inline float sigmoid(float x) { return reciprocal(1.0f + exp2_fast(-LOG2_E * x)); }
-
-// The maps of a head, and their slopes.
+// How log-decays of a head come from g, and the slope of that.
 struct GateMap {
     float speed = 1.0f, bias = 0.0f;
     __device__ GateMap(const float* a_log, const float* dt_bias, i64 head) {
@@ -29,15 +25,6 @@ struct GateMap {
         return -speed * (x > 20.0f ? x : log1pf(exp2_fast(LOG2_E * x)));
     }
     __device__ float decay_slope(float g) const { return HAS_GATE ? -speed * sigmoid(g + bias) : 1.0f; }
-    __device__ static float rate(float beta) {
-        if constexpr (RATE_MAP == RateMap::identity) return beta;
-        return RATE_MAP == RateMap::sigmoid ? sigmoid(beta) : 2.0f * sigmoid(beta);
-    }
-    // By the rate itself.
-    __device__ static float rate_slope(float rate) {
-        if constexpr (RATE_MAP == RateMap::identity) return 1.0f;
-        return rate * (1.0f - (RATE_MAP == RateMap::sigmoid ? rate : 0.5f * rate));
-    }
 };
 
 struct Gates {
@@ -51,7 +38,7 @@ struct Gates {
         if constexpr (HAS_RATE) beta = load_early<Words<T_BETA, 1>>(of_beta + token * beta_stride);
         if constexpr (HAS_DECAY) g = load_early<Words<T_W, 1>>(of_g + token * g_stride);
     }
-    __device__ float rate() const { return !is_there ? 0.0f : HAS_RATE ? GateMap::rate(beta.at(0)) : 1.0f; }
+    __device__ float rate() const { return !is_there ? 0.0f : HAS_RATE ? rate_of(beta.at(0)) : 1.0f; }
     // The log-decay, to the base 2; what is no number stays none.
     __device__ float decay(const GateMap& map) const {
         const float x = LOG2_E * map.decay(g.at(0));

@@ -361,7 +361,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
                 const bool exists = token < here.steps;
                 const i64 at = (first_token + token) * heads + head;
                 if constexpr (HAS_RATE)
-                    if (exists) dbeta[at] = from_float<T_BETA>(y * GateMap::rate_slope(beta(token)));
+                    if (exists) dbeta[at] = from_float<T_BETA>(y * slope_of_rate(beta(token)));
                 if constexpr (HAS_DECAY) {
                     const float sum = sum_from(smem.of_query[token] + erased(token) - beta(token) * y) + behind;
                     behind = __shfl_sync(0xffffffffu, sum, 0);

@@ -371,7 +371,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
                         smem.squares[0][token] += dots[0], smem.squares[1][token] += dots[1] + written;
                     if constexpr (HAS_RATE)
                         if (exists)
-                            dbeta[at] = from_float<T_BETA>(dots[2] * GateMap::rate_slope(smem.factors.beta[token]));
+                            dbeta[at] = from_float<T_BETA>(dots[2] * slope_of_rate(smem.factors.beta[token]));
                     if constexpr (HAS_DECAY) {
                         const float sum = sum_from(dots[0] + dots[1] - written) + behind;
                         behind = __shfl_sync(0xffffffffu, sum, 0);

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from rwkv_jit.derived import arguments, head_decays
+from rwkv_jit.derived import arguments, channel_decays, head_decays
 from rwkv_jit.derived.operands import of_delta_rule
 from rwkv_jit.derived.table import OPS
 from rwkv_jit.ops.wkv7 import wkv7
@@ -97,6 +97,9 @@ def kda(
     for each token and value head 3 K numbers of the dtype of q, and one of float32 for each of K where A_log is
     given.
 
+    Calls with A_log and without gradients, of 16 bits, heads of 128 that are not few and sm_90, run a kernel of their
+    own, which makes no operands.
+
     Results are the same bit for bit from run to run. A second derivative is an error. Under `torch.autocast` inputs
     are cast as `wkv7` casts them; g and beta may stay float32. CPU tensors run plain torch, with one notice.
 
@@ -116,6 +119,9 @@ def kda(
     given = q, k, v, g, beta
     call = arguments.sequences(OPS["kda"], given, initial_state, cu_seqlens, options, lower_bound)
     q, k, v, g, beta = call.inputs
+    made = channel_decays.of_kda(call, output_final_state, A_log, dt_bias, lower_bound, qk_norm, beta_map)
+    if made is not None:
+        return made
     operands = of_delta_rule(q, k, v, g, beta, A_log, dt_bias, lower_bound, qk_norm, beta_map)
     return call.run(wkv7, operands, output_final_state)
 

@@ -133,11 +133,11 @@ def _of_other_kernels(core: Core, arrays: Sequence[Tensor]) -> tuple[Callable[..
 
         return with_own, _of_other_kernels(core._replace(has_own=False), [q, k, v, *gates])[1]
     if core.has_delta:
-        g, beta, *rest = gates if core.has_decay else (None, *gates)
-        a_log, dt_bias, *_ = *rest, None, None
+        named = dict(zip(core.op.names[3:], gates, strict=True))
         return wkv7, operands.of_delta_rule(
-            q, k, v, g, beta, a_log, dt_bias, qk_norm=core.has_norm, beta_map=core.rate_map
-        )
+            q, k, v, named.get("w"), named["beta"], named.get("a_log"), named.get("dt_bias"), qk_norm=core.has_norm,
+            beta_map=core.rate_map,
+        )  # fmt: skip
     if core.has_rate:
         v = (v * gates[-1].unsqueeze(-1)).to(v.dtype)
     return gla, operands.for_heads(q, k, v, gates[0])

@@ -89,3 +89,33 @@ def _as_op(core: Core) -> Op:
             "BETA_MAP": RATE_MAPS.index(core.rate_map), **absent,
         },
     )  # fmt: skip
+
+
+class ChannelCore(NamedTuple):
+    """What kernels of their own know of Kimi Delta Attention, whose decays are of channels, and raw."""
+
+    is_bounded: bool = False  # by `lower_bound`
+    has_norm: bool = False
+    has_bias: bool = False
+    rate_map: str = "identity"
+
+    @property
+    def op(self) -> Op:
+        """Return it as an op."""
+        return _as_channel_op(self)
+
+
+@cache
+def _as_channel_op(core: ChannelCore) -> Op:
+    fixed = {"a_log": "H"} | ({"dt_bias": "HK"} if core.has_bias else {})
+    words = (name for name, has_it in core._asdict().items() if has_it is True)
+    return Op(
+        "_".join(["channel_decay", *words, core.rate_map]),
+        {"r": _QUERY_KEY, "k": _QUERY_KEY, "v": _VALUE, "w": _CHANNELS, "beta": _HEADS, **fixed}, "channel_decay",
+        "channel_decay", ("q", "k", "v", "g", "beta", *fixed), "HKV", decay="log", decays=_LOGARITHMS, scale=None,
+        wide=("w", "beta"),
+        constants={
+            "IS_BOUNDED": core.is_bounded, "HAS_NORM": core.has_norm, "HAS_BIAS": core.has_bias,
+            "BETA_MAP": RATE_MAPS.index(core.rate_map),
+        },
+    )  # fmt: skip

@@ -19,7 +19,7 @@ from comparing import relative
 import rwkv_jit
 from rwkv_jit import signatures, template
 from rwkv_jit.algorithms import segments
-from rwkv_jit.derived import head_decays, steps
+from rwkv_jit.derived import channel_decays, head_decays, steps
 from rwkv_jit.layers import gradient_steps
 from rwkv_jit.ops.options import complete
 from rwkv_jit.ops.table import OPS
@@ -108,6 +108,19 @@ def derived(
     for name, grad in grads.items():
         is_close({name: relative(grad, wanted_grads[name])}, derived_cases.limit_of(case, name, kind))
     is_close({i: relative(*pair) for i, pair in enumerate(zip(results, wanted, strict=True))}, LIMITS[dtype])
+
+
+def of_channels(how, sizes, dtype=BF16, bounds=None, decays=None, wide=FP32, state=FP32, layout=None):
+    """A call of kda without gradients, in a kernel of its own; `decays` has log-decays of which each is one or none."""
+    given = derived_cases.make("kda", how, sizes, dtype, wide, state, bounds=bounds, layout=layout)
+    if decays:
+        shape = given.inputs["g"].shape
+        given = derived_cases.with_decays(given, decays * torch.rand(shape) * (torch.rand(shape) < 0.5))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(channel_decays, "LEAST_BLOCKS", 0)
+        found = given.run()
+    wanted = given.reference().run(rwkv_jit.kda_ref)
+    is_close({i: relative(*pair) for i, pair in enumerate(zip(found, wanted, strict=True))}, LIMITS[dtype])
 
 
 def layer(name, how, rows=(7, 2, 16), dtype=BF16, few_sums=False):
@@ -342,6 +355,16 @@ CASES = [
         "layer_delta_operands layer_delta_operands_backward wkv7_chunked_forward wkv7_chunked_backward sum_rows",
         derived, "kda", "bounded bias norm", (1, 20, 1, 2, 16, 16), of_own=False,
     ),
+    # One decay for a channel.
+    case(
+        "sm_90", "channel_decay_group_forward",
+        of_channels, "raw bias sigmoid norm", (1, 70, 1, 2, 128, 128), wide=BF16,
+    ),
+    case(
+        "sm_90", "channel_decay_group_forward",
+        of_channels, "bounded bias norm", (1, 150, 2, 2, 128, 128), FP16, [0, 0, 20, 150], layout="vk", state=FP16,
+    ),
+    case("sm_90", "channel_decay_group_forward", of_channels, "raw norm", (1, 130, 1, 1, 128, 128), decays=-2000.0),
     # A layer's small work.
     case(
         "sm_80", "layer_prepare_keys layer_prepare_keys_backward sum_rows",

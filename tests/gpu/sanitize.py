@@ -18,6 +18,7 @@ import rwkv_jit
 from bench import history
 from rwkv_jit import launch, signatures, template
 from rwkv_jit.algorithms import delta_large
+from rwkv_jit.derived import channel_decays as of_channels
 from rwkv_jit.derived import head_decays as of_own
 from rwkv_jit.derived import steps
 from rwkv_jit.layers import calls
@@ -143,6 +144,15 @@ def head_decays(name, how, sizes, bounds=None, dtype=BF16, **options):
     of_own.LEAST_BLOCKS = usual
 
 
+def channel_decays(how, sizes, bounds=None, dtype=BF16, wide=FP32, **options):
+    """A call of kda in a kernel of its own, of few heads, without gradients from a state."""
+    case = derived_cases.make("kda", how, (*sizes, 128, 128), dtype, wide, FP32, bounds=bounds, device="cuda")
+    usual, of_channels.LEAST_BLOCKS = of_channels.LEAST_BLOCKS, 0
+    with torch.no_grad():
+        case.run(**options)
+    of_channels.LEAST_BLOCKS = usual
+
+
 def loss(classes, dtype=BF16, **options):
     """Of rows that begin anywhere, one of which does not count, from logits and by chunks."""
     hidden, head = (torch.randn(n, 32, device="cuda", dtype=dtype, requires_grad=True) for n in (5, classes))
@@ -183,6 +193,8 @@ CALLS = [
     partial(head_decays, "gated_delta_rule", "norm", (1, 300, 1, 2, 64, 64), [0, 100, 100, 300]),
     partial(head_decays, "ssd", "", (1, 130, 2, 2, 64, 128), [0, 0, 1, 66, 130, 130], chunk_len=16),
     partial(head_decays, "gated_delta_rule", "", (1, 70, 1, 2, 128, 64), chunk_len=16),
+    partial(channel_decays, "raw bias sigmoid norm", (2, 150, 1, 2), wide=BF16),
+    partial(channel_decays, "bounded norm", (1, 150, 2, 2), [0, 0, 1, 70, 150], torch.float16),
     *(partial(op, name, 2, 33, 2, 40, backend="recurrent", dtype=FP32) for name in (*GATED, "wkv7")),
     *(partial(op, name, 1, 70, 2, 64, packed=True, backend="recurrent") for name in ("wkv6", "wkv7")),
     *(partial(op, name, 2, 70, 3, size) for name in (*GATED, "wkv7") for size in (40, 64, 128)),

@@ -455,6 +455,7 @@ parallel.parts
 parallel.recurrences
 ops.gla ops.linear_attention ops.timex ops.wkv4 ops.wkv5 ops.wkv6 ops.wkv7 inference.rounding inference.steps
 inference.registry inference.options inference.varlen_steps layers.registry layers.plain layers.steps derived.steps
+derived.channel_steps
 layers.loss_steps
 inference.arguments layers.gradient_steps layers.reference layers.placed layers.convolution_steps
 inference.replay_steps inference.states
@@ -464,7 +465,7 @@ inference.plainly inference.flops
 inference.update inference.varlen inference.wkv4 layers.calls layers.loss layers.flops layers.convolution
 inference.replay_calls layers.gradients
 layers.functions derived.operands
-derived.head_decays
+derived.head_decays derived.channel_decays
 derived.diagonal
 parallel.shifting derived.delta derived.delta_pooled derived.diagonal_pooled
 inference.replay nn.parts nn.checkpoints nn.convolution

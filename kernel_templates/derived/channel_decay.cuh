@@ -1,0 +1,147 @@
+// Kimi Delta Attention, 64 tokens of a head at once: what the tokens of a block of 16 do to each other's operands. With
+// e^g the decay of a channel at a token, and everything else as in channel_decay_group_forward.cu.
+//
+// No logarithm is ever summed. Tokens are taken by halves: of two blocks of N tokens side by side, rows of the upper
+// one are multiplied by the decays from its start on, the columns of the lower one by those to its end. Both grow from
+// level to level by the product over the other block, so that there is one exponential for a decay, no factor above 1,
+// and any decay is right; what is nothing to a float is 0.
+//
+// Needs T_IO, T_W, IS_BOUNDED, HAS_NORM, BETA_MAP, CHUNK_LEN, DECAY.
+#pragma once
+#include "gate_maps.cuh"
+#include "wgmma.cuh"
+
+__device__ inline float log2_fast(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+// The decay of a token, from g as it comes: `speed` is exp(a_log), with what the logarithm's base asks for.
+struct Gate {
+    float speed, bound;
+    __device__ float decay(float g, float bias) const {
+        if constexpr (IS_BOUNDED) return exp2_fast(bound * reciprocal(1.0f + exp2_fast(-speed * (g + bias))));
+        const float x = exp2_fast(LOG2_E * (g + bias));
+        // Beside 1 a small x would lose its digits, and many such tokens forget something.
+        return exp2_fast(-speed * (x < 1e-3f ? LOG2_E * (x - 0.5f * x * x) : log2_fast(1.0f + x)));
+    }
+};
+
+constexpr int BLOCK = 16;  // tokens of a warp
+// A pair of channels of all tokens of a block.
+using Pairs = float[BLOCK][2];
+
+// A pair of columns of row `first` + t, where `first` is a multiple of 8: the compiler need not find that out.
+template <int ROWS> __device__ inline unsigned* word_of(Slab<ROWS>& slab, int first, int t, int pair) {
+    return reinterpret_cast<unsigned*>(&slab.units[first + t][pair / 4 ^ t % 8]) + pair % 4;
+}
+
+// Rows and columns of a level: 8 tokens of keys and the same of queries; 8 tokens of keys.
+struct LevelTile {
+    Slab<16> left;
+    Slab<8> right;
+};
+// The rows of a level are the upper tokens of its blocks, its columns the lower ones.
+template <int N> __device__ constexpr int lower_token(int i) { return i / N * 2 * N + i % N; }
+
+struct ScaledBlock {
+    Pairs k, q;    // with the decays from the start of a token's block
+    Pairs column;  // k with those to its end
+    Pairs whole;   // over a block, at its first token
+
+    // What tokens [begin, begin + count) have in a level.
+    template <int N> __device__ void write(LevelTile& tile, int begin, int count) const {
+        const int pair = lane_id();
+#pragma unroll
+        for (int i = begin / 2; i < (begin + count) / 2; ++i) {
+            const int lower = lower_token<N>(i), upper = lower + N;
+            *word_of(tile.left, i, pair) = pack(k[upper][0], k[upper][1]);
+            *word_of(tile.left, 8 + i, pair) = pack(q[upper][0], q[upper][1]);
+            *word_of(tile.right, i, pair) = pack(column[lower][0], column[lower][1]);
+        }
+    }
+    // Their blocks, to such of twice as many tokens.
+    template <int N> __device__ void grow(int begin, int count) {
+#pragma unroll
+        for (int b = begin; b < begin + count; b += 2 * N)
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+#pragma unroll
+                for (int lower = b; lower < b + N; ++lower) {
+                    const int upper = lower + N;
+                    k[upper][j] *= whole[b][j], q[upper][j] *= whole[b][j];
+                    column[lower][j] *= whole[b + N][j];
+                }
+                whole[b][j] *= whole[b + N][j];
+            }
+    }
+};
+
+// Products of a level: of keys in [0] and [1], of queries in [2] and [3].
+__device__ inline void multiply_level(Accumulator& sum, const LevelTile& tile) {
+    const unsigned right = shared_address(&tile.right.units[0][0]), row = lane_id() % 8;
+#pragma unroll
+    for (int c = 0; c < TILE_COLUMNS; c += 32) {
+        const Fragment columns = load_matrices(right + 128 * row + ((c / 8 + lane_id() / 8) ^ row) * 16);
+        multiply_add(sum, load_left(tile_of(tile.left), 0, c), columns.at[0], columns.at[1]);
+        multiply_add(sum, load_left(tile_of(tile.left), 0, c + 16), columns.at[2], columns.at[3]);
+    }
+}
+// What the lanes of a diagonal have: token `group()` in lane `quad_lane()` == group() / 2.
+__device__ inline bool has_diagonal() { return quad_lane() == group() / 2; }
+struct DiagonalSums {
+    float keys[2], queries[2], both[2];  // k . k, q . q, q . k of a lane's tokens, which are eight apart
+
+    __device__ void add(SlabTile rows_k, SlabTile rows_q, int first) {
+        Accumulator sums[4] = {};
+#pragma unroll
+        for (int c = 0; c < TILE_COLUMNS; c += 16) {
+            const Fragment k = load_left(rows_k, first, c), q = load_left(rows_q, first, c);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                multiply_add(sums[i], {{k.at[i], q.at[i], k.at[2 + i], q.at[2 + i]}}, k.at[i], k.at[2 + i]);
+                if constexpr (HAS_NORM) multiply_add(sums[2 + i], q, q.at[i], q.at[2 + i]);
+            }
+        }
+        const int odd = group() % 2;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            keys[i] += odd ? sums[i][1] : sums[i][0];
+            both[i] += odd ? sums[i][3] : sums[i][2];
+            if constexpr (HAS_NORM) queries[i] += odd ? sums[2 + i][2 * i + 1] : sums[2 + i][2 * i];
+        }
+    }
+};
+
+// Tm of a block by one warp, from -L, a column per row, by substitution in fp32; a lane has a column of Tm - I. It goes
+// to a tile whose rows are columns.
+__device__ inline void solve_block(const float (&lower)[BLOCK][BLOCK + 4], Slab<BLOCK>& turned) {
+    const int column = lane_id() % BLOCK;
+    float x[BLOCK];
+    const auto read_column = [&](int i, int row) { return *reinterpret_cast<const float4*>(&lower[i][row]); };
+#pragma unroll
+    for (int row = 0; row < BLOCK; row += 4) {
+        const float4 four = read_column(column, row);
+        x[row] = four.x, x[row + 1] = four.y, x[row + 2] = four.z, x[row + 3] = four.w;
+    }
+#pragma unroll
+    for (int row = 0; row < BLOCK; ++row) x[row] = row > column ? x[row] : 0.0f;  // nobody has written anything else
+#pragma unroll
+    for (int i = 1; i < BLOCK - 1; ++i)
+#pragma unroll
+        for (int row = (i + 1) / 4 * 4; row < BLOCK; row += 4) {
+            const float4 four = read_column(i, row);
+            const float factors[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                if (row + j > i) x[row + j] += factors[j] * x[i];
+        }
+#pragma unroll
+    for (int i = 0; i < BLOCK; ++i) x[i] = i == column ? 1.0f : x[i];
+    if (lane_id() < BLOCK)
+#pragma unroll
+        for (int i = 0; i < BLOCK; i += 8)
+            turned.units[column][i / 8 ^ column % 8] = {pack(x[i], x[i + 1]), pack(x[i + 2], x[i + 3]),
+                                                        pack(x[i + 4], x[i + 5]), pack(x[i + 6], x[i + 7])};
+    __syncwarp();
+}

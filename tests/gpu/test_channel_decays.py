@@ -1,0 +1,114 @@
+"""Kimi Delta Attention in a kernel of its own, against float64; and which calls that is for."""
+
+import comparing
+import derived_cases
+import pytest
+import torch
+
+import rwkv_jit
+from rwkv_jit.derived import channel_decays
+
+pytestmark = pytest.mark.parametrize("op", ["layers"])  # the section of the record
+# Keys that are not normed make errors grow.
+LIMITS = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
+# B, T, key heads, value heads; heads have 128 channels and values.
+SIZES = [(2, 200, 2, 4), (1, 64, 3, 3), (3, 65, 1, 2), (1, 1000, 4, 4), (70, 33, 1, 2)]
+DECAYS = [(-1.0, -0.01), (-0.05, 0.0), (-0.001, 0.0), (-80.0, 0.0), (-2000.0, -1000.0)]
+RAW = [how for how in derived_cases.WAYS["kda"] if "raw" in how or "bounded" in how]
+
+
+@pytest.fixture(autouse=True)
+def any_heads(monkeypatch):
+    """Few heads go there too, on the architecture that has these products."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs sm_90")
+    monkeypatch.setattr(channel_decays, "LEAST_BLOCKS", 0)
+
+
+def own(launched):
+    """How often a kernel of this op was launched."""
+    return sum(seen.name.startswith("channel_decay_") for seen in launched)
+
+
+def make(how, sizes, dtype=torch.bfloat16, wide=torch.float32, state=torch.float32, **options):
+    return derived_cases.make("kda", how, (*sizes, 128, 128), dtype, wide, state, device="cuda", **options)
+
+
+def check(case, **options):
+    """Compare a call without gradients with the reference."""
+    with torch.no_grad():
+        y, final = case.run(**options)
+        want, want_final = case.reference().run(rwkv_jit.kda_ref)
+    limit = LIMITS[y.dtype]
+    assert (y.dtype, final.dtype) == (case.inputs["q"].dtype, case.state.dtype)
+    assert comparing.relative(y, want) < limit
+    rounding = {torch.bfloat16: 3e-3, torch.float16: 4e-4}.get(case.state.dtype, 0.0)
+    assert comparing.relative(final, want_final) < limit + rounding
+
+
+@pytest.mark.parametrize("how", RAW)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_values(op, how, sizes, launched, guarded_memory):
+    for dtype in LIMITS:
+        for wide in (torch.float32, dtype):
+            check(make(how, sizes, dtype, wide))
+    assert own(launched) == 2 * len(LIMITS)
+
+
+@pytest.mark.parametrize("decays", DECAYS, ids=str)
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+def test_any_decay(op, decays, dtype, launched):
+    case, (low, high) = make("raw norm", (2, 300, 2, 4), dtype), decays
+    check(derived_cases.with_decays(case, low + (high - low) * torch.rand_like(case.inputs["g"])))
+    assert own(launched) == 1
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+def test_decays_of_all_kinds_beside_each_other(op, dtype, launched):
+    case = make("raw norm", (2, 300, 2, 4), dtype)
+    check(derived_cases.with_decays(case, torch.where(torch.rand_like(case.inputs["g"]) < 0.5, -2000.0, 0.0)))
+    assert own(launched) == 1
+
+
+def test_many_tokens_that_hardly_forget(op, launched):
+    """What a token forgets is less than a float has beside 1."""
+    case = make("raw norm", (1, 4096, 1, 1), torch.float16)
+    check(derived_cases.with_decays(case, torch.full_like(case.inputs["g"], -2e-7)))
+    assert own(launched) == 1
+
+
+@pytest.mark.parametrize("layout", ["kv", "vk"])
+@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_packed_sequences_and_states(op, layout, state, launched, guarded_memory):
+    bounds = [0, 0, 1, 64, 129, 500]
+    check(make("raw bias sigmoid norm", (1, 500, 2, 4), bounds=bounds, layout=layout, state=state))
+    assert own(launched) == 1
+
+
+def test_the_same_again_bit_for_bit(op, launched):
+    case = make("bounded bias norm", (2, 777, 4, 8))
+    with torch.no_grad():
+        first, again = case.run(), case.run()
+    assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
+    assert own(launched) == 2
+
+
+def test_strided_rows(op, launched):
+    """q, k and v as parts of one tensor."""
+    case = make("raw norm", (2, 130, 4, 4))
+    rows = torch.stack([case.inputs[name] for name in "qkv"], 2)
+    check(case._replace(inputs={**case.inputs, **dict(zip("qkv", rows.unbind(2), strict=True))}))
+    assert own(launched) == 1
+
+
+def test_other_calls_go_elsewhere(op, launched, monkeypatch):
+    sizes = (2, 130, 2, 4)
+    usual = make("raw norm", sizes)
+    with torch.no_grad():
+        make("norm", sizes).run()
+        derived_cases.make("kda", "raw norm", (*sizes, 64, 64), torch.bfloat16, device="cuda").run()
+        usual.run(chunk_len=32)
+        monkeypatch.setattr(channel_decays, "LEAST_BLOCKS", 1)
+        usual.run()
+    derived_cases.differentiate(usual)
+    assert own(launched) == 0
