@@ -452,6 +452,41 @@ def test_packed_texts_and_padding_in_front_are_texts_alone(installed, mixes_time
         torch.testing.assert_close(found[:, T - part.shape[1] :], y, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("layer_idx", [0, 1])
+@pytest.mark.parametrize("mask", [[0, 0, 1, 1, 1, 1, 1], [1, 1, 0, 0, 1, 0, 1], [1, 1, 1, 1, 0, 0, 0]], ids=str)
+def test_padding_anywhere_is_what_it_is_to_fla(installed, monkeypatch, layer_idx, mask):
+    """Beside FLA's own forward, with its references in plain torch."""
+    layer = random_layer(RWKV7Attention, head_dim=K, layer_idx=layer_idx)
+    x, v_first, mask = torch.randn(B, 7, WIDTH), torch.randn(B, 7, WIDTH), torch.tensor([mask] * B)
+
+    def run():
+        cache = Cache() if layer_idx == 0 else None  # which has layers from the first on
+        y, _, _, v = layer(x, attention_mask=mask, v_first=v_first, past_key_values=cache, use_cache=cache is not None)
+        return [y, v.view_as(y), *([] if cache is None else [cache[0]["recurrent_state"]])]
+
+    found = run()
+    ours.uninstall()
+    module = sys.modules["fla.layers.rwkv7"]
+    from fla.ops.rwkv7 import fused_addcmul, fused_k_update, gate_output_correction
+
+    def shift(x, bounds, output_cache, cache):
+        before = torch.zeros_like(x[:, :1]) if cache is None else cache.view(len(x), 1, -1)
+        return torch.cat([before, x[:, :-1]], 1) - x, x[:, -1:]
+
+    def recurrence(r, w, k, v, a, b, initial_state, output_final_state, **_):
+        return rwkv_jit.wkv7_ref(
+            r, w, k, v, a, b, initial_state, output_final_state, decay="log", state_layout="kv", scale=1.0
+        )
+
+    for name, plain in {
+        "token_shift": shift, "fused_addcmul_rwkv7": fused_addcmul.torch_addcmul_rwkv7, "chunk_rwkv7": recurrence,
+        "fused_k_rwkv7": fused_k_update.k_update_ref,
+        "gate_output_correction": gate_output_correction.gate_output_correction_ref,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(module, name, plain)
+    torch.testing.assert_close(found, run(), rtol=1e-4, atol=1e-4)
+
+
 def test_layers_that_the_kernels_have_not():
     layer = random_layer(RWKV7Attention, head_dim=K, layer_idx=0, value_dim=2 * WIDTH)
     with pytest.raises(UnsupportedConfigError, match="values of 16 for keys of 8 are not supported"):

@@ -24,7 +24,7 @@ class RWKV7Attention:
         use_cache: bool | None = False, output_attentions: bool | None = False, v_first: Tensor | None = None,
         cu_seqlens: Tensor | None = None, **_: Any,
     ) -> tuple[Tensor, None, Any, Tensor]:  # fmt: skip
-        """Mix tokens over time. Padding in front of a text, where the mask is 0, counts as tokens of zeros."""
+        """Mix tokens over time. Padding, where the mask is 0, counts as tokens of zeros that write nothing."""
         if layer.head_dim != layer.head_v_dim:
             raise UnsupportedConfigError(f"values of {layer.head_v_dim} for keys of {layer.head_dim} are not supported")
         if layer.g_norm.weight is None:
@@ -51,6 +51,8 @@ class RWKV7Attention:
             assert v_first is not None
             more |= {"v_first": v_first.to(v.dtype), "v_gate": layer.v_lora(xv)}
         k, v, a, b, bonus = prepare_keys(k, by_head, rate, layer.k_k, layer.k_a, **more)  # k of a zero is a zero
+        if mask is not None:  # the shift has brought padding behind a token something of that token
+            v, bonus = v * mask.unsqueeze(-1), bonus * mask.unsqueeze(-1)
         y, state = wkv7(r, w, k, v, a, b, state, bool(use_cache), cu_seqlens, decay="sigmoid", state_layout="kv")
         update_layer_cache(
             layer, past_key_values, recurrent_state=state, conv_state=last_tokens(x, first, cu_seqlens),
