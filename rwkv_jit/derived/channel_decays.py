@@ -8,17 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rwkv_jit import modes, tensors
-from rwkv_jit.algorithms.parts import MOST_HEADS, Case
-from rwkv_jit.derived import arguments, channel_steps
+from rwkv_jit.algorithms.parts import Case
+from rwkv_jit.derived import arguments, channel_steps, own_kernels
 from rwkv_jit.derived.arguments import Result, Sequences
 from rwkv_jit.derived.table import RATE_MAPS, ChannelCore
-from rwkv_jit.ops import checks, torch_op
+from rwkv_jit.ops import checks
 from rwkv_jit.plan import Plan
-from rwkv_jit.rule import LEAST_TOKENS
 from rwkv_jit.signatures import BySignature
 
 LEAST_BLOCKS = 1 / 5  # heads of all sequences for a multiprocessor: fewer leave it idle, and go in segments elsewhere
@@ -27,28 +25,11 @@ LEAST_BLOCKS = 1 / 5  # heads of all sequences for a multiprocessor: fewer leave
 def is_here(call: Sequences, parameters: Sequence[Tensor | None]) -> bool:
     """Return whether a call that has been checked runs here; `parameters` are those that are no inputs of it."""
     q, _, v, *_ = call.inputs
-    state, cu_seqlens, tail = call.initial_state, call.cu_seqlens, call.tail
-    given = (*call.inputs, state, cu_seqlens, *parameters)
-    if not (v.is_cuda and v.numel() and tensors.is_eager() and tensors.are_plain(given)):
+    if not own_kernels.may_take(call, v, parameters, LEAST_BLOCKS) or own_kernels.wants_gradients(call, parameters):
         return False
-    if tail.backend != "auto" or tail.num_threads is not None:
-        return False
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
-        return False
-    narrow, is_batch_invariant = modes.current()
-    storage = tensors.STORAGE[v.dtype]
-    if storage in narrow:
-        return False
-    batch, tokens, heads, value_size = v.shape
-    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    if batch * tokens < LEAST_TOKENS * sequences or heads > MOST_HEADS:
-        return False
-    device = v.device.index
-    if sequences * heads < LEAST_BLOCKS * tensors.multiprocessors(device) and not is_batch_invariant:
-        return False
-    op = ChannelCore().op
-    case = Case(op, storage, q.shape[-1], value_size, tokens, op.decay, None, tail.chunk_len, training=False)
-    return channel_steps.why_not(case, lambda: tensors.gpu(device)) is None
+    op, sizes = ChannelCore().op, (q.shape[-1], v.shape[-1], v.shape[1])
+    case = Case(op, tensors.STORAGE[v.dtype], *sizes, op.decay, None, call.tail.chunk_len, training=False)
+    return channel_steps.why_not(case, lambda: tensors.gpu(v.device.index)) is None
 
 
 _plans: BySignature[Plan] = BySignature()
@@ -58,24 +39,12 @@ def run(
     core: ChannelCore, arrays: Sequence[Tensor], call: Sequences, lower_bound: float, output_final_state: bool
 ) -> Result:
     """Run a call that `is_here`; `arrays` are the inputs of the core."""
-    op, v, tail = core.op, arrays[2], call.tail
-    state, bounds = call.initial_state, call.cu_seqlens
-    if bounds is not None:
-        bounds = tensors.packing(bounds, v.shape[1])
-    if state is not None and state.dim() == 3:
-        state = state.expand(v.shape[0] if bounds is None else bounds.shape[0] - 1, *state.shape)
-    given = [*arrays, state, bounds]
-    is_batch_invariant = modes.is_batch_invariant()
-    key = core, is_batch_invariant, tail, lower_bound, output_final_state, tensors.signature(given)
+    given = own_kernels.given_to(call, arrays)
+    key = core, modes.is_batch_invariant(), call.tail, lower_bound, output_final_state, tensors.signature(given)
     plan = _plans.get(key)
     if plan is None:
-        options = torch_op.Options(
-            tail.scale, op.decay, tail.state_layout, tail.checkpoint_interval, channel_steps.CHUNK_LEN, None, "chunked",
-            is_batch_invariant=is_batch_invariant,
-        )  # fmt: skip
-        gpu = tensors.gpu(v.device.index)
-        problem = torch_op.problem_of(op, arrays, state, bounds, options, output_final_state, False, gpu)
-        named = dict(zip((*op.names, "initial_state", "cu_seqlens"), given, strict=True))
+        problem = own_kernels.problem_of(core.op, given, call, channel_steps.CHUNK_LEN, output_final_state, False)
+        named = dict(zip((*core.op.names, "initial_state", "cu_seqlens"), given, strict=True))
         plan = _plans.keep(key, Plan(channel_steps.forward(problem, lower_bound), problem, named))
     y, *finals = plan.run(given)
     return y, finals[0] if output_final_state else None

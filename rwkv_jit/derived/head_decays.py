@@ -9,17 +9,16 @@ import torch
 from torch import Tensor
 
 from rwkv_jit import modes, tensors
-from rwkv_jit.algorithms.parts import MOST_HEADS, Case
-from rwkv_jit.derived import arguments, operands, steps
+from rwkv_jit.algorithms.parts import Case
+from rwkv_jit.derived import arguments, operands, own_kernels, steps
 from rwkv_jit.derived.arguments import Result, Sequences
 from rwkv_jit.derived.table import Core
 from rwkv_jit.layers import plain
-from rwkv_jit.ops import checks, torch_op
+from rwkv_jit.ops import checks
 from rwkv_jit.ops.gla import gla
 from rwkv_jit.ops.wkv7 import wkv7
 from rwkv_jit.plan import Plan
 from rwkv_jit.problem import Problem
-from rwkv_jit.rule import LEAST_TOKENS
 from rwkv_jit.signatures import BySignature, forget_with
 
 LEAST_BLOCKS = 1 / 5  # heads of all sequences for a multiprocessor: fewer leave it idle, and go in segments elsewhere
@@ -38,29 +37,15 @@ def way(call: Sequences, q: Tensor, v: Tensor, has_delta: bool, *parameters: Any
 
     `parameters` are those that are no inputs of the call, and may want a gradient.
     """
-    state, cu_seqlens, tail = call.initial_state, call.cu_seqlens, call.tail
-    given = (*call.inputs, state, cu_seqlens, *parameters)
-    if not (v.is_cuda and v.numel() and tensors.is_eager() and tensors.are_plain(given)):
+    if not own_kernels.may_take(call, v, parameters, LEAST_BLOCKS):
         return None
-    if tail.backend != "auto" or tail.num_threads is not None:
-        return None
-    narrow, is_batch_invariant = modes.current()
-    storage = tensors.STORAGE[v.dtype]
-    if storage in narrow:
-        return None
-    batch, tokens, heads, value_size = v.shape
-    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    if batch * tokens < LEAST_TOKENS * sequences or heads > MOST_HEADS:
-        return None
-    device = v.device.index
-    if sequences * heads < LEAST_BLOCKS * tensors.multiprocessors(device) and not is_batch_invariant:
-        return None
-    training = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
-    op, gpu = Core(has_delta).op, tensors.gpu(device)
-    case = Case(op, storage, q.shape[-1], value_size, tokens, op.decay, None, tail.chunk_len, training=training)
+    training = own_kernels.wants_gradients(call, parameters)
+    op, gpu, chunk_len = Core(has_delta).op, tensors.gpu(v.device.index), call.tail.chunk_len
+    sizes = q.shape[-1], v.shape[-1], v.shape[1]
+    case = Case(op, tensors.STORAGE[v.dtype], *sizes, op.decay, None, chunk_len, training=training)
     if steps.why_not(case, lambda: gpu) is not None:
         return None
-    return Way(tail.chunk_len or steps.default_chunk_len(case, gpu), training)
+    return Way(chunk_len or steps.default_chunk_len(case, gpu), training)
 
 
 class _Known:
@@ -170,23 +155,11 @@ _calls: BySignature[_Known] = BySignature()
 
 def run(core: Core, arrays: Sequence[Tensor], call: Sequences, how: Way, output_final_state: bool) -> Result:
     """Run a call as `way` says; `arrays` are the inputs of the core."""
-    op, v, tail = core.op, arrays[2], call.tail
-    state, bounds = call.initial_state, call.cu_seqlens
-    if bounds is not None:
-        bounds = tensors.packing(bounds, v.shape[1])
-    if state is not None and state.dim() == 3:
-        state = state.expand(v.shape[0] if bounds is None else bounds.shape[0] - 1, *state.shape)
-    given = [*arrays, state, bounds]
-    is_batch_invariant = modes.is_batch_invariant()
-    key = core, is_batch_invariant, tail, how, output_final_state, tensors.signature(given)
+    given = own_kernels.given_to(call, arrays)
+    key = core, modes.is_batch_invariant(), call.tail, how, output_final_state, tensors.signature(given)
     known = _calls.get(key)
     if known is None:
-        options = torch_op.Options(
-            tail.scale, op.decay, tail.state_layout, tail.checkpoint_interval, how.chunk_len, None, "chunked",
-            is_batch_invariant=is_batch_invariant,
-        )  # fmt: skip
-        gpu = tensors.gpu(v.device.index)
-        problem = torch_op.problem_of(op, arrays, state, bounds, options, output_final_state, how.training, gpu)
+        problem = own_kernels.problem_of(core.op, given, call, how.chunk_len, output_final_state, how.training)
         known = _calls.keep(key, _Known(core, problem, call, given))
     if how.training:
         return _Recorded.apply(known, *given)  # type: ignore[no-any-return, no-untyped-call]

@@ -464,7 +464,7 @@ inference.calls
 inference.plainly inference.flops
 inference.update inference.varlen inference.wkv4 layers.calls layers.loss layers.flops layers.convolution
 inference.replay_calls layers.gradients
-layers.functions derived.operands
+layers.functions derived.operands derived.own_kernels
 derived.head_decays derived.channel_decays
 derived.diagonal
 parallel.shifting derived.delta derived.delta_pooled derived.diagonal_pooled
