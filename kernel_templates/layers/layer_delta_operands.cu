@@ -39,6 +39,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) layer_d
 #pragma unroll
         for (int j = 0; j < GROUP; ++j) rates[j].load(beta, place * GROUP + j), logits[j].load(g, place * GROUP + j);
         const float factor = HAS_NORM ? factor_of(key) : 1.0f, factor_q = HAS_NORM && HAS_Q ? factor_of(query) : 1.0f;
+        // One key for all that is made of it, so that what is erased stays along what is written: that of the same call
+        // with keys whose norm was taken before.
+        const auto normed = [&](int n, int i) { return HAS_NORM ? rounded<T_IO>(key[n].at(i) * factor) : key[n].at(i); };
 #pragma unroll
         for (int j = 0; j < GROUP; ++j) {
             const i64 value_head = head * GROUP + j, start = (place * GROUP + j) * HEAD_SIZE;
@@ -47,14 +50,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) layer_d
                 write_pieces(r, start, is_there, [&](int n, int i) { return query[n].at(i) * factor_q; });
             if constexpr (HAS_W) write_pieces(w, start, is_there, [&](int n, int i) { return decays.at(n, i); });
             write_pieces(new_k, start, is_there, [&](int n, int i) {
-                return key[n].at(i) * factor * (BETA_PER_CHANNEL ? 1.0f : rates[j].at(n, i));
+                return normed(n, i) * (BETA_PER_CHANNEL ? 1.0f : rates[j].at(n, i));
             });
             write_pieces(a, start, is_there, [&](int n, int i) {
-                const float x = key[n].at(i) * factor * decays.factor(n, i);
+                const float x = normed(n, i) * decays.factor(n, i);
                 return BETA_PER_CHANNEL ? x * rates[j].at(n, i) : x;
             });
             write_pieces(b, start, is_there, [&](int n, int i) {
-                return -(key[n].at(i) * factor * (BETA_PER_CHANNEL ? 1.0f : rates[j].at(n, i)));
+                return -(normed(n, i) * (BETA_PER_CHANNEL ? 1.0f : rates[j].at(n, i)));
             });
         }
     }

@@ -292,7 +292,10 @@ def ssd(
     elif own is None:
         y, state = head_decays.run(Core(False), (C, B, x, decays, steps), call, way, output_final_state)
     else:
-        shares = own.float().view(x.shape[-2], -1).expand(x.shape[-2:]).contiguous()
+        shares = (
+            own.to(torch.promote_types(own.dtype, torch.float32))
+            .view(x.shape[-2], -1).expand(x.shape[-2:]).contiguous()
+        )  # fmt: skip
         core, own = Core(False, has_own=True), None
         y, state = head_decays.run(core, (C, B, x, decays, steps, shares), call, way, output_final_state)
     return behind(y, x, own, gate), state
@@ -352,4 +355,4 @@ def behind(y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:
     made = y
     if D is not None:  # in float32 at least, as the gradient of D is a sum of products that shall not be rounded
         made = y + x * D.to(torch.promote_types(D.dtype, torch.float32)).view(x.shape[-2], -1)
-    return (made if z is None else made * F.silu(z)).to(y.dtype)
+    return (made if z is None else made * F.silu(z.to(made.dtype))).to(y.dtype)

@@ -182,7 +182,7 @@ def of_delta_rule(
     how = way(call, q, v, True, *parameters)
     if how is None:
         return None
-    raw = [x.float() for x in parameters if x is not None]
+    raw = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in parameters if x is not None]
     core = Core(
         True, has_decay=len(gates) > 1, has_norm=checks.check_flag("qk_norm", qk_norm), has_gate=len(raw) > 0,
         has_bias=len(raw) > 1, rate_map=beta_map,
