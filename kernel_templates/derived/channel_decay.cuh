@@ -6,7 +6,7 @@
 // level to level by the product over the other block, so that there is one exponential for a decay, no factor above 1,
 // and any decay is right; what is nothing to a float is 0.
 //
-// Needs T_IO, T_W, IS_BOUNDED, HAS_NORM, BETA_MAP, CHUNK_LEN, DECAY.
+// Needs T_IO, T_W, GATE, HAS_NORM, BETA_MAP, CHUNK_LEN, DECAY.
 #pragma once
 #include "gate_maps.cuh"
 #include "wgmma.cuh"
@@ -16,15 +16,25 @@ __device__ inline float log2_fast(float x) {
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-// The decay of a token, from g as it comes: `speed` is exp(a_log), with what the logarithm's base asks for.
+// The decays of tokens, from g as it comes: the log-decay, or what makes it with a head's speed, exp(a_log).
+enum class LogDecay { given, softplus, bounded };
+constexpr LogDecay LOG_DECAY = LogDecay(GATE);
 struct Gate {
-    float speed, bound;
-    __device__ float decay(float g, float bias) const {
-        if constexpr (IS_BOUNDED) return exp2_fast(bound * reciprocal(1.0f + exp2_fast(-speed * (g + bias))));
+    float speed = 0.0f, bound;  // with what the logarithm's base asks for
+
+    __device__ Gate(const float* a_log, i64 head, float lower_bound) : bound(LOG2_E * lower_bound) {
+        if constexpr (LOG_DECAY != LogDecay::given) speed = exp2_fast(LOG2_E * a_log[head]);
+        if constexpr (LOG_DECAY == LogDecay::bounded) speed *= LOG2_E;
+    }
+    // Of a decay, base 2.
+    __device__ float logarithm(float g, float bias) const {
+        if constexpr (LOG_DECAY == LogDecay::given) return LOG2_E * g;
+        if constexpr (LOG_DECAY == LogDecay::bounded) return bound * reciprocal(1.0f + exp2_fast(-speed * (g + bias)));
         const float x = exp2_fast(LOG2_E * (g + bias));
         // Beside 1 a small x would lose its digits, and many such tokens forget something.
-        return exp2_fast(-speed * (x < 1e-3f ? LOG2_E * (x - 0.5f * x * x) : log2_fast(1.0f + x)));
+        return -speed * (x < 1e-3f ? LOG2_E * (x - 0.5f * x * x) : log2_fast(1.0f + x));
     }
+    __device__ float decay(float g, float bias) const { return exp2_fast(logarithm(g, bias)); }
 };
 
 constexpr int BLOCK = 16;  // tokens of a warp
@@ -44,36 +54,25 @@ struct LevelTile {
 // The rows of a level are the upper tokens of its blocks, its columns the lower ones.
 template <int N> __device__ constexpr int lower_token(int i) { return i / N * 2 * N + i % N; }
 
-struct ScaledBlock {
-    Pairs k, q;    // with the decays from the start of a token's block
-    Pairs column;  // k with those to its end
-    Pairs whole;   // over a block, at its first token
+// Of a block's tokens, in blocks of a level.
+struct BlockDecays {
+    Pairs from_start;  // the decays from the start of a token's block on, with its own
+    Pairs to_end;      // those behind it, to the block's end
 
-    // What tokens [begin, begin + count) have in a level.
-    template <int N> __device__ void write(LevelTile& tile, int begin, int count) const {
-        const int pair = lane_id();
+    // Blocks of N tokens, to such of twice as many.
+    template <int N> __device__ void grow() {
 #pragma unroll
-        for (int i = begin / 2; i < (begin + count) / 2; ++i) {
-            const int lower = lower_token<N>(i), upper = lower + N;
-            *word_of(tile.left, i, pair) = pack(k[upper][0], k[upper][1]);
-            *word_of(tile.left, 8 + i, pair) = pack(q[upper][0], q[upper][1]);
-            *word_of(tile.right, i, pair) = pack(column[lower][0], column[lower][1]);
-        }
-    }
-    // Their blocks, to such of twice as many tokens.
-    template <int N> __device__ void grow(int begin, int count) {
+        for (int b = 0; b < BLOCK; b += 2 * N)
 #pragma unroll
-        for (int b = begin; b < begin + count; b += 2 * N)
+            for (int t = b; t < b + N; ++t)
 #pragma unroll
-            for (int j = 0; j < 2; ++j) {
+                for (int j = 0; j < 2; ++j) {
+                    to_end[t][j] *= from_start[b + 2 * N - 1][j];
+                    // The last one of the upper block is read above, by all of the lower block.
+                    if (t == b + N - 1)
 #pragma unroll
-                for (int lower = b; lower < b + N; ++lower) {
-                    const int upper = lower + N;
-                    k[upper][j] *= whole[b][j], q[upper][j] *= whole[b][j];
-                    column[lower][j] *= whole[b + N][j];
+                        for (int upper = b + N; upper < b + 2 * N; ++upper) from_start[upper][j] *= from_start[t][j];
                 }
-                whole[b][j] *= whole[b + N][j];
-            }
     }
 };
 

@@ -1,6 +1,6 @@
-"""Kimi Delta Attention in a kernel of its own: calls with raw gates and no gradients, of many heads of 128 on sm_90.
+"""Kimi Delta Attention in a kernel of its own: calls without gradients, of many heads of 128 on sm_90.
 
-Log-decays that are given go to `wkv7`, whose chunks are faster where decays are weak; so do calls with gradients.
+Others are for `wkv7`.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def of_kda(
     beta_map: str,
 ) -> Result | None:  # fmt: skip
     """Run a call whose shapes have been checked; None where it is for other kernels."""
-    if beta_map not in RATE_MAPS or a_log is None:
-        return None  # which the checks there refuse, or go on with
+    if beta_map not in RATE_MAPS or (a_log is None and (dt_bias, lower_bound) != (None, None)):
+        return None  # which the checks there refuse
     v, head_size = call.inputs[2], call.inputs[1].shape[-1]
     heads = v.shape[-2]
     shapes: dict[str, list[tuple[int, ...]]] = {
@@ -68,7 +68,8 @@ def of_kda(
     ]  # fmt: skip
     if not is_here(call, parameters):
         return None
-    core = ChannelCore(lower_bound is not None, checks.check_flag("qk_norm", qk_norm), dt_bias is not None, beta_map)
-    speed, *bias = (x.float() for x in parameters)
-    fixed = [speed, *(x.reshape(heads, head_size) for x in bias)]
+    gate = "given" if a_log is None else "softplus" if lower_bound is None else "bounded"
+    core = ChannelCore(gate, checks.check_flag("qk_norm", qk_norm), dt_bias is not None, beta_map)
+    fixed = [x.float() for x in parameters]
+    fixed[1:] = (x.reshape(heads, head_size) for x in fixed[1:])
     return run(core, (*call.inputs, *fixed), call, float(lower_bound or 0.0), output_final_state)

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from rwkv_jit.algorithms import parts
 from rwkv_jit.algorithms.parts import Case, Obstacle
 from rwkv_jit.gpu import Gpu
-from rwkv_jit.problem import BYTES, Problem
+from rwkv_jit.problem import BYTES, LARGEST_DECAY, Problem
 from rwkv_jit.schedule import Schedule, Step
 from rwkv_jit.template import Parameter
 
 CHUNK_LEN = 64
 HEAD_SIZE = 128
-_THREADS = 384
+_THREADS = 512
 _TILE = 2 * 64 * 64  # bytes
 
 
@@ -36,7 +36,8 @@ def shared_bytes(storage: str) -> int:
     operands, matrices, values, rows = 4 * 2 * _TILE, 2 * _TILE, 4 * _TILE, 4 * _TILE
     gates = BYTES[storage] * CHUNK_LEN * HEAD_SIZE
     work = 4 * 2 * 128 * (16 + 8)  # tiles of levels in a block of 16 tokens; as much as for blocks and halves
-    rest = 4 * (4 * 10 * 32 * 4 + 4 * HEAD_SIZE + 2 * (4 * CHUNK_LEN + HEAD_SIZE)) + 3 * 8
+    factors = 2 * (4 * CHUNK_LEN + 2 * HEAD_SIZE) + HEAD_SIZE
+    rest = 4 * (4 * 10 * 32 * 4 + 4 * HEAD_SIZE + factors) + 3 * 8
     size = operands + matrices + values + rows + gates + work + rest
     return -(-size // 1024) * 1024
 
@@ -45,9 +46,10 @@ def forward(p: Problem, lower_bound: float) -> Schedule:
     """Return the forward; a bound of log-decays counts where there is one."""
     parameters: dict[str, Parameter] = {
         "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "CHUNK_LEN": CHUNK_LEN, "NUM_THREADS": _THREADS, "GROUP": p.H // p.G,
-        "SHARED_BYTES": shared_bytes(p.types["w"]), **parts.types(p),
+        "SHARED_BYTES": shared_bytes(p.types["w"]), "LARGEST_DECAY": LARGEST_DECAY[p.types["v"]], **parts.types(p),
     }  # fmt: skip
-    given = {**parts.given(p), "lower_bound": lower_bound} | ({} if "dt_bias" in p.op.inputs else {"dt_bias": None})
+    absent = {name: None for name in ("a_log", "dt_bias") if name not in p.op.inputs}
+    given = {**parts.given(p), "lower_bound": lower_bound, **absent}
     step = Step("channel_decay_group_forward", "channel_decay_forward", parameters, (p.N, p.H, 1), given, "sm_90a")
     return Schedule((step,), parts.forward_results(p), {}, vectors=vectors(p))
 

@@ -97,8 +97,8 @@ def kda(
     for each token and value head 3 K numbers of the dtype of q, and one of float32 for each of K where A_log is
     given.
 
-    Calls with A_log and without gradients, of 16 bits, heads of 128 that are not few and sm_90, run a kernel of their
-    own, which makes no operands.
+    Calls without gradients, of 16 bits, heads of 128 that are not few and sm_90, run a kernel of their own, which makes
+    no operands.
 
     Results are the same bit for bit from run to run. A second derivative is an error. Under `torch.autocast` inputs
     are cast as `wkv7` casts them; g and beta may stay float32. CPU tensors run plain torch, with one notice.

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from rwkv_jit.template import Parameter
 
 _QUERY_KEY, _VALUE, _CHANNELS, _HEADS = "BTGK", "BTHV", "BTHK", "BTH"
-RATE_MAPS = ("identity", "sigmoid", "twice_sigmoid")  # as the templates count them
+# As the templates count them.
+RATE_MAPS = ("identity", "sigmoid", "twice_sigmoid")
+GATES = ("given", "softplus", "bounded")
 _LOGARITHMS = ("log",)  # decays have no map to choose; those of channels may have a bound, which is a hint
 
 OPS = {
@@ -92,9 +94,9 @@ def _as_op(core: Core) -> Op:
 
 
 class ChannelCore(NamedTuple):
-    """What kernels of their own know of Kimi Delta Attention, whose decays are of channels, and raw."""
+    """What kernels of their own know of Kimi Delta Attention, whose decays are of channels."""
 
-    is_bounded: bool = False  # by `lower_bound`
+    gate: str = "given"  # what log-decays are made with, of GATES
     has_norm: bool = False
     has_bias: bool = False
     rate_map: str = "identity"
@@ -107,15 +109,16 @@ class ChannelCore(NamedTuple):
 
 @cache
 def _as_channel_op(core: ChannelCore) -> Op:
-    fixed = {"a_log": "H"} | ({"dt_bias": "HK"} if core.has_bias else {})
-    words = (name for name, has_it in core._asdict().items() if has_it is True)
+    fixed = {} if core.gate == "given" else {"a_log": "H"}
+    fixed |= {"dt_bias": "HK"} if core.has_bias else {}
+    words = [core.gate, *(name for name, has_it in core._asdict().items() if has_it is True)]
     return Op(
         "_".join(["channel_decay", *words, core.rate_map]),
         {"r": _QUERY_KEY, "k": _QUERY_KEY, "v": _VALUE, "w": _CHANNELS, "beta": _HEADS, **fixed}, "channel_decay",
         "channel_decay", ("q", "k", "v", "g", "beta", *fixed), "HKV", decay="log", decays=_LOGARITHMS, scale=None,
         wide=("w", "beta"),
         constants={
-            "IS_BOUNDED": core.is_bounded, "HAS_NORM": core.has_norm, "HAS_BIAS": core.has_bias,
+            "GATE": GATES.index(core.gate), "HAS_NORM": core.has_norm, "HAS_BIAS": core.has_bias,
             "BETA_MAP": RATE_MAPS.index(core.rate_map),
         },
     )  # fmt: skip

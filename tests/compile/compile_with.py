@@ -71,7 +71,7 @@ def derived_requests(arch):
     from rwkv_jit.derived.table import ChannelCore, Core
 
     given = problems.head_decays(Core(True, has_norm=True), arch, B=1, N=1, T=32768, training=True)
-    channels = problems.channel_decays(ChannelCore(has_bias=True))
+    channels = problems.channel_decays(ChannelCore("softplus", has_bias=True))
     of_channels = channel_steps.forward(channels, 0.0).requests(channels.gpu) if arch == "sm_90" else []
     return [*steps.forward(given).requests(given.gpu), *steps.backward(given).requests(given.gpu), *of_channels]
 

@@ -13,9 +13,12 @@ from rwkv_jit.errors import UnsupportedConfigError
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
 NAME = "channel_decay_group_forward"
-USUAL = ChannelCore(has_norm=True, has_bias=True, rate_map="sigmoid")
-CORES = [USUAL, ChannelCore(is_bounded=True, rate_map="twice_sigmoid"), ChannelCore(has_norm=True), ChannelCore()]
-MOST_SPILLED = 512  # bytes of a thread, of the group that makes operands: it has 16 tokens of a pair of channels
+USUAL = ChannelCore("softplus", has_norm=True, has_bias=True, rate_map="sigmoid")
+CORES = [
+    USUAL, ChannelCore("bounded", rate_map="twice_sigmoid"), ChannelCore("softplus", has_norm=True),
+    ChannelCore(has_norm=True), ChannelCore(),
+]  # fmt: skip
+MOST_SPILLED = 2560  # bytes of a thread, nearly all where 16 tokens of a pair of channels are taken by halves
 
 
 def step_of(given):
@@ -38,7 +41,7 @@ RULES = {
     "the chunked kernels take float16 and bfloat16": {"T_IO": "fp32"},
     "heads have 128 channels and values": {"HEAD_SIZE": 64},
     "chunk_len must be 64": {"CHUNK_LEN": 32},
-    "num_threads must be 384": {"NUM_THREADS": 256},
+    "num_threads must be 512": {"NUM_THREADS": 256},
     "shared_bytes is what the geometry says": {"SHARED_BYTES": 1024},
 }
 

@@ -110,12 +110,16 @@ def derived(
     is_close({i: relative(*pair) for i, pair in enumerate(zip(results, wanted, strict=True))}, LIMITS[dtype])
 
 
-def of_channels(how, sizes, dtype=BF16, bounds=None, decays=None, wide=FP32, state=FP32, layout=None):
-    """A call of kda without gradients, in a kernel of its own; `decays` has log-decays of which each is one or none."""
+def of_channels(how, sizes, dtype=BF16, bounds=None, decays=(), wide=FP32, state=FP32, layout=None):
+    """A call of kda without gradients, in a kernel of its own.
+
+    Half of the log-decays are none, and others down to one of `decays`: for 64 tokens the first, for 64 the next.
+    """
     given = derived_cases.make("kda", how, sizes, dtype, wide, state, bounds=bounds, layout=layout)
     if decays:
         shape = given.inputs["g"].shape
-        given = derived_cases.with_decays(given, decays * torch.rand(shape) * (torch.rand(shape) < 0.5))
+        largest = torch.tensor(decays)[torch.arange(shape[1]) // 64 % len(decays)].view(-1, 1, 1)
+        given = derived_cases.with_decays(given, largest * torch.rand(shape) * (torch.rand(shape) < 0.5))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(channel_decays, "LEAST_BLOCKS", 0)
         found = given.run()
@@ -364,7 +368,13 @@ CASES = [
         "sm_90", "channel_decay_group_forward",
         of_channels, "bounded bias norm", (1, 150, 2, 2, 128, 128), FP16, [0, 0, 20, 150], layout="vk", state=FP16,
     ),
-    case("sm_90", "channel_decay_group_forward", of_channels, "raw norm", (1, 130, 1, 1, 128, 128), decays=-2000.0),
+    case("sm_90", "channel_decay_group_forward", of_channels, "norm", (1, 130, 1, 1, 128, 128)),
+    # In frames, by halves, and one behind the other.
+    case("sm_90", "channel_decay_group_forward", of_channels, "raw norm", (1, 130, 1, 1, 128, 128), decays=[-4.0]),
+    case(
+        "sm_90", "channel_decay_group_forward",
+        of_channels, "raw norm", (1, 330, 1, 1, 128, 128), decays=[-2000.0, -0.1, -4.0, -2000.0, -2000.0],
+    ),
     # A layer's small work.
     case(
         "sm_80", "layer_prepare_keys layer_prepare_keys_backward sum_rows",

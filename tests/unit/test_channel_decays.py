@@ -29,8 +29,8 @@ def test_one_launch_has_all_of_a_call(here):
             case.run()
         (launch,) = here.take()
         assert (launch.template, launch.grid) == ("channel_decay_group_forward", (2, 4, 1))
-        flags = "GROUP", "IS_BOUNDED", "HAS_NORM", "HAS_BIAS", "BETA_MAP"
-        assert [launch.parameters[name] for name in flags] == [2, True, True, True, 1]
+        flags = "GROUP", "GATE", "HAS_NORM", "HAS_BIAS", "BETA_MAP"
+        assert [launch.parameters[name] for name in flags] == [2, 2, True, True, 1]
         assert launch.named["lower_bound"] == -5.0
         assert launch.addresses["r"] == case.inputs["q"].data_ptr()
         assert launch.addresses["w"] == case.inputs["g"].data_ptr()
@@ -40,7 +40,7 @@ def test_one_launch_has_all_of_a_call(here):
     ("how", "changes", "options", "is_own"),
     [
         ("raw", {}, {}, True), ("raw flat bias", {"dtype": torch.float16}, {}, True),
-        ("raw", {}, {"chunk_len": 64}, True), ("norm", {}, {}, False),
+        ("raw", {}, {"chunk_len": 64}, True), ("norm", {}, {}, True),
         ("raw", {"sizes": (2, 70, 2, 4, 64, 128)}, {}, False), ("raw", {"sizes": (2, 3, 2, 4, 128, 128)}, {}, False),
         ("raw", {"dtype": torch.float32}, {}, False),
         ("raw", {}, {"chunk_len": 32}, False), ("raw", {}, {"backend": "recurrent"}, False),
