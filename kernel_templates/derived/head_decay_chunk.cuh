@@ -10,7 +10,7 @@
 // rates and decays are factors of tokens, in float32.
 //
 // Needs HEAD_SIZE, VALUE_SIZE, ROWS, CHUNK_LEN, KEPT_LEN, NUM_THREADS, T_IO, T_W, T_BETA, DECAY, HAS_DELTA, HAS_RATE,
-// HAS_NORM, HAS_GATE, HAS_BIAS, BETA_MAP, AS_MATRICES, SEGMENTED.
+// HAS_NORM, HAS_GATE, HAS_STEP, HAS_BIAS, BETA_MAP, AS_MATRICES, SEGMENTED.
 #pragma once
 #include "chunk.cuh"
 #include "head_decay_factors.cuh"
@@ -56,7 +56,7 @@ struct OwnRows {
 struct TokenGates {
     float decay, rate, end;
     __device__ TokenGates(const Gates& gates, const GateMap& map)
-        : decay(HAS_DECAY ? sum_up(gates.decay(map)) : 0.0f), rate(gates.rate()),
+        : decay(HAS_DECAY ? sum_up(gates.decay(map)) : 0.0f), rate(gates.rate(map)),
           end(HAS_DECAY ? __shfl_sync(0xffffffffu, decay, CHUNK_LEN - 1) : 0.0f) {}
 };
 // The factors of a query's token, or of a key's, whose row has `factor` over its norm.

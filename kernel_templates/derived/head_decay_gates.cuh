@@ -2,9 +2,13 @@
 //
 //     log-decay = g, or -exp(a_log) softplus(g + dt_bias)      rate = beta, sigmoid(beta) or 2 sigmoid(beta)
 //
+// or, with HAS_STEP, where g and beta are the same and a_log is A itself,
+//
+//     rate = softplus(g + dt_bias)      log-decay = A rate
+//
 // What is past the last token neither decays nor writes.
 //
-// Needs CHUNK_LEN, T_W, T_BETA, DECAY, HAS_RATE, HAS_GATE, HAS_BIAS, BETA_MAP.
+// Needs CHUNK_LEN, T_W, T_BETA, DECAY, HAS_RATE, HAS_GATE, HAS_STEP, HAS_BIAS, BETA_MAP.
 #pragma once
 #include "gate_maps.cuh"
 #include "mma.cuh"
@@ -16,15 +20,15 @@ constexpr float LEAST_DECAY_EXPONENT = -160.0f;
 struct GateMap {
     float speed = 1.0f, bias = 0.0f;
     __device__ GateMap(const float* a_log, const float* dt_bias, i64 head) {
-        if constexpr (HAS_GATE) speed = exp2_fast(LOG2_E * a_log[head]);
+        if constexpr (HAS_GATE) speed = HAS_STEP ? -a_log[head] : exp2_fast(LOG2_E * a_log[head]);
         if constexpr (HAS_BIAS) bias = dt_bias[head];
     }
-    __device__ float decay(float g) const {
-        if constexpr (!HAS_GATE) return g;
+    __device__ float step(float g) const {
         const float x = g + bias;
-        return -speed * (x > 20.0f ? x : log1pf(exp2_fast(LOG2_E * x)));
+        return x > 20.0f ? x : log1pf(exp2_fast(LOG2_E * x));
     }
-    __device__ float decay_slope(float g) const { return HAS_GATE ? -speed * sigmoid(g + bias) : 1.0f; }
+    __device__ float step_slope(float g) const { return sigmoid(g + bias); }
+    __device__ float decay(float g) const { return HAS_GATE ? -speed * step(g) : g; }
 };
 
 struct Gates {
@@ -35,10 +39,14 @@ struct Gates {
         is_there = lane_id() < min(steps, CHUNK_LEN);
         const int token = max(min(lane_id(), steps - 1), 0);
         if (steps <= 0) return;
-        if constexpr (HAS_RATE) beta = load_early<Words<T_BETA, 1>>(of_beta + token * beta_stride);
+        if constexpr (HAS_RATE && !HAS_STEP) beta = load_early<Words<T_BETA, 1>>(of_beta + token * beta_stride);
         if constexpr (HAS_DECAY) g = load_early<Words<T_W, 1>>(of_g + token * g_stride);
     }
-    __device__ float rate() const { return !is_there ? 0.0f : HAS_RATE ? rate_of(beta.at(0)) : 1.0f; }
+    __device__ float rate(const GateMap& map) const {
+        if (!is_there) return 0.0f;
+        if constexpr (HAS_STEP) return map.step(g.at(0));
+        return HAS_RATE ? rate_of(beta.at(0)) : 1.0f;
+    }
     // The log-decay, to the base 2; what is no number stays none.
     __device__ float decay(const GateMap& map) const {
         const float x = LOG2_E * map.decay(g.at(0));

@@ -360,13 +360,17 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
                 const float y = written(token);
                 const bool exists = token < here.steps;
                 const i64 at = (first_token + token) * heads + head;
-                if constexpr (HAS_RATE)
+                if constexpr (HAS_RATE && !HAS_STEP)
                     if (exists) dbeta[at] = from_float<T_BETA>(y * slope_of_rate(beta(token)));
                 if constexpr (HAS_DECAY) {
                     const float sum = sum_from(smem.of_query[token] + erased(token) - beta(token) * y) + behind;
                     behind = __shfl_sync(0xffffffffu, sum, 0);
-                    const float of_w = of_gates.through(map, first / 32, sum, exists);
-                    if (exists) dw[at] = from_float<T_W>(of_w);
+                    const float of_w = of_gates.through(map, first / 32, sum, y, exists);
+                    if constexpr (HAS_STEP) {
+                        if (exists) dbeta[at] = from_float<T_BETA>(of_w);
+                    } else if (exists) {
+                        dw[at] = from_float<T_W>(of_w);
+                    }
                 }
             }
             of_gates.write(a_log_chunks, bias_chunks, here.slot * heads + head);

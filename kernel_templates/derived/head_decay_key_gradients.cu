@@ -369,14 +369,18 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
                     const i64 at = (first_token + token) * heads + head;
                     if constexpr (HAS_NORM)
                         smem.squares[0][token] += dots[0], smem.squares[1][token] += dots[1] + written;
-                    if constexpr (HAS_RATE)
+                    if constexpr (HAS_RATE && !HAS_STEP)
                         if (exists)
                             dbeta[at] = from_float<T_BETA>(dots[2] * slope_of_rate(smem.factors.beta[token]));
                     if constexpr (HAS_DECAY) {
                         const float sum = sum_from(dots[0] + dots[1] - written) + behind;
                         behind = __shfl_sync(0xffffffffu, sum, 0);
-                        const float of_w = of_gates.through(map, first / 32, sum, exists);
-                        if (exists) dw[at] = from_float<T_W>(of_w);
+                        const float of_w = of_gates.through(map, first / 32, sum, dots[2], exists);
+                        if constexpr (HAS_STEP) {
+                            if (exists) dbeta[at] = from_float<T_BETA>(of_w);
+                        } else if (exists) {
+                            dw[at] = from_float<T_W>(of_w);
+                        }
                     }
                 }
                 of_gates.write(a_log_chunks, bias_chunks, slot * heads + head);

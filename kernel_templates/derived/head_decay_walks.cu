@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) head_decay_walks(
         gates.load(w + start_of(w_strides, chunk), w_strides.token, beta + start_of(beta_strides, chunk),
                    beta_strides.token, static_cast<int>(min(span.length - i64(chunk) * CHUNK_LEN, i64(CHUNK_LEN))));
         float sum = gates.decay(map);
-        if constexpr (HAS_DELTA) sum += log2f(fmaxf(fabsf(1.0f - gates.rate()), 1.0f));
+        if constexpr (HAS_DELTA) sum += log2f(fmaxf(fabsf(1.0f - gates.rate(map)), 1.0f));
 #pragma unroll
         for (int delta = 1; delta < 32; delta *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, delta);
         return sum;

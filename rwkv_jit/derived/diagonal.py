@@ -263,8 +263,9 @@ def ssd(
     the rest: its notes say what precision is kept, and which kernels run when. Any decay is right.
 
     Calls with 16 bits, head sizes up to 128 and heads that are not few run kernels of their own in both directions,
-    which make no operands and take any decay. Between the passes these keep, beside inputs, y and the final state, for
-    each token and value head K V / 64 numbers of the dtype of x, and about 200 bytes.
+    which make no operands, steps with `dt_softplus` and without a `dt_limit` neither, and take any decay. Between the
+    passes these keep, beside inputs, y and the final state, for each token and value head K V / 64 numbers of the dtype
+    of x, and about 200 bytes.
 
     Results are the same bit for bit from run to run. A second derivative is an error. Under `torch.autocast` inputs
     are cast as `gla` casts them; dt may stay float32. CPU tensors run plain torch, with one notice.
@@ -285,19 +286,20 @@ def ssd(
     call = arguments.sequences(OPS["ssd"], (x, dt, B, C), initial_state, cu_seqlens, options)
     x, dt, B, C = call.inputs
     own, gate = check_behind(x, D, z)
-    steps, decays = steps_of(x, dt, A, dt_bias, dt_softplus, dt_limit)
-    way = head_decays.way(call, C, x, False, steps, decays, own)
+    raw = _raw_steps(x, A, dt_bias, dt_softplus, dt_limit)
+    of_steps = [*steps_of(x, dt, A, dt_bias, dt_softplus, dt_limit)] if raw is None else raw
+    way = head_decays.way(call, C, x, False, own, *of_steps)
     if way is None:
+        steps, decays = of_steps if raw is None else steps_of(x, dt, A, dt_bias, dt_softplus, dt_limit)
         y, state = call.run(gla, of_states(x, steps, decays, B, C), output_final_state)
-    elif own is None:
-        y, state = head_decays.run(Core(False), (C, B, x, decays, steps), call, way, output_final_state)
     else:
-        shares = (
-            own.to(torch.promote_types(own.dtype, torch.float32))
-            .view(x.shape[-2], -1).expand(x.shape[-2:]).contiguous()
-        )  # fmt: skip
-        core, own = Core(False, has_own=True), None
-        y, state = head_decays.run(core, (C, B, x, decays, steps, shares), call, way, output_final_state)
+        core = Core(False, has_own=own is not None, has_step=raw is not None, has_bias=raw is not None and len(raw) > 1)
+        shares = []
+        if own is not None:
+            wide = own.to(torch.promote_types(own.dtype, torch.float32))
+            shares, own = [wide.view(x.shape[-2], -1).expand(x.shape[-2:]).contiguous()], None
+        gates = [*reversed(of_steps), *shares] if raw is None else [dt, *shares, *raw]
+        y, state = head_decays.run(core, (C, B, x, *gates), call, way, output_final_state)
     return behind(y, x, own, gate), state
 
 
@@ -328,6 +330,16 @@ def steps_of(x: Tensor, dt: Tensor, A: Any, dt_bias: Any, dt_softplus: Any, dt_l
     if (least, most) != (0.0, math.inf) or not dt_softplus:
         step = step.clamp(least, most)
     return step, step * rates
+
+
+def _raw_steps(x: Tensor, A: Any, dt_bias: Any, dt_softplus: Any, dt_limit: Any) -> list[Tensor] | None:
+    """Return A and the bias in float32 at least, where kernels can make steps of them; None for other steps."""
+    if not checks.check_flag("dt_softplus", dt_softplus) or _limit(dt_limit) != (0.0, math.inf):
+        return None
+    heads = x.shape[-2]
+    given = [(name, each) for name, each in (("A", A), ("dt_bias", dt_bias)) if name == "A" or each is not None]
+    fixed = [arguments.check_fixed(name, each, [(heads,)], x) for name, each in given]
+    return [each.to(torch.promote_types(each.dtype, torch.float32)) for each in fixed]
 
 
 def of_states(x: Tensor, steps: Tensor, decays: Tensor, B: Tensor, C: Tensor) -> list[Tensor]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rwkv_jit import modes, tensors
@@ -109,6 +110,14 @@ class _Known:
 def _of_other_kernels(core: Core, arrays: Sequence[Tensor]) -> tuple[Callable[..., Result], Sequence[Tensor]]:
     """Return the op that runs a core elsewhere, and what it takes."""
     q, k, v, *gates = arrays
+    if core.has_step:
+        step, *others = gates
+        step = step.to(torch.promote_types(step.dtype, torch.float32))
+        if core.has_bias:
+            step = step + others.pop()
+        step, rates = F.softplus(step), others.pop()
+        made = core._replace(has_step=False, has_bias=False)
+        return _of_other_kernels(made, [q, k, v, step * rates, step, *others])
     if core.has_own:
         own = gates.pop()
 

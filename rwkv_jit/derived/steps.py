@@ -175,6 +175,8 @@ def _of_heads(p: Problem, rows: int, threads: int, shared: int, blocks: int) -> 
         "KEPT_LEN": _kept_len(p) if p.training else 0, "SEGMENTED": count > 1,
         "AS_MATRICES": p.training and takes_warp_groups(p.K, p.V, p.gpu), **parts.types(p),
     }  # fmt: skip
+    if p.op.constants["HAS_STEP"]:
+        parameters["T_W"] = p.types["beta"]
     return parameters, (p.N * count, p.H, -(-p.V // rows))
 
 
@@ -200,9 +202,9 @@ def forward(p: Problem) -> Schedule:
     name, arch = "head_decay_forward", "sm_90a" if by_groups else None
     template = "head_decay_group_forward" if by_groups else name
     count, left = segments(p), kept(p) if p.training else {}
-    absent = {name: None for name in ("w", "beta", "own", "a_log", "dt_bias") if name not in p.op.inputs}
+    absent = {name: None for name in ("beta", "own", "a_log", "dt_bias") if name not in p.op.inputs}
     absent |= {name: None for name in ("states", "matrices", "factors", "kept_u") if name not in left}
-    given = {**parts.given(p), **absent, "segments": count}
+    given = {**_given(p), **absent, "segments": count}
     if count == 1:
         step = Step(template, name, parameters, grid, {**given, "walks": None}, arch)
         return Schedule((step,), parts.forward_results(p), left, vectors=vectors(p))
@@ -211,10 +213,15 @@ def forward(p: Problem) -> Schedule:
     return Schedule(launches, parts.forward_results(p), left, scratch, vectors(p), main=1)
 
 
+def _given(p: Problem) -> dict[str, Any]:
+    """Return what the arguments of all kernels are bound to; decays are made of steps, where these are raw."""
+    return parts.given(p) | ({"w": "beta"} if p.op.constants["HAS_STEP"] else {})
+
+
 def _walks(p: Problem, parameters: Mapping[str, Parameter], given: Mapping[str, Any]) -> Step:
     """Return the launch that finds which chunks blocks take."""
     name, shared = "head_decay_walks", ("CHUNK_LEN", "KEPT_LEN", "SEGMENTED", "T_IO", "T_W", "T_BETA", "DECAY")
-    flags = "HAS_DELTA", "HAS_RATE", "HAS_GATE", "HAS_BIAS", "BETA_MAP"
+    flags = "HAS_DELTA", "HAS_RATE", "HAS_GATE", "HAS_STEP", "HAS_BIAS", "BETA_MAP"
     own = {each: parameters[each] for each in (*shared, *flags)} | {"NUM_THREADS": _WALK_THREADS}
     return Step(name, name, own, (p.N * segments(p), p.H, 1 + p.training), given)
 
@@ -222,7 +229,7 @@ def _walks(p: Problem, parameters: Mapping[str, Parameter], given: Mapping[str, 
 def backward(p: Problem) -> Schedule:
     """Return the backward: from chunk to chunk, then what chunks have for themselves."""
     parameters, grid = _by_warps(p, backward_bytes)
-    given = {**parts.given(p), **{f"d{name}": None for name in ("w", "beta") if name not in p.op.inputs}}
+    given = {**_given(p), **{f"d{name}": None for name in ("w", "beta") if name not in p.op.inputs}}
     if not p.has_final_state:
         given["grad_final_state"] = None
     length = _kept_len(p)

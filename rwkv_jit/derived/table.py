@@ -64,6 +64,7 @@ class Core(NamedTuple):
     has_own: bool = False  # an output has a part of its value itself
     has_gate: bool = False  # decays are raw, and go through the softplus with A_log
     has_bias: bool = False  # .. and dt_bias
+    has_step: bool = False  # rates are raw steps, behind the softplus and dt_bias, and decays are A times these
     rate_map: str = "identity"
 
     @property
@@ -74,12 +75,13 @@ class Core(NamedTuple):
 
 @cache
 def _as_op(core: Core) -> Op:
-    gates = {"w": _HEADS} if core.has_decay else {}
+    gates = {"w": _HEADS} if core.has_decay and not core.has_step else {}
     rates = {"beta": _HEADS} if core.has_rate else {}
     absent: dict[str, Parameter] = {} if core.has_decay else {"T_W": "fp32"}
     absent |= {} if core.has_rate else {"T_BETA": "fp32"}
     more = {"own": "HV"} if core.has_own else {}
-    more |= {name: "H" for name, has_it in (("a_log", core.has_gate), ("dt_bias", core.has_bias)) if has_it}
+    is_raw = core.has_gate or core.has_step
+    more |= {name: "H" for name, has_it in (("a_log", is_raw), ("dt_bias", core.has_bias)) if has_it}
     return Op(
         "_".join(["head_decay", *(name for name, has_it in core._asdict().items() if has_it is True), core.rate_map]),
         {"r": _QUERY_KEY, "k": _QUERY_KEY, "v": _VALUE, **gates, **rates, **more}, "head_decay", "head_decay",
@@ -87,8 +89,8 @@ def _as_op(core: Core) -> Op:
         decays=_LOGARITHMS, scale=None, wide=(*gates, *rates),
         constants={
             "HAS_DELTA": core.has_delta, "HAS_RATE": core.has_rate, "HAS_NORM": core.has_norm,
-            "HAS_OWN": core.has_own, "HAS_GATE": core.has_gate, "HAS_BIAS": core.has_bias,
-            "BETA_MAP": RATE_MAPS.index(core.rate_map), **absent,
+            "HAS_OWN": core.has_own, "HAS_GATE": is_raw, "HAS_STEP": core.has_step,
+            "HAS_BIAS": core.has_bias, "BETA_MAP": RATE_MAPS.index(core.rate_map), **absent,
         },
     )  # fmt: skip
 

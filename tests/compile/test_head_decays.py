@@ -20,9 +20,9 @@ RAW = Core(True, has_norm=True, has_gate=True, has_bias=True, rate_map="sigmoid"
 TRAINED = [
     *(Core(True, has_decay, has_norm=has_norm) for has_decay in (True, False) for has_norm in (True, False)),
     Core(False, has_rate=False), Core(False),
-    RAW, Core(True, has_gate=True, rate_map="twice_sigmoid"),
+    RAW, Core(True, has_gate=True, rate_map="twice_sigmoid"), Core(False, has_step=True, has_bias=True),
 ]  # fmt: skip
-CORES = [*TRAINED, Core(False, has_own=True)]
+CORES = [*TRAINED, Core(False, has_own=True), Core(False, has_own=True, has_step=True)]
 SHARED = [Core(True, has_norm=True), Core(False, has_rate=False), Core(False), Core(False, has_own=True), RAW]
 SIZES = [(128, 128), (128, 64), (64, 64), (40, 24), (16, 32), (33, 65), (100, 96)]
 TYPES = list(itertools.product((32, 16), ("bf16", "fp16")))
@@ -55,7 +55,7 @@ def test_usual_sizes(core, arch):
 @pytest.mark.parametrize(("core", "arch"), by_turns(TRAINED, ARCHS), ids=str)
 def test_usual_sizes_in_training(core, arch):
     spilled = spills(head_decays(core, arch, training=True))
-    assert ("sum_rows" in spilled) == core.has_gate
+    assert ("sum_rows" in spilled) == (core.has_gate or core.has_step)
     assert spilled.pop("sum_rows", 0) == 0
     assert spilled.keys() == MOST_IN_TRAINING.keys()
     assert all(spilled[entry] <= most for entry, most in MOST_IN_TRAINING.items()), spilled

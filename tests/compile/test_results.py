@@ -348,7 +348,7 @@ CASES = [
     ),
     case(
         "sm_90", "head_decay_group_forward head_decay_backward head_decay_group_key_gradients sum_rows",
-        derived, "ssd", "D softplus", (1, 75, 1, 2, 128, 64),
+        derived, "ssd", "D bias softplus", (1, 75, 1, 2, 128, 64),
     ),
     case(
         "sm_90", "head_decay_forward head_decay_backward head_decay_key_gradients sum_rows",

@@ -199,15 +199,32 @@ def test_each_direction_gets_what_it_asks_for(here, name, how):
 def test_what_outputs_have_of_values_is_summed_over_chunks(here, bounds):
     case = make("ssd", "D softplus", (2 if bounds is None else 1, 70, 2, 4, 64, 32), bounds=bounds)
     differentiate(case)
-    *_, of_keys, sums = taken = here.take()
+    taken = here.take()
+    of_keys = taken[2]
     assert [x.parameters["HAS_OWN"] for x in taken[:3]] == [True] * 3
-    assert sums.entry == "sum_rows"
-    assert sums.named["rows"] == of_keys.named["own_chunks"] != 0
+    assert [x.entry for x in taken[3:]] == ["sum_rows"] * 2
+    (sums,) = (x for x in taken[3:] if x.named["rows"] == of_keys.named["own_chunks"] != 0)
     assert (sums.named["group_rows"], sums.named["width"]) == (4 if bounds is None else 3, 4 * 32)
     alone = case.parameters["D"].requires_grad_()
     y, _ = case.run()
     assert torch.autograd.grad(y.sum(), alone)[0].shape == alone.shape
-    assert len(here.take()) == 4
+    assert len(here.take()) == 5
+
+
+@pytest.mark.parametrize(
+    ("how", "is_raw", "has_bias"),
+    [("D softplus", True, False), ("bias softplus", True, True), ("", False, False), ("softplus limit", False, False)],
+)
+def test_raw_steps_go_through_their_map_in_the_kernels(here, how, is_raw, has_bias):
+    """Others are made before, and so are those between limits."""
+    case = make("ssd", how, (2, 70, 2, 4, 64, 32))
+    differentiate(case)
+    forward, _, of_keys = taken = here.take()[:3]
+    assert [(x.parameters["HAS_STEP"], x.parameters["HAS_BIAS"]) for x in taken] == [(is_raw, has_bias)] * 3
+    steps = case.inputs["dt"].data_ptr()
+    assert ((forward.named["w"], forward.named["w_strides"]) == (steps, forward.named["beta_strides"])) == is_raw
+    assert (of_keys.named["dw"] == 0) == is_raw
+    assert (forward.named["dt_bias"] != 0) == has_bias
 
 
 @pytest.mark.parametrize("of", [(0,), (1,)], ids=["y", "state"])
