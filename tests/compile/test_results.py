@@ -106,7 +106,8 @@ def derived(
     wanted, wanted_grads = derived_cases.exactly(case, weights)
     kind = {BF16: "bf16", FP16: "fp16"}[dtype]
     for name, grad in grads.items():
-        is_close({name: relative(grad, wanted_grads[name])}, derived_cases.limit_of(case, name, kind))
+        error = derived_cases.error_of(case, name, grad, wanted_grads[name])
+        is_close({name: error}, derived_cases.limit_of(case, name, kind))
     is_close({i: relative(*pair) for i, pair in enumerate(zip(results, wanted, strict=True))}, LIMITS[dtype])
 
 

@@ -4,7 +4,7 @@ import comparing
 import derived_cases
 import pytest
 import torch
-from derived_cases import LIMITS, differentiate, exactly, limit_of, make
+from derived_cases import LIMITS, differentiate, error_of, exactly, limit_of, make
 
 import rwkv_jit
 
@@ -32,7 +32,7 @@ def check(case, kind, function=None):
         assert comparing.relative(found, x) < limit, what
     for own, grad in grads.items():
         assert (grad.dtype, grad.shape) == (case.tensors[own].dtype, case.tensors[own].shape)
-        assert comparing.relative(grad, want_grads[own]) < limit_of(case, own, kind[0]), own
+        assert error_of(case, own, grad, want_grads[own]) < limit_of(case, own, kind[0]), own
 
 
 @CASES

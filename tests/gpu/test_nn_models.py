@@ -1,6 +1,5 @@
 """The whole models of RWKV-5 and 6 on the GPU against float64 on the CPU; and what all of them compile ahead."""
 
-import copy
 import os
 import subprocess
 import sys
@@ -19,9 +18,18 @@ EVERY_SIZE = pytest.mark.parametrize("sizes", SIZES)
 B, T = 3, 70
 BOUNDS = (0, 0, 31, 31, T)
 # Of what comes out, and of gradients: each in float32, and all together in 16 bits, where those of mixes and low-rank
-# matrices are sums of roundings of both signs.
-LIMITS = {torch.bfloat16: (0.1, 0.25), torch.float16: (1.5e-2, 0.05), torch.float32: (1e-4, 1e-3)}
-EVERY_DTYPE = pytest.mark.parametrize("dtype", LIMITS, ids=str)
+# matrices are sums of roundings of both signs. Decays of RWKV-6 are made of matrices too. Three to four times the
+# largest error of plain torch on the CPU.
+OF_FLOAT32 = (1e-4, 1e-3)
+LIMITS = {
+    "RWKV5": {torch.bfloat16: (0.035, 0.06), torch.float16: (4.5e-3, 7e-3), torch.float32: OF_FLOAT32},
+    "RWKV6": {torch.bfloat16: (0.07, 0.12), torch.float16: (9e-3, 0.015), torch.float32: OF_FLOAT32},
+}
+# Models and states are like trained ones: decays are that much slower than those of `nn_cases`, and states that much
+# larger, as those of many tokens are. Otherwise little may be left of what a head reads, from few tokens or before the
+# first ones; the norm behind divides by it, and any rounding harms the gradients of all.
+SLOWER, LARGER = 3.0, 16.0
+EVERY_DTYPE = pytest.mark.parametrize("dtype", LIMITS["RWKV5"], ids=str)
 pytestmark = pytest.mark.parametrize("op", ["layers"])  # the section of the record
 
 
@@ -29,6 +37,9 @@ def pair(name, sizes, dtype):
     """A model on the GPU, and the same in float64 on the CPU."""
     seed = int(torch.randint(2**31, ()))
     model, exact = (nn_cases.make(x, seed, name, **SIZES[sizes]) for x in (dtype, torch.float64))
+    with torch.no_grad():
+        for block in model.blocks:
+            block.att.time_decay.sub_(SLOWER)
     exact.load_state_dict({own: x.double() for own, x in model.state_dict().items()})
     return model.cuda(), exact
 
@@ -41,6 +52,7 @@ def begun(exact, texts, dtype):
     """A state on the GPU and on the CPU, with the same numbers: the norm of a first token alone may have any error."""
     on_gpu, on_cpu = [], []
     for each in nn_cases.make_state(exact, texts, seed=int(torch.randint(2**31, ()))):
+        each = each._replace(wkv=LARGER * each.wkv)
         held = [x.detach().to(torch.float32 if x is each.wkv else dtype) for x in each]
         on_gpu.append(type(each)(*(x.cuda().requires_grad_() for x in held)))
         on_cpu.append(type(each)(*(x.double().requires_grad_() for x in held)))
@@ -63,22 +75,11 @@ def check(model, exact, tokens, limits, bounds=None, dtype=None):
         assert comparing.relative(x.cpu(), y) < of_results
     grads, exact_grads = gradients(model, found, state), gradients(exact, want, exact_state)
     both = {own: (x.cpu(), exact_grads[own]) for own, x in grads.items()}
-    if limits != LIMITS[torch.float32]:
+    if limits != OF_FLOAT32:
         both = {"all": [torch.cat([x.double().flatten() for x in each]) for each in zip(*both.values(), strict=True)]}
-        if comparing.relative(*both["all"]) >= of_gradients:  # one model in fifty is one that any rounding harms
-            of_gradients = 1.5 * comparing.relative(rounded(model, tokens, state, bounds), both["all"][1])
     for own, (x, y) in both.items():
         assert comparing.relative(x, y) < of_gradients, own
     return found
-
-
-def rounded(model, tokens, state, bounds):
-    """The gradients of plain torch on the CPU in the model's precision, one behind the other."""
-    model = copy.deepcopy(model).cpu()
-    state = [type(x)(*(part.detach().cpu().requires_grad_() for part in x)) for x in state]
-    with torch.autocast("cpu", torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")):
-        found = nn_cases.flat(*model(tokens, state, bounds, return_state=True))
-    return torch.cat([x.double().flatten() for x in gradients(model, found, state).values()])
 
 
 @MODELS
@@ -86,7 +87,7 @@ def rounded(model, tokens, state, bounds):
 @EVERY_DTYPE
 def test_values_and_gradients(op, name, sizes, dtype):
     model, exact = pair(name, sizes, dtype)
-    assert check(model, exact, make_tokens(exact, B, T), LIMITS[dtype])[0].dtype == dtype
+    assert check(model, exact, make_tokens(exact, B, T), LIMITS[name][dtype])[0].dtype == dtype
 
 
 @MODELS
@@ -94,7 +95,7 @@ def test_values_and_gradients(op, name, sizes, dtype):
 @EVERY_DTYPE
 def test_packed_texts(op, name, sizes, dtype):
     model, exact = pair(name, sizes, dtype)
-    check(model, exact, make_tokens(exact, 1, T), LIMITS[dtype], torch.tensor(BOUNDS))
+    check(model, exact, make_tokens(exact, 1, T), LIMITS[name][dtype], torch.tensor(BOUNDS))
 
 
 @MODELS
@@ -102,7 +103,7 @@ def test_packed_texts(op, name, sizes, dtype):
 def test_autocast(op, name, dtype):
     model, exact = pair(name, "64", torch.float32)
     with torch.autocast("cuda", dtype):
-        found = check(model, exact, make_tokens(exact, B, T), LIMITS[dtype])
+        found = check(model, exact, make_tokens(exact, B, T), LIMITS[name][dtype])
     assert found[0].dtype == dtype
 
 
@@ -120,10 +121,10 @@ def test_steps(op, name, sizes, dtype):
         for part, x in own._asdict().items():
             pool[part][layer, slots] = x.detach().to(pool[part])
     found = torch.stack([model.step(token, pool, slots) for token in tokens.T.cuda()], 1)
-    assert comparing.relative(found.cpu(), want) < LIMITS[dtype][0]
+    assert comparing.relative(found.cpu(), want) < LIMITS[name][dtype][0]
     for layer, own in enumerate(after):
         for part, x in own._asdict().items():
-            assert comparing.relative(pool[part][layer, slots].cpu(), x) < LIMITS[dtype][0]
+            assert comparing.relative(pool[part][layer, slots].cpu(), x) < LIMITS[name][dtype][0]
     assert not pool.wkv[:, [0, 1, 3, 4, 6]].any()
 
 
