@@ -195,6 +195,7 @@ CALLS = [
     partial(head_decays, "gated_delta_rule", "", (1, 70, 1, 2, 128, 64), chunk_len=16),
     partial(channel_decays, "raw bias sigmoid norm", (2, 150, 1, 2), wide=BF16),
     partial(channel_decays, "bounded norm", (1, 150, 2, 2), [0, 0, 1, 70, 150], torch.float16),
+    partial(channel_decays, "norm", (1, 150, 1, 2)),
     *(partial(op, name, 2, 33, 2, 40, backend="recurrent", dtype=FP32) for name in (*GATED, "wkv7")),
     *(partial(op, name, 1, 70, 2, 64, packed=True, backend="recurrent") for name in ("wkv6", "wkv7")),
     *(partial(op, name, 2, 70, 3, size) for name in (*GATED, "wkv7") for size in (40, 64, 128)),

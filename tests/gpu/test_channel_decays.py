@@ -69,6 +69,18 @@ def test_decays_of_all_kinds_beside_each_other(op, dtype, launched):
     assert own(launched) == 1
 
 
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+def test_chunks_in_a_frame_and_by_halves_behind_each_other(op, dtype, launched):
+    """Of the log-decays of each 64 tokens half are none, and others down to one number."""
+    case = make("raw norm", (2, 700, 2, 4), dtype)
+    shape = case.inputs["g"].shape
+    largest = torch.tensor([-2000.0, -0.1, -4.0, -2000.0, -2000.0, -0.01], device="cuda")
+    largest = largest[torch.arange(shape[1], device="cuda") // 64 % len(largest)].view(-1, 1, 1)
+    draws, is_kept = torch.rand(2, *shape, device="cuda")
+    check(derived_cases.with_decays(case, largest * draws * (is_kept < 0.5)))
+    assert own(launched) == 1
+
+
 def test_many_tokens_that_hardly_forget(op, launched):
     """What a token forgets is less than a float has beside 1."""
     case = make("raw norm", (1, 4096, 1, 1), torch.float16)
