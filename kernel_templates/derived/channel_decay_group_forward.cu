@@ -24,6 +24,14 @@ constexpr int MAKERS = 2 * GROUP_THREADS;  // the first of their threads
 // Of a thread: the groups have all of a multiprocessor's 65536 together.
 constexpr int PRODUCT_REGISTERS = 160, MAKER_REGISTERS = 96;
 
+// Keeps the compiler from rounding later than here, so that what is rounded leaves its registers.
+template <int COUNT> __device__ inline void hold(Fragment (&fragments)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) asm volatile("" : "+r"(fragments[i].at[j])::"memory");
+}
+
 constexpr int HALF = CHUNK_LEN / 2;
 // Sums of values and half of the tokens, times factors of tokens.
 __device__ inline void scale_tokens(Accumulator (&sums)[HALF / 8], const float* factors) {
@@ -38,8 +46,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) channel_decay_forwa
     const T_IO* __restrict__ r, const T_IO* __restrict__ k, const T_IO* __restrict__ v, const T_W* __restrict__ w,
     const T_BETA* __restrict__ beta, const float* __restrict__ a_log, const float* __restrict__ dt_bias,
     const T_STATE* __restrict__ initial_state, const i64* __restrict__ cu_seqlens, T_IO* __restrict__ y,
-    T_STATE* __restrict__ final_state, StateTiles* __restrict__ states, TokenMatrices* __restrict__ matrices,
-    T_IO* __restrict__ kept_u, Strides r_strides, Strides k_strides, Strides v_strides, Strides w_strides,
+    T_STATE* __restrict__ final_state, Strides r_strides, Strides k_strides, Strides v_strides, Strides w_strides,
     Strides beta_strides, i64 tokens, i64 heads, float scale, float lower_bound) {
     __builtin_assume(threadIdx.x < NUM_THREADS);
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
@@ -48,7 +55,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) channel_decay_forwa
     const Span span = sequence_span(cu_seqlens, sequence, tokens);
     const int length = static_cast<int>(span.length), chunks = (length + CHUNK_LEN - 1) / CHUNK_LEN;
     const int warp = warp_id(), lane = lane_id();
-    const i64 first_chunk = KEEPS ? first_checkpoint(cu_seqlens, sequence, span, CHUNK_LEN) * heads + head : 0;
     const auto start_of = [&](Strides s, i64 own_head) {
         return span.batch * s.batch + span.begin * s.token + own_head * s.head;
     };
@@ -69,12 +75,34 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) channel_decay_forwa
         leave_registers<MAKER_REGISTERS>();
         const int slab = warp / 4 - 2, first = BLOCK * (warp % 4);  // the warp's channels, and tokens of a chunk
         Maker maker(smem, slab, Gate(a_log, head, lower_bound), HAS_BIAS ? dt_bias + head * HEAD_SIZE : nullptr);
-        RowCopies<Smem> copies(smem, slab, first, r + start_of(r_strides, key_head), k + start_of(k_strides, key_head),
-                               w + start_of(w_strides, head), r_strides, k_strides, w_strides);
+        // Rows of the warp's tokens and channels: 16 bytes for a lane at once, of ROWS rows of r and k, W_ROWS of w.
+        constexpr int ROWS = 32 / 8, PER_UNIT = 16 / sizeof(T_W), UNITS = TILE_COLUMNS / PER_UNIT, W_ROWS = 32 / UNITS;
+        const int row = lane / 8, unit = lane % 8, w_row = lane / UNITS;
+        const int w_channel = slab * TILE_COLUMNS + lane % UNITS * PER_UNIT;
+        r += start_of(r_strides, key_head) + (first + row) * r_strides.token + slab * TILE_COLUMNS + 8 * unit;
+        k += start_of(k_strides, key_head) + (first + row) * k_strides.token + slab * TILE_COLUMNS + 8 * unit;
+        w += start_of(w_strides, head) + (first + w_row) * w_strides.token + w_channel;
         const T_BETA* no_beta = beta + start_of(beta_strides, head);  // for what is past the last token
         beta = no_beta + (first + lane % BLOCK) * beta_strides.token;
         const auto copy = [&](int chunk) {
-            copies.copy<1>(chunk < chunks, length - chunk * CHUNK_LEN, r_strides, k_strides, w_strides);
+            const int present = min(length - chunk * CHUNK_LEN - first, BLOCK);
+            if (chunk < chunks) {
+#pragma unroll
+                for (int i = 0; i < BLOCK; i += ROWS) {
+                    const bool is_there = i + row < present;
+                    const auto place = [&](Slab<CHUNK_LEN>& to) {
+                        return shared_address(&to.units[first + i + row][unit ^ (i + row) % 8]);
+                    };
+                    copy_async<16>(place(smem.q[slab]), r + i * r_strides.token, is_there);
+                    copy_async<16>(place(smem.k[slab]), k + i * k_strides.token, is_there);
+                }
+#pragma unroll
+                for (int i = 0; i < BLOCK; i += W_ROWS)
+                    copy_async<16>(shared_address(&smem.w[first + i + w_row][w_channel]), w + i * w_strides.token,
+                                   i + w_row < present);
+            }
+            commit_copies();
+            r += CHUNK_LEN * r_strides.token, k += CHUNK_LEN * k_strides.token, w += CHUNK_LEN * w_strides.token;
         };
         copy(0);
 
@@ -94,7 +122,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) channel_decay_forwa
             publish_writes();
             arrive(smem.ready);
             Maker::synchronize();  // token matrices are there, and nobody reads -L any more
-            if constexpr (KEEPS) maker.keep(matrices[first_chunk + chunk * heads]);
         }
         wait_for_copies<0>();
     } else {
@@ -105,7 +132,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) channel_decay_forwa
         const i64 y_start = (span.batch * tokens + span.begin) * y_stride + head * VALUE_SIZE + first_value;
         v += start_of(v_strides, head) + first_value;
         y += y_start;
-        if constexpr (KEEPS) kept_u += y_start, states += first_chunk;
         // The warp's values of all tokens: rows of 32 bytes.
         const int row_of_lane = lane / 2, unit = own / 8 + lane % 2;
         const auto copy = [&](int chunk) {
@@ -143,12 +169,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) channel_decay_forwa
             const Factors& factors = smem.factors[parity];
             const auto values = tile_of(smem.values[parity][half]);
             wait_for(smem.ready, parity);
-            if constexpr (KEEPS) {
-#pragma unroll
-                for (int c = 0; c < HEAD_SIZE / 16; ++c)
-                    write_tiles(*states, first_value, c, to_fragment(state[2 * c], state[2 * c + 1]));
-                states += heads;
-            }
             Fragment rows[HEAD_SIZE / 16];
 #pragma unroll
             for (int c = 0; c < HEAD_SIZE / 16; ++c) {
@@ -205,20 +225,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) channel_decay_forwa
                 end_batch();
                 wait_for_batches<0>();
                 hold(u);
-                if constexpr (KEEPS)
-#pragma unroll
-                    for (int q = 0; q < 2; ++q)
-                        store_block_transposed(values, HALF * h + 16 * q, own, to_fragment(u[2 * q], u[2 * q + 1]));
                 scale_tokens(u, &factors.written[HALF * h]);
                 written[2 * h] = to_fragment(u[0], u[1]), written[2 * h + 1] = to_fragment(u[2], u[3]);
             }
             hold(written);
-            if constexpr (KEEPS) {
-                __syncwarp();
-                write(kept_u, smem.values[parity][half], steps);
-                kept_u += CHUNK_LEN * y_stride;
-                __syncwarp();  // nobody reads U any more
-            }
             scale_columns<1>(state, factors.end);
             // Y <- S_0 (Q e^c)^T + M (rate U)
 #pragma unroll
@@ -262,10 +272,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) channel_decay_forwa
             y += CHUNK_LEN * y_stride;
             wait_for_batches<0>();
             hold(state);
-            if constexpr (KEEPS) scale_columns<1>(state, smem.finish[parity]);
         }
         wait_for_copies<0>();
-        if (!KEEPS && chunks > 0) scale_columns<1>(state, smem.finish[(chunks - 1) % 2]);
+        if (chunks > 0) scale_columns<1>(state, smem.finish);
         if (final_state != nullptr) write_state<STATE_LAYOUT>(final_state + state_offset, state, first_value);
     }
 }

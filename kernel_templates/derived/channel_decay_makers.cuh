@@ -13,15 +13,31 @@
 //
 // Norms and rates are factors of rows and columns of products.
 #pragma once
-#include "channel_decay_rows.cuh"
+#include "bulk_copy.cuh"
+#include "chunk.cuh"
+#include "channel_decay.cuh"
 
+static_assert(sizeof(T_IO) == 2, "the chunked kernels take float16 and bfloat16");
+static_assert(HEAD_SIZE == 128 && VALUE_SIZE == 128, "heads have 128 channels and values");
+static_assert(CHUNK_LEN == 64, "chunk_len must be 64");
+
+constexpr int SLABS = HEAD_SIZE / TILE_COLUMNS, GROUP_THREADS = 128;
 constexpr float LEAST_OF_HALF = -LOG2_E * LARGEST_DECAY;
 
+struct Factors {
+    float of_k[CHUNK_LEN];     // 1 over the norm of k
+    float of_q[CHUNK_LEN];     // scale over the norm of q
+    float written[CHUNK_LEN];  // the rate over the norm of k
+    float diagonal[CHUNK_LEN]; // of M
+    float begin[HEAD_SIZE];    // of the state before the chunk, for products
+    float end[HEAD_SIZE];      // of the same for what the chunk is added to
+};
 // Of blocks 16 tokens apart, and of halves: rows of keys and of queries, columns.
 struct CrossTiles {
     Slab<64> rows[2];     // k_1 q_1 k_3 q_3; k_2 k_3 q_2 q_3
     Slab<32> columns[2];  // k_0 k_2; k_0 k_1
 };
+struct TokenMatrices { Slab<CHUNK_LEN> tm, m; };
 struct Solver {
     Slab<CHUNK_LEN> lower;  // -L, without the blocks on its diagonal
     Slab<BLOCK> turned[4];
@@ -49,8 +65,7 @@ struct __align__(1024) Smem {
     PartialSums sums;
     float totals[4][HEAD_SIZE];          // of blocks: sums of logarithms, or decays
     Factors factors[2];
-    float diagonal[CHUNK_LEN];           // of M
-    float finish[2][HEAD_SIZE];          // of the state behind a chunk
+    float finish[HEAD_SIZE];             // of the state behind the last chunk
     CopyBarrier ready, keys_free, matrices_free;
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry says");
@@ -84,9 +99,27 @@ template <int COUNT> __device__ inline void write_sums(float4 (*to)[32], const A
     for (int i = 0; i < COUNT; ++i) to[i][lane_id()] = {sums[i][0], sums[i][1], sums[i][2], sums[i][3]};
 }
 
-// The same, with the token matrices of the forward.
-struct Maker : RowMaker<Smem> {
-    using RowMaker<Smem>::RowMaker;
+// The groups that make chunks, one after another: a warp of them, with 16 tokens and 64 channels of each chunk.
+struct Maker {
+    Smem& smem;
+    const int slab, p, first;  // its channels, and tokens
+    int lane, channel;         // and the first one of a lane's pair
+    Gate gate;
+    float bias[2] = {};
+    // Of the chunk to be made.
+    int chunk, steps;
+
+    __device__ Maker(Smem& smem, int slab, const Gate& gate, const float* dt_bias)
+        : smem(smem), slab(slab), p(warp_id() % 4), first(BLOCK * p), lane(lane_id()),
+          channel(slab * TILE_COLUMNS + 2 * lane), gate(gate) {
+        if constexpr (HAS_BIAS) bias[0] = dt_bias[channel], bias[1] = dt_bias[channel + 1];
+    }
+    // Has the compiler find addresses anew: kept from stage to stage they would not fit into the registers.
+    __device__ void forget_addresses() {
+        asm volatile("" : "+r"(lane));
+        channel = slab * TILE_COLUMNS + 2 * lane;
+    }
+    __device__ static void synchronize() { synchronize_threads(1, 2 * GROUP_THREADS); }
     __device__ static void synchronize_group() { synchronize_threads(2, GROUP_THREADS); }  // the first one
     // Until the last chunk's rows, or its token matrices, are read.
     __device__ void wait_for_keys() const {
@@ -95,22 +128,84 @@ struct Maker : RowMaker<Smem> {
     __device__ void wait_for_matrices() const {
         if (chunk > 0) wait_for(smem.matrices_free, (chunk - 1) % 2);
     }
+    // Those of token first + t.
+    __device__ float2 gates(int t) const {
+        const Words<T_W, 2> g = *reinterpret_cast<const Words<T_W, 2>*>(&smem.w[first + t][channel]);
+        return {g.at(0), g.at(1)};
+    }
+    __device__ float2 query(int t) const { return unpack(*word_of(smem.q[slab], first, t, lane)); }
+    __device__ float2 key(int t) const { return unpack(*word_of(smem.k[slab], first, t, lane)); }
+
+    // Rows and columns, as words of tiles: of token first + t times a factor for each channel.
+    __device__ unsigned scaled_key(int t, float x, float y) const {
+        const float2 k = key(t);
+        return pack(k.x * x, k.y * y);
+    }
+    __device__ unsigned scaled_query(int t, float x, float y) const {
+        const float2 q = query(t);
+        return pack(q.x * x, q.y * y);
+    }
+
+    // The dots of rows, whose sums over all channels are known after the next barrier.
+    __device__ void multiply_rows() const {
+        DiagonalSums sums = {};
+        sums.add(tile_of(smem.k[slab]), tile_of(smem.q[slab]), first);
+        if (!has_diagonal()) return;
+        auto& to = smem.sums.diagonals[slab];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int token = first + group() + 8 * i;
+            to[0][token] = sums.keys[i], to[2][token] = sums.both[i];
+            if constexpr (HAS_NORM) to[1][token] = sums.queries[i];
+        }
+    }
+    __device__ void write_factors(Factors& factors, float beta, float scale) const {
+        if (slab > 0 || lane >= BLOCK) return;
+        const int token = first + lane;
+        float sums[3];
+#pragma unroll
+        for (int i = 0; i < 3; ++i) {
+            if (!HAS_NORM && i == 1) continue;
+            sums[i] = smem.sums.diagonals[0][i][token] + smem.sums.diagonals[1][i][token];
+        }
+        const float of_k = HAS_NORM ? norm_factor(sums[0]) : 1.0f;
+        const float of_q = scale * (HAS_NORM ? norm_factor(sums[1]) : 1.0f);
+        const float written = token < steps ? rate_of(beta) * of_k : 0.0f;
+        factors.of_k[token] = of_k, factors.of_q[token] = of_q, factors.written[token] = written;
+        factors.diagonal[token] = sums[2] * of_q;
+    }
     // What the state is multiplied by for the chunk's products, then for what these add, and behind it; by one warp.
     __device__ void write_decays(Factors& factors, float2 begin, float2 end, float2 finish) {
         if (p > 0) return;
-        const auto before = [&] { return reinterpret_cast<const float2&>(smem.finish[(chunk + 1) % 2][channel]); };
-        // Where states are kept, the chunk before has been finished by those that have them.
-        const float2 open = KEEPS || chunk == 0 ? float2{1.0f, 1.0f} : before();
-        const float2 first = {open.x * begin.x, open.y * begin.y};
+        float2& open = reinterpret_cast<float2&>(smem.finish[channel]);
+        const float2 before = chunk > 0 ? open : float2{1.0f, 1.0f};
+        const float2 first = {before.x * begin.x, before.y * begin.y};
         reinterpret_cast<float2&>(factors.begin[channel]) = first;
         reinterpret_cast<float2&>(factors.end[channel]) = {first.x * end.x, first.y * end.y};
-        reinterpret_cast<float2&>(smem.finish[chunk % 2][channel]) = finish;
+        open = finish;
+    }
+
+    // The sums of log-decays from a block's first token on, base 2.
+    __device__ void sum_decays(float (&sums)[BLOCK][2]) const {
+        float sum[2] = {};
+#pragma unroll
+        for (int t = 0; t < BLOCK; ++t) {
+            const float2 g = gates(t);
+            sums[t][0] = sum[0] += gate.logarithm(g.x, bias[0]);
+            sums[t][1] = sum[1] += gate.logarithm(g.y, bias[1]);
+        }
+        if (first + BLOCK <= steps) return;
+        float last[2] = {};  // what is past the last token does not decay
+#pragma unroll
+        for (int t = 0; t < BLOCK; ++t)
+#pragma unroll
+            for (int j = 0; j < 2; ++j) last[j] = sums[t][j] = first + t < steps ? sums[t][j] : last[j];
     }
 
     // Makes the chunk, if no half of it leaves the frame; says whether that is so, to all warps the same.
     template <typename Copy> __device__ bool make_in_frame(Factors& factors, float beta, float scale, Copy copy_next) {
         float sums[BLOCK][2];
-        sum_decays<false>(sums);
+        sum_decays(sums);
         reinterpret_cast<float2&>(smem.totals[p][channel]) = {sums[BLOCK - 1][0], sums[BLOCK - 1][1]};
         synchronize();  // the sums over all blocks are there
         write_factors(factors, beta, scale);
@@ -180,7 +275,7 @@ struct Maker : RowMaker<Smem> {
                 for (int i = 0; i < 8; ++i) {
                     const int row = group() + i % 4 / 2 * 8, column = i / 4 * 8 + 2 * quad_lane() + i % 2;
                     float& pair = pairs[i / 4][i % 4];
-                    if (is_query) pair = column < row ? pair : column == row ? smem.diagonal[first + row] : 0.0f;
+                    if (is_query) pair = column < row ? pair : column == row ? factors.diagonal[first + row] : 0.0f;
                     else smem.work.solver.diagonal[p][column][row] = pair;
                 }
             if (is_query || q < p)
@@ -205,17 +300,6 @@ struct Maker : RowMaker<Smem> {
         multiply_level(sum, tile);
         __syncwarp();
         decays.grow<N>();
-    }
-    // Token matrices, for the backward.
-    __device__ void keep(TokenMatrices& target) const {
-        constexpr int UNITS = sizeof(TokenMatrices) / sizeof(uint4), THREADS = 2 * GROUP_THREADS;
-        const uint4* from = reinterpret_cast<const uint4*>(&smem.matrices);
-        uint4* to = reinterpret_cast<uint4*>(&target);
-#pragma unroll
-        for (int i = 0; i < UNITS / THREADS; ++i) {
-            const int unit = i * THREADS + threadIdx.x % THREADS;
-            write_global(to + unit, from[unit]);
-        }
     }
     // Makes the chunk by halves.
     template <typename Copy> __device__ void make_by_halves(Factors& factors, Copy copy_next) {
@@ -312,7 +396,7 @@ struct Maker : RowMaker<Smem> {
         const auto lower = tile_of(smem.work.solver.lower);
         if (lane < BLOCK) {
             const int token = first + lane;
-            store_element(smem.matrices.m, token, token, smem.diagonal[token]);
+            store_element(smem.matrices.m, token, token, factors.diagonal[token]);
         }
 #pragma unroll
         for (int level = 0; level < 4; ++level) {
