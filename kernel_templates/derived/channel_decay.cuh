@@ -1,10 +1,10 @@
 // Kimi Delta Attention, 64 tokens of a head at once: what the tokens of a block of 16 do to each other's operands. With
 // e^g the decay of a channel at a token, and everything else as in channel_decay_group_forward.cu.
 //
-// No logarithm is ever summed. Tokens are taken by halves: of two blocks of N tokens side by side, rows of the upper
-// one are multiplied by the decays from its start on, the columns of the lower one by those to its end. Both grow from
-// level to level by the product over the other block, so that there is one exponential for a decay, no factor above 1,
-// and any decay is right; what is nothing to a float is 0.
+// Tokens are taken by halves, and no logarithms are summed: of two blocks of N tokens side by side, rows of the upper
+// one are multiplied by the decays from its start on, columns of the lower one by those to its end. Both grow from level
+// to level by the product over the other block. So there is one exponential for a decay, no factor is above 1, and any
+// decay is right; what is nothing to a float is 0.
 //
 // Needs T_IO, T_W, GATE, HAS_NORM, BETA_MAP, CHUNK_LEN, DECAY.
 #pragma once

@@ -12,6 +12,8 @@
 // By halves (channel_decay.cuh) otherwise:  erased = K e^c    read = Q e^c    written = K e^(D - c)
 //
 // Norms and rates are factors of rows and columns of products.
+//
+// Needs what channel_decay.cuh needs, and HEAD_SIZE, VALUE_SIZE, HAS_BIAS, LARGEST_DECAY, SHARED_BYTES.
 #pragma once
 #include "bulk_copy.cuh"
 #include "chunk.cuh"
@@ -58,7 +60,7 @@ union PartialSums {
 struct __align__(1024) Smem {
     Slab<CHUNK_LEN> erased[SLABS], read[SLABS], written[2][SLABS];
     TokenMatrices matrices;
-    Slab<CHUNK_LEN> values[2][2];        // by chunk and group; later U and Y
+    Slab<CHUNK_LEN> values[2][2];        // by chunk and group; later Y
     Slab<CHUNK_LEN> q[SLABS], k[SLABS];  // as they come
     T_W w[CHUNK_LEN][HEAD_SIZE];
     Work work;
@@ -146,7 +148,7 @@ struct Maker {
         return pack(q.x * x, q.y * y);
     }
 
-    // The dots of rows, whose sums over all channels are known after the next barrier.
+    // The dots of rows over the group's channels; those over all are known after the next barrier.
     __device__ void multiply_rows() const {
         DiagonalSums sums = {};
         sums.add(tile_of(smem.k[slab]), tile_of(smem.q[slab]), first);
@@ -257,7 +259,7 @@ struct Maker {
         wait_for_batches<0>();
         hold(sum);
         wait_for_matrices();
-        if (slab == 0) write_row(factors, sum, false);
+        if (slab == 0) write_row(factors, sum, false);  // a branch each, as what is written differs
         else write_row(factors, sum, true);
         return true;
     }
@@ -343,13 +345,14 @@ struct Maker {
         // and sums are not in registers at once.
         Accumulator of_cross[6] = {};  // of blocks and of halves
         if (slab > 0) {
-            synchronize(), synchronize();
+            synchronize(), synchronize();  // the first group's tiles are there, and read
             take_cross(of_cross, decays, between, copy_next);
             write_sums(&smem.sums.pairs[p][0], of_level), write_sums(&smem.sums.pairs[p][4], of_cross);
             synchronize();  // the sums are there
             return;
         }
         take_cross(of_cross, decays, between, copy_next);
+        // Its own tiles are read, those of the second group are there, and so are that group's sums.
         synchronize(), synchronize(), synchronize();
         add_sums(of_level, &smem.sums.pairs[p][0]), add_sums(of_cross, &smem.sums.pairs[p][4]);
         wait_for_matrices();

@@ -432,6 +432,7 @@ FAULTS = [
     ("kda", "", ValueError, r"beta: expected shape \[2, 13, 4\]", {"beta": ZEROS(2, 13, 4, 6)}),
     ("kda", "", ValueError, "beta_map: expected one of identity, sigmoid, twice_sigmoid", {"beta_map": "tanh"}),
     ("kda", "", ValueError, "dt_bias: goes with A_log, got it alone", {"dt_bias": ZEROS(4, 6)}),
+    ("kda", "", ValueError, "dt_bias: goes with A_log, got it alone", {"dt_bias": ZEROS(4, 6).numpy()}),
     ("kda", "", ValueError, "lower_bound: goes with A_log, got it alone", {"lower_bound": -5.0}),
     ("kda", "raw", ValueError, "lower_bound: expected a negative number, got 5.0", {"lower_bound": 5.0}),
     ("kda", "raw", ValueError, "lower_bound: expected a negative number, got 0", {"lower_bound": 0}),
