@@ -12,7 +12,7 @@ from ptx_text import TYPES, Fault
 
 # What would change a result, and no kernel asks for.
 _UNKNOWN_WAYS = {"sat", "satfinite", "relu", "rz", "rm", "rp", "cc", "NaN", "xorsign"}
-_KNOWN_WAYS = {"cvt.sat.f32.f32", "fma.rm.f32", "add.rz.f32"}
+_KNOWN_WAYS = {"cvt.sat.f32.f32", "fma.rm.f32", "add.rz.f32", "min.NaN.f32"}
 MOST_BYTES = 64  # of a parameter of a function
 _MAKERS = {}
 
@@ -196,8 +196,10 @@ def _rounded(x, toward):
 
 @instruction("min", "max")
 def _choice(machine, given):
+    # Of a number and none the number, but for .NaN.
     of_floats, of_integers = {"min": (np.fmin, np.minimum), "max": (np.fmax, np.maximum)}[given.parts[0]]
-    return _compute(machine, given, of_floats if "f" in given.kind() else of_integers)
+    is_of_numbers = "f" in given.kind() and not given.has("NaN")
+    return _compute(machine, given, of_floats if is_of_numbers else of_integers)
 
 
 def _exact(x):

@@ -1,10 +1,5 @@
-// Kimi Delta Attention, 64 tokens of a head at once: what the tokens of a block of 16 do to each other's operands. With
-// e^g the decay of a channel at a token, and everything else as in channel_decay_group_forward.cu.
-//
-// Tokens are taken by halves, and no logarithms are summed: of two blocks of N tokens side by side, rows of the upper
-// one are multiplied by the decays from its start on, columns of the lower one by those to its end. Both grow from level
-// to level by the product over the other block. So there is one exponential for a decay, no factor is above 1, and any
-// decay is right; what is nothing to a float is 0.
+// Kimi Delta Attention, 64 tokens of a head at once: log-decays, and what the tokens of a block of 16 are to each
+// other. With everything as in channel_decay_group_forward.cu.
 //
 // Needs T_IO, T_W, GATE, HAS_NORM, BETA_MAP, CHUNK_LEN, DECAY.
 #pragma once
@@ -19,73 +14,37 @@ __device__ inline float log2_fast(float x) {
 // The decays of tokens, from g as it comes: the log-decay, or what makes it with a head's speed, exp(a_log).
 enum class LogDecay { given, softplus, bounded };
 constexpr LogDecay LOG_DECAY = LogDecay(GATE);
-struct Gate {
-    float speed = 0.0f, bound;  // with what the logarithm's base asks for
 
-    __device__ Gate(const float* a_log, i64 head, float lower_bound) : bound(LOG2_E * lower_bound) {
+// What is no number stays none.
+__device__ inline float smaller(float x, float y) {
+    asm("min.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(y));
+    return x;
+}
+// The logarithm of a decay, base 2, is -`speed` times what a token has of it.
+struct Gate {
+    float inner = LOG2_E, speed = LOG2_E;
+
+    __device__ Gate(const float* a_log, i64 head, float lower_bound) {
         if constexpr (LOG_DECAY != LogDecay::given) speed = exp2_fast(LOG2_E * a_log[head]);
-        if constexpr (LOG_DECAY == LogDecay::bounded) speed *= LOG2_E;
+        if constexpr (LOG_DECAY == LogDecay::bounded) inner = -LOG2_E * speed, speed = -LOG2_E * lower_bound;
     }
-    // Of a decay, base 2.
-    __device__ float logarithm(float g, float bias) const {
-        if constexpr (LOG_DECAY == LogDecay::given) return LOG2_E * g;
-        if constexpr (LOG_DECAY == LogDecay::bounded) return bound * reciprocal(1.0f + exp2_fast(-speed * (g + bias)));
-        const float x = exp2_fast(LOG2_E * (g + bias));
+    __device__ float share(float g, float bias) const {
+        if constexpr (LOG_DECAY == LogDecay::given) return -g;
+        const float x = exp2_fast(inner * g + inner * bias);
+        if constexpr (LOG_DECAY == LogDecay::bounded) return reciprocal(1.0f + x);
         // Beside 1 a small x would lose its digits, and many such tokens forget something.
-        return -speed * (x < 1e-3f ? LOG2_E * (x - 0.5f * x * x) : log2_fast(1.0f + x));
+        return x < 1e-3f ? LOG2_E * (x - 0.5f * x * x) : log2_fast(1.0f + x);
     }
-    __device__ float decay(float g, float bias) const { return exp2_fast(logarithm(g, bias)); }
+    __device__ float logarithm(float g, float bias) const { return -speed * share(g, bias); }
 };
 
 constexpr int BLOCK = 16;  // tokens of a warp
-// A pair of channels of all tokens of a block.
-using Pairs = float[BLOCK][2];
 
 // A pair of columns of row `first` + t, where `first` is a multiple of 8: the compiler need not find that out.
 template <int ROWS> __device__ inline unsigned* word_of(Slab<ROWS>& slab, int first, int t, int pair) {
     return reinterpret_cast<unsigned*>(&slab.units[first + t][pair / 4 ^ t % 8]) + pair % 4;
 }
 
-// Rows and columns of a level: 8 tokens of keys and the same of queries; 8 tokens of keys.
-struct LevelTile {
-    Slab<16> left;
-    Slab<8> right;
-};
-// The rows of a level are the upper tokens of its blocks, its columns the lower ones.
-template <int N> __device__ constexpr int lower_token(int i) { return i / N * 2 * N + i % N; }
-
-// Of a block's tokens, in blocks of a level.
-struct BlockDecays {
-    Pairs from_start;  // the decays from the start of a token's block on, with its own
-    Pairs to_end;      // those behind it, to the block's end
-
-    // Blocks of N tokens, to such of twice as many.
-    template <int N> __device__ void grow() {
-#pragma unroll
-        for (int b = 0; b < BLOCK; b += 2 * N)
-#pragma unroll
-            for (int t = b; t < b + N; ++t)
-#pragma unroll
-                for (int j = 0; j < 2; ++j) {
-                    to_end[t][j] *= from_start[b + 2 * N - 1][j];
-                    // The last one of the upper block is read above, by all of the lower block.
-                    if (t == b + N - 1)
-#pragma unroll
-                        for (int upper = b + N; upper < b + 2 * N; ++upper) from_start[upper][j] *= from_start[t][j];
-                }
-    }
-};
-
-// Products of a level: of keys in [0] and [1], of queries in [2] and [3].
-__device__ inline void multiply_level(Accumulator& sum, const LevelTile& tile) {
-    const unsigned right = shared_address(&tile.right.units[0][0]), row = lane_id() % 8;
-#pragma unroll
-    for (int c = 0; c < TILE_COLUMNS; c += 32) {
-        const Fragment columns = load_matrices(right + 128 * row + ((c / 8 + lane_id() / 8) ^ row) * 16);
-        multiply_add(sum, load_left(tile_of(tile.left), 0, c), columns.at[0], columns.at[1]);
-        multiply_add(sum, load_left(tile_of(tile.left), 0, c + 16), columns.at[2], columns.at[3]);
-    }
-}
 // What the lanes of a diagonal have: token `group()` in lane `quad_lane()` == group() / 2.
 __device__ inline bool has_diagonal() { return quad_lane() == group() / 2; }
 struct DiagonalSums {

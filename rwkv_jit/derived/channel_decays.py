@@ -1,22 +1,21 @@
-"""Kimi Delta Attention in a kernel of its own: calls without gradients, of many heads of 128 on sm_90.
-
-Others are for `wkv7`.
-"""
+"""Kimi Delta Attention in kernels of its own: calls of many heads of 128 on sm_90. Others are for `wkv7`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from rwkv_jit import modes, tensors
+from rwkv_jit import tensors
 from rwkv_jit.algorithms.parts import Case
-from rwkv_jit.derived import arguments, channel_steps, own_kernels
+from rwkv_jit.derived import arguments, channel_steps, operands, own_kernels
 from rwkv_jit.derived.arguments import Result, Sequences
+from rwkv_jit.derived.own_kernels import Kernels, Known
 from rwkv_jit.derived.table import RATE_MAPS, ChannelCore
 from rwkv_jit.ops import checks
-from rwkv_jit.plan import Plan
+from rwkv_jit.ops.wkv7 import wkv7
 from rwkv_jit.signatures import BySignature
 
 LEAST_BLOCKS = 1 / 5  # heads of all sequences for a multiprocessor: fewer leave it idle, and go in segments elsewhere
@@ -25,29 +24,28 @@ LEAST_BLOCKS = 1 / 5  # heads of all sequences for a multiprocessor: fewer leave
 def is_here(call: Sequences, parameters: Sequence[Tensor | None]) -> bool:
     """Return whether a call that has been checked runs here; `parameters` are those that are no inputs of it."""
     q, _, v, *_ = call.inputs
-    if not own_kernels.may_take(call, v, parameters, LEAST_BLOCKS) or own_kernels.wants_gradients(call, parameters):
+    if not own_kernels.may_take(call, v, parameters, LEAST_BLOCKS):
+        return False
+    training = own_kernels.wants_gradients(call, parameters)
+    if training and q.shape[-2] != v.shape[-2]:
         return False
     op, sizes = ChannelCore().op, (q.shape[-1], v.shape[-1], v.shape[1])
-    case = Case(op, tensors.STORAGE[v.dtype], *sizes, op.decay, None, call.tail.chunk_len, training=False)
+    case = Case(op, tensors.STORAGE[v.dtype], *sizes, op.decay, None, call.tail.chunk_len, training=training)
     return channel_steps.why_not(case, lambda: tensors.gpu(v.device.index)) is None
 
 
-_plans: BySignature[Plan] = BySignature()
+def _elsewhere(
+    core: ChannelCore, lower_bound: float, arrays: Sequence[Any]
+) -> tuple[Callable[..., Result], Sequence[Tensor]]:
+    """Return the op that runs a core elsewhere, and what it takes."""
+    named = dict(zip(core.op.names, arrays, strict=True))
+    return wkv7, operands.of_delta_rule(
+        named["r"], named["k"], named["v"], named["w"], named["beta"], named.get("a_log"), named.get("dt_bias"),
+        lower_bound if core.gate == "bounded" else None, qk_norm=core.has_norm, beta_map=core.rate_map,
+    )  # fmt: skip
 
 
-def run(
-    core: ChannelCore, arrays: Sequence[Tensor], call: Sequences, lower_bound: float, output_final_state: bool
-) -> Result:
-    """Run a call that `is_here`; `arrays` are the inputs of the core."""
-    given = own_kernels.given_to(call, arrays)
-    key = core, modes.is_batch_invariant(), call.tail, lower_bound, output_final_state, tensors.signature(given)
-    plan = _plans.get(key)
-    if plan is None:
-        problem = own_kernels.problem_of(core.op, given, call, channel_steps.CHUNK_LEN, output_final_state, False)
-        named = dict(zip((*core.op.names, "initial_state", "cu_seqlens"), given, strict=True))
-        plan = _plans.keep(key, Plan(channel_steps.forward(problem, lower_bound), problem, named))
-    y, *finals = plan.run(given)
-    return y, finals[0] if output_final_state else None
+_calls: BySignature[Known] = BySignature()
 
 
 def of_kda(
@@ -72,4 +70,13 @@ def of_kda(
     core = ChannelCore(gate, checks.check_flag("qk_norm", qk_norm), dt_bias is not None, beta_map)
     fixed = [x.float() for x in parameters]
     fixed[1:] = (x.reshape(heads, head_size) for x in fixed[1:])
-    return run(core, (*call.inputs, *fixed), call, float(lower_bound or 0.0), output_final_state)
+    bound = float(lower_bound or 0.0)
+    kernels = Kernels(
+        partial(channel_steps.forward, lower_bound=bound), partial(channel_steps.backward, lower_bound=bound),
+        channel_steps.kept, partial(_elsewhere, core, bound),
+    )  # fmt: skip
+    training = own_kernels.wants_gradients(call, parameters)
+    return own_kernels.run(
+        _calls, kernels, core.op, (*call.inputs, *fixed), call, channel_steps.CHUNK_LEN, training, output_final_state,
+        bound,
+    )  # fmt: skip

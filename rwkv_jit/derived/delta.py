@@ -97,8 +97,10 @@ def kda(
     for each token and value head 3 K numbers of the dtype of q, and one of float32 for each of K where A_log is
     given.
 
-    Calls without gradients, of 16 bits, heads of 128 that are not few and sm_90, run a kernel of their own, which makes
-    no operands.
+    On sm_90, calls with 16 bits and heads of 128 that are not few run kernels of their own, which make no operands;
+    with gradients, those with as many key heads as value heads. Between the passes these keep, beside inputs, y and the
+    final state, for every 64 tokens of a head a state of 128 x 128 and two matrices of 64 x 64, and for each token and
+    head the 128 numbers of v - S k, all of 16 bits.
 
     Results are the same bit for bit from run to run. A second derivative is an error. Under `torch.autocast` inputs
     are cast as `wkv7` casts them; g and beta may stay float32. CPU tensors run plain torch, with one notice.

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rwkv_jit import modes, tensors
+from rwkv_jit import tensors
 from rwkv_jit.algorithms.parts import Case
 from rwkv_jit.derived import arguments, operands, own_kernels, steps
 from rwkv_jit.derived.arguments import Result, Sequences
+from rwkv_jit.derived.own_kernels import Kernels, Known
 from rwkv_jit.derived.table import Core
 from rwkv_jit.layers import plain
 from rwkv_jit.ops import checks
 from rwkv_jit.ops.gla import gla
 from rwkv_jit.ops.wkv7 import wkv7
-from rwkv_jit.plan import Plan
-from rwkv_jit.problem import Problem
-from rwkv_jit.signatures import BySignature, forget_with
+from rwkv_jit.signatures import BySignature
 
 LEAST_BLOCKS = 1 / 5  # heads of all sequences for a multiprocessor: fewer leave it idle, and go in segments elsewhere
-_MOST_BACKWARDS = 16  # of a call: they differ in the strides of the gradients of its results
 
 
 class Way(NamedTuple):
@@ -47,64 +46,6 @@ def way(call: Sequences, q: Tensor, v: Tensor, has_delta: bool, *parameters: Any
     if steps.why_not(case, lambda: gpu) is not None:
         return None
     return Way(chunk_len or steps.default_chunk_len(case, gpu), training)
-
-
-class _Known:
-    """A call whose forward is prepared, and from its first backward on that too."""
-
-    def __init__(self, core: Core, problem: Problem, call: Sequences, given: Sequence[Tensor | None]):
-        self.core, self.problem = core, problem
-        self.call = call._replace(inputs=[], initial_state=None, cu_seqlens=None)
-        self.names = *problem.op.names, "initial_state", "cu_seqlens"
-        self.forward = Plan(steps.forward(problem), problem, dict(zip(self.names, given, strict=True)))
-        self._backwards: dict[Any, Plan] = {}
-        forget_with(self)
-
-    def forget(self) -> None:
-        """Drop the prepared backwards; a graph may hold this call after a fork."""
-        self._backwards.clear()
-
-    def differentiate(
-        self, given: Sequence[Tensor | None], dy: Tensor | None, grad_final_state: Tensor | None, kept: Tensor
-    ) -> list[Tensor]:
-        """Return the gradients of the inputs, and of an initial state."""
-        if dy is None:
-            like = given[2]  # which has the shape of y
-            assert like is not None
-            dy = torch.zeros_like(like, memory_format=torch.contiguous_format)
-        arrays = [*given, dy, grad_final_state, kept]
-        signature = tensors.signature(arrays)
-        plan = self._backwards.get(signature)
-        if plan is None:
-            if len(self._backwards) >= _MOST_BACKWARDS:
-                self._backwards.clear()
-            named = dict(zip((*self.names, "dy", "grad_final_state", "saved"), arrays, strict=True))
-            problem = self.problem._replace(has_final_state=grad_final_state is not None)
-            plan = self._backwards[signature] = Plan(steps.backward(problem), problem, named, steps.kept(problem))
-        return plan.run(arrays)
-
-    def differentiate_elsewhere(
-        self, given: Sequence[Tensor | None], dy: Tensor | None, grad_final_state: Tensor | None
-    ) -> list[Tensor | None]:
-        """Do the same by the ops of all calls, which transforms, modes and graphs of a backward know.
-
-        The forward runs again there. Of what wants no gradient there is None.
-        """
-        is_recorded = torch.is_grad_enabled()
-        with torch.enable_grad():
-            # One input may be made of another: as views no gradient passes from the one to the other here.
-            *arrays, state, cu_seqlens = [x if x is None else x.view_as(x) for x in given]
-            call = self.call._replace(initial_state=state, cu_seqlens=cu_seqlens)
-            op, taken = _of_other_kernels(self.core, arrays)  # type: ignore[arg-type]
-            results = call.run(op, taken, grad_final_state is not None)
-            pairs = [(x, grad) for x, grad in zip(results, (dy, grad_final_state), strict=True) if grad is not None]
-            wanted = [x for x in (*arrays, state) if x is not None and x.requires_grad]
-            grads = torch.autograd.grad(
-                [x for x, _ in pairs if x is not None], wanted, [grad for _, grad in pairs], create_graph=is_recorded,
-                allow_unused=True,
-            )  # fmt: skip
-        several = iter(grads)
-        return [next(several) if x is not None and x.requires_grad else None for x in (*arrays, state)]
 
 
 def _of_other_kernels(core: Core, arrays: Sequence[Tensor]) -> tuple[Callable[..., Result], Sequence[Tensor]]:
@@ -137,43 +78,13 @@ def _of_other_kernels(core: Core, arrays: Sequence[Tensor]) -> tuple[Callable[..
     return gla, operands.for_heads(q, k, v, gates[0])
 
 
-class _Recorded(torch.autograd.Function):
-    """A call with gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, known: _Known, *given: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        y, *finals, kept = known.forward.run(given)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*given, kept)
-        ctx.known = known
-        return y, finals[0] if finals else None
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, grad_final_state: Tensor | None) -> tuple[Any, ...]:
-        *given, kept = ctx.saved_tensors
-        is_direct = not torch.is_grad_enabled() and tensors.is_eager()
-        if is_direct and tensors.PLAIN.issuperset(map(type, (dy, grad_final_state, *given))):
-            grads: Sequence[Any] = ctx.known.differentiate(given, dy, grad_final_state, kept)
-        else:
-            grads = ctx.known.differentiate_elsewhere(given, dy, grad_final_state)
-        return None, *grads, *[None] * (len(given) - len(grads))
-
-
-_calls: BySignature[_Known] = BySignature()
+_calls: BySignature[Known] = BySignature()
 
 
 def run(core: Core, arrays: Sequence[Tensor], call: Sequences, how: Way, output_final_state: bool) -> Result:
     """Run a call as `way` says; `arrays` are the inputs of the core."""
-    given = own_kernels.given_to(call, arrays)
-    key = core, modes.is_batch_invariant(), call.tail, how, output_final_state, tensors.signature(given)
-    known = _calls.get(key)
-    if known is None:
-        problem = own_kernels.problem_of(core.op, given, call, how.chunk_len, output_final_state, how.training)
-        known = _calls.keep(key, _Known(core, problem, call, given))
-    if how.training:
-        return _Recorded.apply(known, *given)  # type: ignore[no-any-return, no-untyped-call]
-    y, *finals = known.forward.run(given)
-    return y, finals[0] if output_final_state else None
+    kernels = Kernels(steps.forward, steps.backward, steps.kept, partial(_of_other_kernels, core))
+    return own_kernels.run(_calls, kernels, core.op, arrays, call, how.chunk_len, how.training, output_final_state)
 
 
 def of_delta_rule(

@@ -64,16 +64,18 @@ def layer_requests(arch):
 
 
 def derived_requests(arch):
-    """Return the kernels of a derived op in training."""
+    """Return the kernels of derived ops in training."""
     import problems
 
     from rwkv_jit.derived import channel_steps, steps
     from rwkv_jit.derived.table import ChannelCore, Core
 
     given = problems.head_decays(Core(True, has_norm=True), arch, B=1, N=1, T=32768, training=True)
-    channels = problems.channel_decays(ChannelCore("softplus", has_bias=True))
-    of_channels = channel_steps.forward(channels, 0.0).requests(channels.gpu) if arch == "sm_90" else []
-    return [*steps.forward(given).requests(given.gpu), *steps.backward(given).requests(given.gpu), *of_channels]
+    schedules = [steps.forward(given), steps.backward(given)]
+    if arch == "sm_90":
+        channels = problems.channel_decays(ChannelCore("softplus", has_bias=True), training=True)
+        schedules += [channel_steps.forward(channels, 0.0), channel_steps.backward(channels, 0.0)]
+    return [request for schedule in schedules for request in schedule.requests(given.gpu)]
 
 
 def read(request):

@@ -103,7 +103,13 @@ def derived(
             alone, alone_grads, _ = derived_cases.differentiate(case, weights=weights, **options)
             pairs = zip((*results, *grads.values()), (*alone, *alone_grads.values()), strict=True)
             is_close({i: relative(*pair) for i, pair in enumerate(pairs)}, 1e-5)
+    are_close(case, results, grads, weights)
+
+
+def are_close(case, results, grads, weights):
+    """Values and gradients of a derived call, to those of its reference."""
     wanted, wanted_grads = derived_cases.exactly(case, weights)
+    dtype = results[0].dtype
     kind = {BF16: "bf16", FP16: "fp16"}[dtype]
     for name, grad in grads.items():
         error = derived_cases.error_of(case, name, grad, wanted_grads[name])
@@ -111,19 +117,32 @@ def derived(
     is_close({i: relative(*pair) for i, pair in enumerate(zip(results, wanted, strict=True))}, LIMITS[dtype])
 
 
-def of_channels(how, sizes, dtype=BF16, bounds=None, decays=(), wide=FP32, state=FP32, layout=None):
-    """A call of kda without gradients, in a kernel of its own.
+def of_channels(
+    how, sizes, dtype=BF16, bounds=None, decays=(), of_blocks=None, wide=FP32, state=FP32, layout=None, training=False
+):  # fmt: skip
+    """A call of kda in kernels of its own, with gradients where it is `training`.
 
-    Half of the log-decays are none, and others down to one of `decays`: for 64 tokens the first, for 64 the next.
+    Half of the log-decays are none, and others down to one of `decays`: for 64 tokens the first, for 64 the next. Or
+    blocks of 16 tokens have `of_blocks` together, by turns, all of it in the eight in their middle.
     """
     given = derived_cases.make("kda", how, sizes, dtype, wide, state, bounds=bounds, layout=layout)
     if decays:
         shape = given.inputs["g"].shape
         largest = torch.tensor(decays)[torch.arange(shape[1]) // 64 % len(decays)].view(-1, 1, 1)
         given = derived_cases.with_decays(given, largest * torch.rand(shape) * (torch.rand(shape) < 0.5))
+    if of_blocks:
+        token = torch.arange(sizes[1])
+        of_tokens = torch.tensor(of_blocks)[token // 16 % len(of_blocks)] / 8 * ((token % 16 >= 4) & (token % 16 < 12))
+        given.inputs["g"].copy_(of_tokens.view(-1, 1, 1).expand_as(given.inputs["g"]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(channel_decays, "LEAST_BLOCKS", 0)
-        found = given.run()
+        if training:
+            found, grads, weights = derived_cases.differentiate(given)
+        else:
+            found = given.run()
+    if training:
+        are_close(given, found, grads, weights)
+        return
     wanted = given.reference().run(rwkv_jit.kda_ref)
     is_close({i: relative(*pair) for i, pair in enumerate(zip(found, wanted, strict=True))}, LIMITS[dtype])
 
@@ -376,6 +395,38 @@ CASES = [
         "sm_90", "channel_decay_group_forward",
         of_channels, "raw norm", (1, 330, 1, 1, 128, 128), decays=[-2000.0, -0.1, -4.0, -2000.0, -2000.0],
     ),
+    case(
+        "sm_90", "channel_decay_group_forward channel_decay_group_backward channel_decay_group_key_gradients sum_rows",
+        of_channels, "raw bias norm", (1, 70, 1, 1, 128, 128), wide=BF16, training=True,
+    ),
+    case(
+        "sm_90", "channel_decay_group_forward channel_decay_group_backward channel_decay_group_key_gradients sum_rows",
+        of_channels, "bounded flat bias norm", (1, 150, 2, 2, 128, 128), FP16, [0, 0, 20, 150], training=True,
+    ),
+    case(
+        "sm_90", "channel_decay_group_forward channel_decay_group_backward channel_decay_group_key_gradients sum_rows",
+        of_channels, "raw norm", (1, 200, 1, 1, 128, 128), decays=[-2000.0, -0.1, -4.0], training=True,
+    ),
+    case(
+        "sm_90", "channel_decay_group_forward channel_decay_group_backward channel_decay_group_key_gradients sum_rows",
+        of_channels, "raw norm", (1, 130, 1, 1, 128, 128), FP16, decays=[-0.8], training=True,
+    ),
+    case(
+        "sm_90", "channel_decay_group_forward channel_decay_group_backward channel_decay_group_key_gradients",
+        of_channels, "norm twice_sigmoid", (1, 130, 2, 2, 128, 128), wide=BF16, training=True,
+    ),
+    # Tokens that hardly forget each other where two blocks meet that decay by all that a frame has room for; and with
+    # blocks between them that do not.
+    case("sm_90", "channel_decay_group_forward", of_channels, "norm", (1, 70, 1, 1, 128, 128), of_blocks=[-86.0]),
+    case(
+        "sm_90", "channel_decay_group_forward",
+        of_channels, "norm", (1, 64, 1, 1, 128, 128), of_blocks=[-120.0, -79.0],
+    ),
+    case(
+        "sm_90", "channel_decay_group_forward",
+        of_channels, "norm", (1, 128, 1, 1, 128, 128), FP16, of_blocks=[-13.2, -2.2, -2.2],
+    ),
+    case("sm_90", "channel_decay_group_forward", of_channels, "norm", (1, 64, 1, 1, 128, 128), FP16, of_blocks=[-13.2]),
     # A layer's small work.
     case(
         "sm_80", "layer_prepare_keys layer_prepare_keys_backward sum_rows",

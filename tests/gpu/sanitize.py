@@ -144,10 +144,16 @@ def head_decays(name, how, sizes, bounds=None, dtype=BF16, **options):
     of_own.LEAST_BLOCKS = usual
 
 
-def channel_decays(how, sizes, bounds=None, dtype=BF16, wide=FP32, **options):
-    """A call of kda in a kernel of its own, of few heads, without gradients from a state."""
-    case = derived_cases.make("kda", how, (*sizes, 128, 128), dtype, wide, FP32, bounds=bounds, device="cuda")
+def channel_decays(how, sizes, bounds=None, dtype=BF16, wide=FP32, decays=(-1.0, -0.01), **options):
+    """A call of kda in kernels of its own, of few heads: with every gradient from a state, and one without gradients.
+
+    Where key heads are fewer, those with gradients are for other kernels.
+    """
+    case = derived_cases.make(
+        "kda", how, (*sizes, 128, 128), dtype, wide, FP32, decays=decays, bounds=bounds, device="cuda"
+    )
     usual, of_channels.LEAST_BLOCKS = of_channels.LEAST_BLOCKS, 0
+    derived_cases.differentiate(case, **options)
     with torch.no_grad():
         case.run(**options)
     of_channels.LEAST_BLOCKS = usual
@@ -196,6 +202,8 @@ CALLS = [
     partial(channel_decays, "raw bias sigmoid norm", (2, 150, 1, 2), wide=BF16),
     partial(channel_decays, "bounded norm", (1, 150, 2, 2), [0, 0, 1, 70, 150], torch.float16),
     partial(channel_decays, "norm", (1, 150, 1, 2)),
+    partial(channel_decays, "raw bias sigmoid norm", (2, 150, 2, 2), wide=BF16),
+    partial(channel_decays, "norm", (1, 300, 2, 2), decays=(-2000.0, 0.0)),
     *(partial(op, name, 2, 33, 2, 40, backend="recurrent", dtype=FP32) for name in (*GATED, "wkv7")),
     *(partial(op, name, 1, 70, 2, 64, packed=True, backend="recurrent") for name in ("wkv6", "wkv7")),
     *(partial(op, name, 2, 70, 3, size) for name in (*GATED, "wkv7") for size in (40, 64, 128)),

@@ -4,6 +4,7 @@ import comparing
 import derived_cases
 import pytest
 import torch
+from derived_cases import differentiate, error_of, exactly, limit_of
 
 import rwkv_jit
 from rwkv_jit.derived import channel_decays
@@ -24,9 +25,15 @@ def any_heads(monkeypatch):
     monkeypatch.setattr(channel_decays, "LEAST_BLOCKS", 0)
 
 
-def own(launched):
+def own(launched, kind="forward"):
     """How often a kernel of this op was launched."""
-    return sum(seen.name.startswith("channel_decay_") for seen in launched)
+    return sum(seen.name == f"channel_decay_group_{kind}" for seen in launched)
+
+
+def own_backwards(launched):
+    """How often gradients were made by kernels of this op, which launches two."""
+    assert own(launched, "backward") == own(launched, "key_gradients")
+    return own(launched, "backward")
 
 
 def make(how, sizes, dtype=torch.bfloat16, wide=torch.float32, state=torch.float32, **options):
@@ -120,5 +127,94 @@ def test_other_calls_go_elsewhere(op, launched, monkeypatch):
         usual.run(chunk_len=32)
         monkeypatch.setattr(channel_decays, "LEAST_BLOCKS", 1)
         usual.run()
-    derived_cases.differentiate(usual)
-    assert own(launched) == 0
+    differentiate(usual)  # of fewer key heads than value heads
+    assert own(launched) == own_backwards(launched) == 0
+
+
+# ---- gradients -----------------------------------------------------------------------------------------------------
+
+KINDS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+TRAINED_SIZES = [(2, 200, 4), (1, 64, 3), (3, 65, 2), (1, 1000, 4), (70, 33, 2)]  # B, T, heads
+BOUNDS = [0, 0, 1, 64, 129, 129, 500, 500]
+
+
+def heads_of(sizes):
+    """Sizes with as many key heads as value heads."""
+    return *sizes, sizes[-1]
+
+
+def check_gradients(case, of=(0, 1), **options):
+    """Compare results and gradients of all tensors of a call with the reference; return the gradients of both."""
+    kind = KINDS[case.inputs["q"].dtype]
+    results, grads, weights = differentiate(case, None, None, of, **options)
+    want, want_grads = exactly(case, weights, of)
+    for found, x in zip(results, want, strict=True):
+        assert comparing.relative(found, x) < derived_cases.LIMITS[kind]
+    for name, grad in grads.items():
+        assert (grad.dtype, grad.shape) == (case.tensors[name].dtype, case.tensors[name].shape)
+        assert error_of(case, name, grad, want_grads[name], of) < limit_of(case, name, kind), name
+    return grads, want_grads
+
+
+@pytest.mark.parametrize("how", derived_cases.WAYS["kda"])
+@pytest.mark.parametrize("sizes", TRAINED_SIZES, ids=str)
+def test_gradients(op, how, sizes, launched, guarded_memory):
+    for dtype in KINDS:
+        check_gradients(make(how, heads_of(sizes), dtype))
+    assert own(launched) == own_backwards(launched) == len(KINDS)
+
+
+@pytest.mark.parametrize("how", derived_cases.WAYS["kda"])
+@pytest.mark.parametrize("dtype", KINDS, ids=KINDS.get)
+def test_gradients_with_gates_of_16_bits(op, how, dtype, launched, guarded_memory):
+    check_gradients(make(how, (2, 200, 3, 3), dtype, dtype))
+    assert own(launched) == own_backwards(launched) == 1
+
+
+@pytest.mark.parametrize("decays", [(-1.0, -0.01), (-0.05, 0.0), (-20.0, 0.0), (0.0, 0.0)], ids=str)
+@pytest.mark.parametrize("dtype", KINDS, ids=KINDS.get)
+def test_gradients_with_decays_of_any_strength(op, decays, dtype, launched, guarded_memory):
+    case = make("norm", (2, 300, 2, 2), dtype, decays=decays)
+    check_gradients(case)
+    assert own(launched) == own_backwards(launched) == 1
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=KINDS.get)
+def test_gradients_of_chunks_in_a_frame_and_out_of_it(op, dtype, launched, guarded_memory):
+    case = make("norm", (2, 700, 2, 2), dtype)
+    shape = case.inputs["g"].shape
+    largest = torch.tensor([-2000.0, -0.1, -4.0, -2000.0, -2000.0, -0.01], device="cuda")
+    largest = largest[torch.arange(shape[1], device="cuda") // 64 % len(largest)].view(-1, 1, 1)
+    draws, is_kept = torch.rand(2, *shape, device="cuda")
+    case.inputs["g"].copy_(largest * draws * (is_kept < 0.5))
+    check_gradients(case)
+    assert own(launched) == own_backwards(launched) == 1
+
+
+@pytest.mark.parametrize("layout", ["kv", "vk"])
+@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_gradients_of_packed_sequences_and_states(op, layout, state, launched, guarded_memory):
+    check_gradients(make("raw bias sigmoid norm", (1, 500, 4, 4), bounds=BOUNDS, layout=layout, state=state))
+    assert own(launched) == own_backwards(launched) == 1
+
+
+@pytest.mark.parametrize("of", [(0,), (1,)], ids=["y", "state"])
+@pytest.mark.parametrize("bounds", [None, BOUNDS], ids=["batch", "packed"])
+def test_gradients_of_one_result(op, of, bounds, launched, guarded_memory):
+    # The end of a sequence reads its initial state, and so do its first tokens.
+    case = make("norm", (1, 500, 2, 2), decays=(-0.02, 0.0), bounds=bounds)
+    check_gradients(case, of)
+    assert own(launched) == own_backwards(launched) == 1
+
+
+def test_gradients_without_a_state(op, launched, guarded_memory):
+    check_gradients(make("raw norm", (2, 130, 2, 2), has_state=False))
+    assert own(launched) == own_backwards(launched) == 1
+
+
+def test_the_same_gradients_again_bit_for_bit(op, launched):
+    case = make("bounded bias norm", (2, 777, 8, 8))
+    _, first, weights = differentiate(case)
+    _, again, _ = differentiate(case, None, weights)
+    assert all(torch.equal(grad, again[name]) for name, grad in first.items())
+    assert own(launched) == own_backwards(launched) == 2

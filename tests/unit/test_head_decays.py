@@ -1,5 +1,6 @@
 """Ops with one decay for a head in kernels of their own: who takes what, of calls and of schedules."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import derived_cases
@@ -10,7 +11,7 @@ from problems import head_decays
 
 import rwkv_jit
 from rwkv_jit.derived import head_decays as calls
-from rwkv_jit.derived import steps
+from rwkv_jit.derived import own_kernels, steps
 from rwkv_jit.derived.table import Core
 from rwkv_jit.schedule import Zero, offsets
 
@@ -253,9 +254,9 @@ def test_gradients_are_read_where_they_are(here):
     assert backward["dy_strides"] == (70 * 4 * 32, 4 * 32, 32)  # a copy's
     (known,) = calls._calls.values()
     assert len(known._backwards) == 4
-    for wide in range(33, 40 + calls._MOST_BACKWARDS):
+    for wide in range(33, 40 + own_kernels._MOST_BACKWARDS):
         differentiate(case, weights=(torch.randn(2, 70, 4, wide, dtype=dy.dtype)[..., :32], last))
-    assert len(known._backwards) <= calls._MOST_BACKWARDS
+    assert len(known._backwards) <= own_kernels._MOST_BACKWARDS
 
 
 def test_which_calls_are_trained_here(here):
@@ -301,11 +302,12 @@ def test_transforms_and_graphs_of_a_backward_find_the_same_gradients_elsewhere(m
 
         @staticmethod
         def backward(ctx, *grads):
-            return None, *calls._Known.differentiate_elsewhere(ctx.known, ctx.saved_tensors, *grads), None
+            return None, *own_kernels.Known.differentiate_elsewhere(ctx.known, ctx.saved_tensors, *grads), None
 
     def run(core, arrays, call, way, output_final_state):
-        known = SimpleNamespace(core=core, call=call._replace(inputs=[], initial_state=None))
-        op, taken = calls._of_other_kernels(core, arrays)
+        kernels = SimpleNamespace(elsewhere=partial(calls._of_other_kernels, core))
+        known = SimpleNamespace(kernels=kernels, call=call._replace(inputs=[], initial_state=None))
+        op, taken = kernels.elsewhere(arrays)
         with torch.no_grad():
             known.results = call.run(op, taken, output_final_state)
         return Elsewhere.apply(known, *arrays, call.initial_state, call.cu_seqlens)

@@ -1,0 +1,235 @@
+// Kimi Delta Attention, 64 tokens of a head at once: what warps make of the rows of a chunk, 16 tokens and 64 channels
+// each, a lane a pair of channels.
+//
+// Needs what channel_decay.cuh needs, and HEAD_SIZE, VALUE_SIZE, HAS_BIAS.
+#pragma once
+#include "bulk_copy.cuh"
+#include "chunk.cuh"
+#include "channel_decay.cuh"
+
+static_assert(sizeof(T_IO) == 2, "the chunked kernels take float16 and bfloat16");
+static_assert(HEAD_SIZE == 128 && VALUE_SIZE == 128, "heads have 128 channels and values");
+static_assert(CHUNK_LEN == 64, "chunk_len must be 64");
+
+constexpr int SLABS = HEAD_SIZE / TILE_COLUMNS, GROUP_THREADS = 128;
+// Keeps the compiler from rounding later than here, so that what is rounded leaves its registers.
+__device__ inline void hold(Fragment& fragment) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) asm volatile("" : "+r"(fragment.at[j])::"memory");
+}
+template <int COUNT> __device__ inline void hold(Fragment (&fragments)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) hold(fragments[i]);
+}
+
+constexpr float LEAST_LOGARITHM = -160.0f;  // less is a factor of 0 to a float
+
+// Queries and keys as they come; what takes their places, for the state before the chunk; what is added to it.
+struct Rows { Slab<CHUNK_LEN> q[SLABS], k[SLABS], written[SLABS]; };
+struct Factors {
+    float of_k[CHUNK_LEN];     // 1 over the norm of k
+    float of_q[CHUNK_LEN];     // scale over the norm of q
+    float written[CHUNK_LEN];  // the rate over the norm of k
+    float end[HEAD_SIZE];      // e^D
+};
+struct TokenMatrices { Slab<CHUNK_LEN> tm, m; };
+// A state, [value, channel], as gradients of keys read it.
+struct StateTiles { Slab<64> at[VALUE_SIZE / 64][SLABS]; };
+// Values [row, row + 16) and channels [16 c, 16 c + 16). Two lanes side by side exchange halves, so that a row of 32
+// bytes is written at once.
+__device__ inline void write_tiles(StateTiles& to, int row, int c, const Fragment& f) {
+    Slab<64>& slab = to.at[row / 64][16 * c / TILE_COLUMNS];
+    const bool is_odd = quad_lane() % 2;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const unsigned low = f.at[i], high = f.at[2 + i];
+        const unsigned other = __shfl_xor_sync(0xffffffffu, is_odd ? low : high, 1);
+        const int pair = 8 * c % 32 + (is_odd ? 4 : 0) + quad_lane() / 2 * 2;
+        *reinterpret_cast<uint2*>(word_of(slab, row % 64 + group() + 8 * i, pair)) =
+            is_odd ? uint2{other, high} : uint2{low, other};
+    }
+}
+
+// The groups that make chunks, one after another: a warp of them, with 16 tokens and 64 channels of each chunk. Memory
+// has what comes and what is made: rows[2], by chunk, w, totals, diagonal, diagonals.
+template <typename Memory> struct RowMaker {
+    Memory& smem;
+    const int slab, p, first;  // its channels, and tokens
+    int lane, channel;         // and the first one of a lane's pair
+    Gate gate;
+    float bias[2] = {};
+    // Of the chunk to be made.
+    int chunk, steps;
+
+    __device__ RowMaker(Memory& smem, int slab, const Gate& gate, const float* dt_bias)
+        : smem(smem), slab(slab), p(warp_id() % 4), first(BLOCK * p), lane(lane_id()),
+          channel(slab * TILE_COLUMNS + 2 * lane), gate(gate) {
+        if constexpr (HAS_BIAS) bias[0] = dt_bias[channel], bias[1] = dt_bias[channel + 1];
+    }
+    // Has the compiler find addresses anew: kept from stage to stage they would not fit into the registers.
+    __device__ void forget_addresses() {
+        asm volatile("" : "+r"(lane));
+        channel = slab * TILE_COLUMNS + 2 * lane;
+    }
+    __device__ static void synchronize() { synchronize_threads(1, 2 * GROUP_THREADS); }
+    __device__ Rows& rows() const { return smem.rows[chunk % 2]; }
+    // Those of token first + t.
+    __device__ float2 gates(int t) const {
+        const Words<T_W, 2> g = *reinterpret_cast<const Words<T_W, 2>*>(&smem.w[first + t][channel]);
+        return {g.at(0), g.at(1)};
+    }
+    // Has query and key of token first + t, times factors of channels, in their places; returns the key as it was.
+    __device__ float2 scale_rows(int t, float2 factors) const {
+        unsigned& of_q = *word_of(rows().q[slab], first, t, lane);
+        unsigned& of_k = *word_of(rows().k[slab], first, t, lane);
+        const float2 q = unpack(of_q), k = unpack(of_k);
+        of_q = pack(q.x * factors.x, q.y * factors.y), of_k = pack(k.x * factors.x, k.y * factors.y);
+        return k;
+    }
+
+    // The dots of rows over the group's channels; those over all are known after the next barrier.
+    __device__ void multiply_rows() const {
+        DiagonalSums sums = {};
+        sums.add(tile_of(rows().k[slab]), tile_of(rows().q[slab]), first);
+        if (!has_diagonal()) return;
+        auto& to = smem.diagonals[slab];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int token = first + group() + 8 * i;
+            to[0][token] = sums.keys[i], to[2][token] = sums.both[i];
+            if constexpr (HAS_NORM) to[1][token] = sums.queries[i];
+        }
+    }
+    __device__ void write_factors(Factors& factors, float beta, float scale) const {
+        if (slab > 0 || lane >= BLOCK) return;
+        const int token = first + lane;
+        float sums[3];
+#pragma unroll
+        for (int i = 0; i < 3; ++i) {
+            if (!HAS_NORM && i == 1) continue;
+            sums[i] = smem.diagonals[0][i][token] + smem.diagonals[1][i][token];
+        }
+        const float of_k = HAS_NORM ? norm_factor(sums[0]) : 1.0f;
+        const float of_q = scale * (HAS_NORM ? norm_factor(sums[1]) : 1.0f);
+        const float written = token < steps ? rate_of(beta) * of_k : 0.0f;
+        factors.of_k[token] = of_k, factors.of_q[token] = of_q, factors.written[token] = written;
+        smem.diagonal[token] = sums[2] * of_q;
+    }
+    // The sums of log-decays from a block's first token on, base 2.
+    __device__ void sum_decays(float (&sums)[BLOCK][2]) const {
+        const float most = -LEAST_LOGARITHM / fabsf(gate.speed);
+        float sum[2] = {};
+#pragma unroll
+        for (int t = 0; t < BLOCK; ++t) {
+            const float2 g = gates(t);
+            sums[t][0] = sum[0] -= gate.speed * smaller(gate.share(g.x, bias[0]), most);
+            sums[t][1] = sum[1] -= gate.speed * smaller(gate.share(g.y, bias[1]), most);
+        }
+        if (first + BLOCK <= steps) return;
+        float last[2] = {};  // what is past the last token does not decay
+#pragma unroll
+        for (int t = 0; t < BLOCK; ++t)
+#pragma unroll
+            for (int j = 0; j < 2; ++j) last[j] = sums[t][j] = first + t < steps ? sums[t][j] : last[j];
+    }
+
+    // Q e^c, K e^c and K e^(D - c), and e^D. `copy_gates` begins to copy the next chunk's.
+    template <typename Copy> __device__ void make_rows(Factors& factors, float beta, float scale, Copy copy_gates) {
+        float sums[BLOCK][2];
+        sum_decays(sums);
+        __syncwarp();  // the warp's gates are read
+        copy_gates();
+        reinterpret_cast<float2&>(smem.totals[p][channel]) = {sums[BLOCK - 1][0], sums[BLOCK - 1][1]};
+        synchronize();  // the sums over all blocks are there
+        write_factors(factors, beta, scale);
+        float2 before = {}, after = {};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float2 whole = reinterpret_cast<const float2&>(smem.totals[i][channel]);
+            if (i < p) before.x += whole.x, before.y += whole.y;
+            if (i > p) after.x += whole.x, after.y += whole.y;
+        }
+        const float all[2] = {sums[BLOCK - 1][0], sums[BLOCK - 1][1]};
+        if (p == 0)
+            reinterpret_cast<float2&>(factors.end[channel]) = {exp2_fast(all[0] + after.x),
+                                                               exp2_fast(all[1] + after.y)};
+        forget_addresses();
+#pragma unroll
+        for (int t = 0; t < BLOCK; ++t) {
+            const float2 k = scale_rows(t, {exp2_fast(before.x + sums[t][0]), exp2_fast(before.y + sums[t][1])});
+            *word_of(rows().written[slab], first, t, lane) = pack(k.x * exp2_fast(after.x + (all[0] - sums[t][0])),
+                                                                  k.y * exp2_fast(after.y + (all[1] - sums[t][1])));
+        }
+    }
+};
+
+// A lane's number, which the compiler finds anew, and all that it makes of it: kept, they would not fit into registers.
+__device__ inline int fresh_lane() {
+    int lane = lane_id();
+    asm volatile("" : "+r"(lane));
+    return lane;
+}
+
+// A warp's rows of a chunk come to shared memory: 16 bytes for a lane at once, of ROWS rows of r and k, W_ROWS of w.
+template <typename Memory> struct RowCopies {
+    static constexpr int PER_UNIT = 16 / sizeof(T_W), UNITS = TILE_COLUMNS / PER_UNIT;
+    static constexpr int ROWS = 32 / 8, W_ROWS = 32 / UNITS;
+    Memory& smem;
+    const int slab, first;
+    const T_IO *r, *k;
+    const T_W* w;
+
+    // From where a chunk's rows begin.
+    __device__ RowCopies(Memory& smem, int slab, int first, const T_IO* of_r, const T_IO* of_k, const T_W* of_w,
+                         Strides r_strides, Strides k_strides, Strides w_strides)
+        : smem(smem), slab(slab), first(first),
+          r(of_r + (first + lane_id() / 8) * r_strides.token + slab * TILE_COLUMNS + lane_id() % 8 * 8),
+          k(of_k + (first + lane_id() / 8) * k_strides.token + slab * TILE_COLUMNS + lane_id() % 8 * 8),
+          w(of_w + (first + lane_id() / UNITS) * w_strides.token + slab * TILE_COLUMNS +
+            lane_id() % UNITS * PER_UNIT) {}
+    // Of a chunk with so many tokens; the next one is CHUNKS further.
+    template <int CHUNKS> __device__ void copy_rows(Rows& to, bool exists, int steps, Strides r_strides,
+                                                    Strides k_strides) {
+        if (exists) {
+            const int present = min(steps - first, BLOCK), lane = fresh_lane(), row = lane / 8, unit = lane % 8;
+#pragma unroll
+            for (int i = 0; i < BLOCK; i += ROWS) {
+                const auto place = [&](Slab<CHUNK_LEN>& slab) {
+                    return shared_address(&slab.units[first + i + row][unit ^ (i + row) % 8]);
+                };
+                copy_async<16>(place(to.q[slab]), r + i * r_strides.token, i + row < present);
+                copy_async<16>(place(to.k[slab]), k + i * k_strides.token, i + row < present);
+            }
+        }
+        commit_copies();
+        r += CHUNKS * CHUNK_LEN * r_strides.token, k += CHUNKS * CHUNK_LEN * k_strides.token;
+    }
+    template <int CHUNKS> __device__ void copy_gates(bool exists, int steps, Strides w_strides) {
+        if (exists) {
+            const int present = min(steps - first, BLOCK), lane = fresh_lane(), row = lane / UNITS;
+            const int channel = slab * TILE_COLUMNS + lane % UNITS * PER_UNIT;
+#pragma unroll
+            for (int i = 0; i < BLOCK; i += W_ROWS)
+                copy_async<16>(shared_address(&smem.w[first + i + row][channel]), w + i * w_strides.token,
+                               i + row < present);
+        }
+        commit_copies();
+        w += CHUNKS * CHUNK_LEN * w_strides.token;
+    }
+};
+
+// Sums of values and tokens times factors of tokens, as left operands.
+__device__ inline void scale_tokens(Fragment (&to)[BLOCKS], const Accumulator (&sums)[CHUNK_LEN / 8],
+                                    const float* factors, float sign) {
+#pragma unroll
+    for (int q = 0; q < BLOCKS; ++q) {
+        Accumulator pair[2];
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+            const float2 f = reinterpret_cast<const float2&>(factors[16 * q + 8 * n + 2 * quad_lane()]);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) pair[n][j] = sign * sums[2 * q + n][j] * (j % 2 ? f.y : f.x);
+        }
+        to[q] = to_fragment(pair[0], pair[1]);
+    }
+}
