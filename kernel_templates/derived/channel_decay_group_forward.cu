@@ -14,8 +14,8 @@
 //
 // Grid (sequences, heads). Two groups of four warps have 64 value rows of S each, in fp32 registers, and work with
 // transposes, [value, token], so that what one product gives is the next one's left operand as it lies in registers.
-// Two more make operands and token matrices of the next chunk meanwhile: rows take the places of queries and keys as
-// these came, in frames that channel_decay_makers.cuh tells of, and the one behind it comes there. Any decay is safe.
+// Meanwhile two more make operands and token matrices of the next chunk, in the frames of channel_decay_makers.cuh. Its
+// rows take the places of its queries and keys, and there is room for those of two chunks. Any decay is safe.
 #include "channel_decay_makers.cuh"
 
 static_assert(NUM_THREADS == 512, "num_threads must be 512");

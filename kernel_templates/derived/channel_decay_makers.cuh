@@ -6,8 +6,9 @@
 //
 //     rows  Q e^(c - f), K e^(c - f)    columns  K e^(f - c)    written  K e^(D - c)
 //
-// Frames are whole powers of two. So what goes from one to another is multiplied without rounding: rows by the decays
-// back to a block before, for the products of two blocks; the state by those from block to block.
+// A frame is a whole power of two. So the way from one frame to another rounds nothing: for products of two blocks,
+// rows are multiplied by the power from their frame to that of the other block's columns; for products with the state,
+// the state is multiplied by the power from the chunk's start to the frame of a block's rows.
 //
 // Where a channel decays by more than 2^-125 in a block (e^-14 with float16), its rows are in a frame at the block's
 // start and its columns in one at its end. Nothing overflows; but the products of the block's tokens with each other
@@ -198,8 +199,8 @@ struct Maker : RowMaker<Smem> {
         return {{row[0], row[1]}, {column[0], column[1]}, {exp2_fast(rest[0]), exp2_fast(rest[1])}};
     }
 
-    // Products of tokens of a block with each other, as operands of their own: by both groups, the first of keys, the
-    // second of queries; for the warps whose block leaves the frame.
+    // Products of the tokens of a block with each other, one by one, where the warp's block leaves its frame. The first
+    // group takes keys, the second queries. All warps come here, as they read what others write.
     __device__ void multiply_directly(Accumulator (&pairs)[2], const float (&sums)[BLOCK][2], bool is_direct) const {
         auto& of = smem.work.sums;
 #pragma unroll

@@ -24,7 +24,7 @@ template <int COUNT> __device__ inline void hold(Fragment (&fragments)[COUNT]) {
 
 constexpr float LEAST_LOGARITHM = -160.0f;  // less is a factor of 0 to a float
 
-// Queries and keys as they come; what takes their places, for the state before the chunk; what is added to it.
+// Queries and keys as they come, and later the rows that take their places; and what is added to the state.
 struct Rows { Slab<CHUNK_LEN> q[SLABS], k[SLABS], written[SLABS]; };
 struct Factors {
     float of_k[CHUNK_LEN];     // 1 over the norm of k

@@ -8,26 +8,26 @@ import pytest
 import torch
 
 from rwkv_jit import compiler, template
+from rwkv_jit.derived.channel_steps import CHUNK_LEN as CHUNK
+from rwkv_jit.derived.channel_steps import key_gradient_bytes
 from rwkv_jit.derived.reference import _log_decays, _rates
+from rwkv_jit.derived.table import GATES, RATE_MAPS
+from rwkv_jit.problem import LARGEST_DECAY
+from rwkv_jit.tensors import STORAGE
 
-CHUNK, NAME, ENTRY = 64, "channel_decay_group_key_gradients", "channel_decay_key_gradients"
+NAME, ENTRY = "channel_decay_group_key_gradients", "channel_decay_key_gradients"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-STORAGE = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
 
 
 def parameters(case):
-    io, wide = case.inputs["q"].dtype, case.inputs["g"].dtype
-    gates = wide.itemsize * CHUNK * 128
-    size = 2 * 32768 + 6 * 8192 + 6 * 8192 + 2 * 8192 + gates  # states, values, operands, pairs
-    size += 4 * (8 * 128 + 4 * 64 + 3 * 64 + 8 * 3 * 64 + 2 * 64 + 8) + 2 * 64 + 8
-    gate = 0 if "A_log" not in case.parameters else 2 if "lower_bound" in case.options else 1
-    rates = ("identity", "sigmoid", "twice_sigmoid")
+    io, wide = STORAGE[case.inputs["q"].dtype], STORAGE[case.inputs["g"].dtype]
+    gate = "given" if "A_log" not in case.parameters else "bounded" if "lower_bound" in case.options else "softplus"
     return {
         "HEAD_SIZE": 128, "VALUE_SIZE": 128, "CHUNK_LEN": CHUNK, "NUM_THREADS": 256,
-        "SHARED_BYTES": -(-size // 1024) * 1024, "LARGEST_DECAY": 7 if io == FP16 else 64, "T_IO": STORAGE[io],
-        "T_W": STORAGE[wide], "T_BETA": STORAGE[case.inputs["beta"].dtype], "DECAY": "log", "GATE": gate,
+        "SHARED_BYTES": key_gradient_bytes(wide), "LARGEST_DECAY": LARGEST_DECAY[io], "T_IO": io, "T_W": wide,
+        "T_BETA": STORAGE[case.inputs["beta"].dtype], "DECAY": "log", "GATE": GATES.index(gate),
         "HAS_NORM": "qk_norm" in case.options, "HAS_BIAS": "dt_bias" in case.parameters,
-        "BETA_MAP": rates.index(case.options.get("beta_map", "identity")), "BLOCKS_PER_SM": 1,
+        "BETA_MAP": RATE_MAPS.index(case.options.get("beta_map", "identity")), "BLOCKS_PER_SM": 1,
     }  # fmt: skip
 
 
