@@ -24,8 +24,8 @@ __device__ inline float smaller(float x, float y) {
 struct Gate {
     float inner = LOG2_E, speed = LOG2_E;
 
-    __device__ Gate(const float* a_log, i64 head, float lower_bound) {
-        if constexpr (LOG_DECAY != LogDecay::given) speed = exp2_fast(LOG2_E * a_log[head]);
+    __device__ Gate(float a_log, float lower_bound) {
+        if constexpr (LOG_DECAY != LogDecay::given) speed = exp2_fast(LOG2_E * a_log);
         if constexpr (LOG_DECAY == LogDecay::bounded) inner = -LOG2_E * speed, speed = -LOG2_E * lower_bound;
     }
     __device__ float share(float g, float bias) const {
@@ -37,6 +37,11 @@ struct Gate {
     }
     __device__ float logarithm(float g, float bias) const { return -speed * share(g, bias); }
 };
+
+// A head's, where there is one.
+__device__ inline float speed_of(const float* a_log, i64 head) {
+    return LOG_DECAY == LogDecay::given ? 0.0f : load_early<float>(a_log + head);
+}
 
 constexpr int BLOCK = 16;  // tokens of a warp
 
@@ -72,8 +77,9 @@ struct DiagonalSums {
 };
 
 // Tm of a block by one warp, from -L, a column per row, by substitution in fp32; a lane has a column of Tm - I. It goes
-// to a tile whose rows are columns.
-__device__ inline void solve_block(const float (&lower)[BLOCK][BLOCK + 4], Slab<BLOCK>& turned) {
+// to a block on the diagonal of a tile, whose rows are columns.
+template <int ROWS>
+__device__ inline void solve_block(const float (&lower)[BLOCK][BLOCK + 4], Slab<ROWS>& turned, int first) {
     const int column = lane_id() % BLOCK;
     float x[BLOCK];
     const auto read_column = [&](int i, int row) { return *reinterpret_cast<const float4*>(&lower[i][row]); };
@@ -99,7 +105,7 @@ __device__ inline void solve_block(const float (&lower)[BLOCK][BLOCK + 4], Slab<
     if (lane_id() < BLOCK)
 #pragma unroll
         for (int i = 0; i < BLOCK; i += 8)
-            turned.units[column][i / 8 ^ column % 8] = {pack(x[i], x[i + 1]), pack(x[i + 2], x[i + 3]),
-                                                        pack(x[i + 4], x[i + 5]), pack(x[i + 6], x[i + 7])};
+            turned.units[first + column][(first + i) / 8 ^ column % 8] = {
+                pack(x[i], x[i + 1]), pack(x[i + 2], x[i + 3]), pack(x[i + 4], x[i + 5]), pack(x[i + 6], x[i + 7])};
     __syncwarp();
 }

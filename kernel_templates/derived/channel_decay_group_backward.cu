@@ -15,17 +15,20 @@
 
 static_assert(NUM_THREADS == 512, "num_threads must be 512");
 
-constexpr int MAKERS = 2 * GROUP_THREADS;  // the first of their threads
+constexpr int MAKERS = TWO_GROUPS;  // the first of their threads
 constexpr int PRODUCT_REGISTERS = 168, MAKER_REGISTERS = 88;
 
+// Chunks whose rows are there at once: of three the next one's come while the last one's are made and one's are read.
+// With wide gates there is no room for them.
+constexpr int PLACES = sizeof(T_W) == 2 ? 3 : 2;
 struct __align__(1024) Smem {
-    Rows rows[2];
+    Rows rows[PLACES];
+    Slab<CHUNK_LEN> written[2][SLABS];  // by chunk: what is added to the state
     TokenMatrices matrices[2];
     Slab<CHUNK_LEN> values[2][2];  // by chunk and group; later dV
     T_W w[CHUNK_LEN][HEAD_SIZE];
     float diagonals[SLABS][3][CHUNK_LEN];  // k . k, q . q and q . k of tokens, over 64 of the channels
     float totals[4][HEAD_SIZE];            // of blocks: sums of logarithms
-    float diagonal[CHUNK_LEN];
     Factors factors[2];
     CopyBarrier ready[2], free[2];
 };
@@ -66,42 +69,47 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) channel_decay_backw
     if (warp >= MAKERS / 32) {
         leave_registers<MAKER_REGISTERS>();
         const int slab = warp / 4 - 2, first = BLOCK * (warp % 4);  // the warp's channels, and tokens of a chunk
-        RowMaker<Smem> maker(smem, slab, Gate(a_log, head, lower_bound),
+        RowMaker<Smem> maker(smem, slab, Gate(speed_of(a_log, head), lower_bound),
                              HAS_BIAS ? dt_bias + head * HEAD_SIZE : nullptr);
         RowCopies<Smem> copies(smem, slab, first, r + start_of(r_strides, key_head), k + start_of(k_strides, key_head),
-                               w + start_of(w_strides, head), r_strides, k_strides, w_strides);
+                               w + start_of(w_strides, head));
         beta += start_of(beta_strides, head);
         matrices += last_slot;
         const auto copy_gates = [&](int number) {
-            copies.copy_gates<-1>(number < chunks, steps_of(number), w_strides);
+            copies.copy_gates(-i64(number) * CHUNK_LEN, number < chunks, steps_of(number), w_strides);
         };
-        // Rows and token matrices, whose places are free where nobody reads the chunk before the last any more.
-        const auto copy = [&](int number) {
-            if (number > 1) wait_for(smem.free[number % 2], (number / 2 - 1) % 2);
-            copies.copy_rows<-1>(smem.rows[number % 2], number < chunks, steps_of(number), r_strides, k_strides);
-            if (number >= chunks) return;
-            const uint4* from = reinterpret_cast<const uint4*>(matrices);
+        const auto copy_rows = [&](int number) {
+            copies.copy_rows(smem.rows[number % PLACES], -i64(number) * CHUNK_LEN, number < chunks, steps_of(number),
+                             r_strides, k_strides);
+        };
+        const auto copy_matrices = [&](int number) {
+            const uint4* from = reinterpret_cast<const uint4*>(matrices - i64(number) * heads);
             const unsigned to = shared_address(&smem.matrices[number % 2]);
-            constexpr int UNITS = sizeof(TokenMatrices) / sizeof(uint4), THREADS = 2 * GROUP_THREADS;
+            constexpr int UNITS = sizeof(TokenMatrices) / sizeof(uint4);
+            if (number < chunks)
 #pragma unroll
-            for (int i = threadIdx.x % THREADS; i < UNITS; i += THREADS) copy_async<16>(to + 16 * i, from + i, true);
+                for (int i = threadIdx.x % TWO_GROUPS; i < UNITS; i += TWO_GROUPS)
+                    copy_async<16>(to + 16 * i, from + i, true);
             commit_copies();
-            matrices -= heads;
         };
-        copy_gates(0), copy(0);
+        copy_rows(0), copy_gates(0), copy_matrices(0);
         for (int number = 0; number < chunks; ++number) {  // of the chunk, from the last one on
             maker.chunk = number, maker.steps = steps_of(number);
             const auto of_beta = load_early<Words<T_BETA, 1>>(
                 beta + (first + lane % BLOCK < maker.steps ? first + lane % BLOCK : 0) * beta_strides.token);
             beta -= CHUNK_LEN * beta_strides.token;
-            wait_for_copies<0>();
+            wait_for_copies<PLACES == 3 ? 1 : 0>();
             __syncwarp();  // the warp's rows are there
+            if (PLACES == 3) copy_rows(number + 1);
             maker.multiply_rows();
             maker.make_rows(smem.factors[number % 2], of_beta.at(0), scale, [&] { copy_gates(number + 1); });
+            if (PLACES == 3) wait_for_copies<2>();  // the token matrices are there
             publish_writes();
             arrive(smem.ready[number % 2]);
             maker.synchronize();  // nobody reads totals any more
-            copy(number + 1);
+            if (number > 0) wait_for(smem.free[(number - 1) % 2], (number - 1) / 2 % 2);
+            if (PLACES == 2) copy_rows(number + 1);
+            copy_matrices(number + 1);
         }
         wait_for_copies<0>();
     } else {
@@ -109,20 +117,15 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) channel_decay_backw
         const int half = warp / 4, first_value = 16 * warp, own = first_value % TILE_COLUMNS;
         const i64 state_offset = (sequence * heads + head) * (VALUE_SIZE * HEAD_SIZE);
         const i64 dv_stride = heads * VALUE_SIZE;
-        dy += start_of(dy_strides, head) + first_value;
+        dy += start_of(dy_strides, head) + half * TILE_COLUMNS;
         dv += (span.batch * tokens + span.begin + last_token) * dv_stride + head * VALUE_SIZE + first_value;
         slopes += last_slot;
+        // The group's values of 16 tokens.
         const auto copy = [&](int number) {
             if (number < chunks) {
-                const int fresh = fresh_lane(), row_of_lane = fresh / 2, unit = own / 8 + fresh % 2;
-                Slab<CHUNK_LEN>& slab = smem.values[number % 2][half];
-#pragma unroll
-                for (int i = 0; i < CHUNK_LEN; i += 16) {
-                    const int row = i + row_of_lane;
-                    copy_async<16>(shared_address(&slab.units[row][unit ^ row % 8]),
-                                   dy + ((row - i64(number) * CHUNK_LEN) * dy_strides.token + fresh % 2 * 8),
-                                   row < steps_of(number));
-                }
+                const int lane = fresh_lane(), first = 16 * (warp % 4);
+                copy_values(smem.values[number % 2][half], first, lane, dy, first - i64(number) * CHUNK_LEN,
+                            steps_of(number) - first, dy_strides);
             }
             commit_copies();
         };
@@ -133,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) channel_decay_backw
         for (int number = 0; number < chunks; ++number) {
             const int parity = number % 2, steps = steps_of(number);
             const Factors& factors = smem.factors[parity];
-            const Rows& tiles = smem.rows[parity];
+            const Rows& tiles = smem.rows[number % PLACES];
             const TokenMatrices& of_tokens = smem.matrices[parity];
             const auto values = tile_of(smem.values[parity][half]);
             Fragment rows[HEAD_SIZE / 16];
@@ -145,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) channel_decay_backw
             slopes -= heads;
             hold(rows);
             wait_for_copies<0>();
-            __syncwarp();  // dY is there, and nobody reads the last dV any more
+            synchronize_threads(2 + half, GROUP_THREADS);  // dY is there, and nobody reads the last dV any more
             copy(number + 1);
             wait_for(smem.ready[parity], number / 2 % 2);
 
@@ -156,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) channel_decay_backw
             for (int c = 0; c < HEAD_SIZE; c += 16)
                 multiply_group<64, Read::rows>(
                     c == 0, sum, rows[c / 16],
-                    descriptor(tile_of(tiles.written[c / TILE_COLUMNS]), 0, c % TILE_COLUMNS));
+                    descriptor(tile_of(smem.written[parity][c / TILE_COLUMNS]), 0, c % TILE_COLUMNS));
             end_batch();
             wait_for_batches<0>();
             hold(sum);
@@ -214,13 +217,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) channel_decay_backw
                 }
             end_batch();
             __syncwarp();
-            const Slab<CHUNK_LEN>& slab = smem.values[parity][half];
-            const int fresh = fresh_lane(), row_of_lane = fresh / 2, unit = own / 8 + fresh % 2;
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int row = 16 * i + row_of_lane;
-                if (row < steps) write_global(dv + (row * dv_stride + fresh % 2 * 8), slab.units[row][unit ^ row % 8]);
-            }
+            write_values(dv, smem.values[parity][half], own, steps, dv_stride);
             dv -= CHUNK_LEN * dv_stride;
             wait_for_batches<0>();
             hold(state);

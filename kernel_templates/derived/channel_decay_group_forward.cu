@@ -14,68 +14,74 @@
 //
 // Grid (sequences, heads). Two groups of four warps have 64 value rows of S each, in fp32 registers, and work with
 // transposes, [value, token], so that what one product gives is the next one's left operand as it lies in registers.
-// Meanwhile two more make operands and token matrices of the next chunk, in the frames of channel_decay_makers.cuh. Its
-// rows take the places of its queries and keys, and there is room for those of two chunks. Any decay is safe.
+// Before that they make M, and take rows from the frames of channel_decay_makers.cuh to the chunk's start. Meanwhile
+// two more groups make operands and Tm of the next chunk. Its rows take the places of its queries and keys, and there
+// is room for those of two chunks. Any decay is safe.
 #include "channel_decay_makers.cuh"
 
 static_assert(NUM_THREADS == 512, "num_threads must be 512");
 
-constexpr int MAKERS = 2 * GROUP_THREADS;  // the first of their threads
+constexpr int MAKERS = TWO_GROUPS;  // the first of their threads
 
 // Of a thread: the groups have all of a multiprocessor's 65536 together.
 constexpr int PRODUCT_REGISTERS = 160, MAKER_REGISTERS = 96;
 
-constexpr int HALF = CHUNK_LEN / 2;
-// Sums of values and half of the tokens, times factors of tokens.
-__device__ inline void scale_tokens(Accumulator (&sums)[HALF / 8], const float* factors) {
-#pragma unroll
-    for (int n = 0; n < HALF / 8; ++n) {
-        const float2 f = reinterpret_cast<const float2&>(factors[8 * n + 2 * quad_lane()]);
-        sums[n][0] *= f.x, sums[n][1] *= f.y, sums[n][2] *= f.x, sums[n][3] *= f.y;
-    }
-}
-
-// sum[64, 16] += left[64, 16] right[16, 16], as multiply_group; without ADD what was in the sum is lost.
-template <bool ADD> __device__ inline void multiply_narrow(Accumulator* s, const Fragment& left,
-                                                           unsigned long long right) {
-#define MULTIPLY_NARROW(TYPE)                                                                                   \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32." TYPE "." TYPE                                    \
-                 " {%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, %12, %13, 1, 1, 0;"                    \
-                 : "+f"(s[0][0]), "+f"(s[0][1]), "+f"(s[0][2]), "+f"(s[0][3]), "+f"(s[1][0]), "+f"(s[1][1]),    \
-                   "+f"(s[1][2]), "+f"(s[1][3])                                                                 \
-                 : "r"(left.at[0]), "r"(left.at[1]), "r"(left.at[2]), "r"(left.at[3]), "l"(right), "n"(ADD))
-    if constexpr (is_bf16<T_IO>) MULTIPLY_NARROW("bf16");
-    else MULTIPLY_NARROW("f16");
-#undef MULTIPLY_NARROW
-}
-// Sums of values and block p of the tokens: the state's rows, as they are in the block's frame, times rows of keys and
-// of queries.
-__device__ inline void multiply_block(Accumulator (&of_keys)[2], Accumulator (&of_queries)[2], const StateRows& state,
-                                      const Powers& power, const Rows& rows, int p) {
+// Sums of values and all tokens: the state, with channels along its rows, times rows of keys or of queries. With
+// TURNED the rows have the two channels of each pair in each other's place.
+template <bool TURNED>
+__device__ inline void multiply_state(Accumulator (&sums)[CHUNK_LEN / 8], const StateRows& state,
+                                      const Slab<CHUNK_LEN> (&rows)[SLABS]) {
 #pragma unroll
     for (int slab = 0; slab < SLABS; ++slab) {
         Fragment left[TILE_COLUMNS / 16];
 #pragma unroll
         for (int c = 0; c < TILE_COLUMNS / 16; ++c) {
             const int n = 2 * (slab * TILE_COLUMNS / 16 + c);
-            left[c] = to_fragment(state[n], state[n + 1]);
+            if constexpr (TURNED) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const float* pair = &state[n + i / 2][i % 2 * 2];
+                    left[c].at[i] = pack(pair[1], pair[0]);
+                }
+            } else left[c] = to_fragment(state[n], state[n + 1]);
         }
-        power.multiply(left, slab);
         hold(left);
         begin_products();
 #pragma unroll
-        for (int c = 0; c < TILE_COLUMNS / 16; ++c) {
-            const auto k = descriptor(tile_of(rows.k[slab]), 16 * p, 16 * c);
-            const auto q = descriptor(tile_of(rows.q[slab]), 16 * p, 16 * c);
-            if (slab == 0 && c == 0) {
-                multiply_narrow<false>(of_keys, left[c], k), multiply_narrow<false>(of_queries, left[c], q);
-            } else {
-                multiply_narrow<true>(of_keys, left[c], k), multiply_narrow<true>(of_queries, left[c], q);
-            }
-        }
+        for (int c = 0; c < TILE_COLUMNS / 16; ++c)
+            multiply_group<CHUNK_LEN, Read::rows>(slab == 0 && c == 0, sums, left[c],
+                                                  descriptor(tile_of(rows[slab]), 0, 16 * c));
         end_batch();
         wait_for_batches<0>();
-        hold(of_keys), hold(of_queries);
+        hold(sums);
+    }
+}
+// A block's rows go to their places in the frame of the chunk's start; with TURNED, channels as [1, 0, 3, 2, ..]. So
+// the state is rounded in another order for queries than for keys: in the same one the compiler would keep it rounded
+// beside itself, for which registers are too few.
+template <bool TURNED>
+__device__ inline void store_rows(Slab<CHUNK_LEN> (&rows)[SLABS], Fragment (&left)[SLABS][TILE_COLUMNS / 16],
+                                  const Powers& power, int block) {
+#pragma unroll
+    for (int slab = 0; slab < SLABS; ++slab) {
+        power.multiply(left[slab], slab);
+#pragma unroll
+        for (int c = 0; c < TILE_COLUMNS / 16; ++c) {
+            if constexpr (TURNED)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) left[slab][c].at[i] = __byte_perm(left[slab][c].at[i], 0, 0x1032);
+            store_block(tile_of(rows[slab]), BLOCK * block, 16 * c, left[slab][c]);
+        }
+    }
+}
+
+// A token matrix goes to memory, by two groups.
+__device__ inline void keep(Slab<CHUNK_LEN>& to, const Slab<CHUNK_LEN>& from) {
+    constexpr int UNITS = sizeof(from) / sizeof(uint4);
+#pragma unroll
+    for (int i = 0; i < UNITS; i += TWO_GROUPS) {
+        const int unit = i + fresh(threadIdx.x % TWO_GROUPS);
+        write_global(&to.units[0][0] + unit, (&from.units[0][0])[unit]);
     }
 }
 
@@ -103,6 +109,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) channel_decay_forwa
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2; ++i)
             begin_barrier(smem.ready[i], 8), begin_barrier(smem.rows_free[i], 8), begin_barrier(smem.free[i], 8);
+        begin_barrier(smem.columns_free, 8);
         publish_barriers();
     }
     __syncthreads();
@@ -114,23 +121,25 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) channel_decay_forwa
     if (warp >= MAKERS / 32) {
         leave_registers<MAKER_REGISTERS>();
         const int slab = warp / 4 - 2, first = BLOCK * (warp % 4);  // the warp's channels, and tokens of a chunk
-        Maker maker(smem, slab, Gate(a_log, head, lower_bound), HAS_BIAS ? dt_bias + head * HEAD_SIZE : nullptr);
+        Maker maker(smem, slab, Gate(speed_of(a_log, head), lower_bound),
+                    HAS_BIAS ? dt_bias + head * HEAD_SIZE : nullptr);
         RowCopies<Smem> copies(smem, slab, first, r + start_of(r_strides, key_head), k + start_of(k_strides, key_head),
-                               w + start_of(w_strides, head), r_strides, k_strides, w_strides);
-        const T_BETA* no_beta = beta + start_of(beta_strides, head);  // for what is past the last token
-        beta = no_beta + (first + lane % BLOCK) * beta_strides.token;
+                               w + start_of(w_strides, head));
+        beta += start_of(beta_strides, head);
         const auto copy_gates = [&](int chunk) {
-            copies.copy_gates<1>(chunk < chunks, length - chunk * CHUNK_LEN, w_strides);
+            copies.copy_gates(i64(chunk) * CHUNK_LEN, chunk < chunks, length - chunk * CHUNK_LEN, w_strides);
         };
         const auto copy_rows = [&](int chunk) {
-            copies.copy_rows<1>(smem.rows[chunk % 2], chunk < chunks, length - chunk * CHUNK_LEN, r_strides, k_strides);
+            copies.copy_rows(smem.rows[chunk % 2], i64(chunk) * CHUNK_LEN, chunk < chunks, length - chunk * CHUNK_LEN,
+                             r_strides, k_strides);
         };
         copy_gates(0), copy_rows(0);
 
         for (int chunk = 0; chunk < chunks; ++chunk) {
             maker.chunk = chunk, maker.steps = length - chunk * CHUNK_LEN;
-            const auto of_beta = load_early<Words<T_BETA, 1>>(first + lane % BLOCK < maker.steps ? beta : no_beta);
-            beta += CHUNK_LEN * beta_strides.token;
+            const int token = first + fresh_lane() % BLOCK;
+            const auto of_beta = load_early<Words<T_BETA, 1>>(
+                beta + (i64(chunk) * CHUNK_LEN + (token < maker.steps ? token : 0)) * beta_strides.token);
             wait_for_copies<0>();
             __syncwarp();  // the warp's rows are there
             maker.multiply_rows();
@@ -139,11 +148,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) channel_decay_forwa
                 copy_rows(chunk + 1);
             });
             __syncwarp();
+            if (AHEAD == 1) maker.wait_for_place(chunk + 1);
             if (slab == 0) maker.solve();
+            else Maker::synchronize();  // -L is there
             publish_writes();
             arrive(smem.ready[chunk % 2]);
-            Maker::synchronize();  // token matrices are there
-            if constexpr (KEEPS) maker.keep(matrices[first_chunk + chunk * heads]);
         }
         wait_for_copies<0>();
     } else {
@@ -152,38 +161,17 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) channel_decay_forwa
         const i64 state_offset = (sequence * heads + head) * (VALUE_SIZE * HEAD_SIZE);
         const i64 y_stride = heads * VALUE_SIZE;
         const i64 y_start = (span.batch * tokens + span.begin) * y_stride + head * VALUE_SIZE + first_value;
-        v += start_of(v_strides, head) + first_value;
+        v += start_of(v_strides, head) + half * TILE_COLUMNS;
         y += y_start;
-        if constexpr (KEEPS) kept_u += y_start, states += first_chunk;
-        // The warp's values of all tokens: rows of 32 bytes.
+        if constexpr (KEEPS) kept_u += y_start, states += first_chunk, matrices += first_chunk;
+        // The group's values of 16 tokens.
         const auto copy = [&](int chunk) {
             if (chunk < chunks) {
-                const int fresh = fresh_lane(), row_of_lane = fresh / 2, unit = own / 8 + fresh % 2;
-                Slab<CHUNK_LEN>& slab = smem.values[chunk % 2][half];
-                const int present = length - chunk * CHUNK_LEN;
-#pragma unroll
-                for (int i = 0; i < CHUNK_LEN; i += 16) {
-                    const int row = i + row_of_lane;
-                    copy_async<16>(shared_address(&slab.units[row][unit ^ row % 8]),
-                                   v + ((i64(chunk) * CHUNK_LEN + row) * v_strides.token + fresh % 2 * 8),
-                                   row < present);
-                }
+                const int lane = fresh_lane(), first = 16 * (warp % 4);
+                copy_values(smem.values[chunk % 2][half], first, lane, v, i64(chunk) * CHUNK_LEN + first,
+                            length - chunk * CHUNK_LEN - first, v_strides);
             }
             commit_copies();
-        };
-        const auto write = [&](T_IO* target, const Slab<CHUNK_LEN>& slab, int steps) {
-            const int fresh = fresh_lane(), row_of_lane = fresh / 2, unit = own / 8 + fresh % 2;
-            uint4 held[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int row = 16 * i + row_of_lane;
-                held[i] = slab.units[row][unit ^ row % 8];
-            }
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int row = 16 * i + row_of_lane;
-                if (row < steps) write_global(target + (row * y_stride + fresh % 2 * 8), held[i]);
-            }
         };
         copy(0);
         StateRows state;
@@ -198,96 +186,112 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) channel_decay_forwa
                 asm volatile("" : "+r"(parity));
                 return smem.rows[parity];
             };
-            const auto of_tokens = [&]() -> TokenMatrices& {
-                asm volatile("" : "+r"(parity));
-                return smem.matrices[AHEAD == 1 ? 0 : parity];
-            };
+            const int column = fresh(own);
             wait_for(smem.ready[parity], chunk / 2 % 2);
+            // M, and rows of all blocks in the chunk's frame
+            {
+                Pairs pairs(smem, half);
+                const int p = warp % 4;
+                pairs.load(of_chunk().q);
+                synchronize_threads(3, TWO_GROUPS);  // nobody needs rows of queries in their frames any more
+                const bool is_direct = smem.leaves[parity][p] | smem.leaves[parity][BLOCKS + p];
+                pairs.make(!is_direct, [&](int b, Accumulator (&sums)[2]) {
+                    write_query_pairs(smem.m[parity], factors, sums, pairs.row, b);
+                });
+                arrive(smem.columns_free);
+                if (half == 0) {
+                    store_rows<true>(of_chunk().q, pairs.left, smem.from_start[parity][p], p);
+                    pairs.load(of_chunk().k);
+                    store_rows<false>(of_chunk().k, pairs.left, smem.from_start[parity][p], p);
+                }
+                publish_writes();
+                wait_for_copies<0>();
+                synchronize_threads(3, TWO_GROUPS);  // all of this is there, and so are the values
+                if constexpr (KEEPS) {
+                    keep(matrices->tm, smem.tm[parity % AHEAD]);
+                    keep(matrices->m, smem.m[parity]);
+                    matrices += heads;
+                }
+            }
             if constexpr (KEEPS) {
 #pragma unroll
                 for (int c = 0; c < HEAD_SIZE / 16; ++c)
                     write_tiles(*states, first_value, c, to_fragment(state[2 * c], state[2 * c + 1]));
                 states += heads;
             }
-            wait_for_copies<0>();
-            __syncwarp();  // the values are there, and nobody reads the last Y any more
-            copy(chunk + 1);
+            copy(chunk + 1);  // nobody reads the last Y any more
 
-            // X <- S_0 (K e^c)^T and Y <- scale S_0 (Q e^c)^T, block by block, each in its frame; then V - X
-            Accumulator out[CHUNK_LEN / 8];
-            Fragment w_rows[BLOCKS];
-#pragma unroll
-            for (int p = 0; p < BLOCKS; ++p) {
-                Accumulator x[2] = {}, of_queries[2] = {};
-                multiply_block(x, of_queries, state, smem.from_start[parity][p], of_chunk(), p);
-#pragma unroll
-                for (int n = 0; n < 2; ++n) {
-                    const float2 f = *reinterpret_cast<const float2*>(&factors.of_q[16 * p + 8 * n + 2 * quad_lane()]);
-#pragma unroll
-                    for (int j = 0; j < 4; ++j) out[2 * p + n][j] = of_queries[n][j] * (j % 2 ? f.y : f.x);
-                }
-                const Fragment of_v = load_left_transposed(values, 16 * p, own);
-#pragma unroll
-                for (int n = 0; n < 2; ++n) {
-                    const float2 f = *reinterpret_cast<const float2*>(&factors.of_k[16 * p + 8 * n + 2 * quad_lane()]);
-#pragma unroll
-                    for (int j = 0; j < 2; ++j) {
-                        const unsigned word = of_v.at[2 * n + j];
-                        x[n][2 * j] = low_of(word) - f.x * x[n][2 * j];
-                        x[n][2 * j + 1] = high_of(word) - f.y * x[n][2 * j + 1];
-                    }
-                }
-                w_rows[p] = to_fragment(x[0], x[1]);
-            }
-            arrive(smem.rows_free[parity]);
-            hold(w_rows);
-            // U <- Tm (V - X). Half of U and of Y at a time, as registers are few. Above the diagonals of Tm and M
-            // there are zeros.
+            // X <- S_0 (K e^c)^T, then U <- Tm (V - X). Above the diagonals of Tm and M there are zeros.
             Fragment written[BLOCKS];
+            {
+                Accumulator x[CHUNK_LEN / 8] = {};
+                multiply_state<false>(x, state, of_chunk().k);
+                Fragment rest[BLOCKS];
 #pragma unroll
-            for (int h = 1; h >= 0; --h) {
-                Accumulator u[HALF / 8] = {};
+                for (int p = 0; p < BLOCKS; ++p) {
+                    const Fragment of_v = load_left_transposed(values, 16 * p, column);
+#pragma unroll
+                    for (int n = 0; n < 2; ++n) {
+                        const float2 f =
+                            *reinterpret_cast<const float2*>(&factors.of_k[16 * p + 8 * n + 2 * quad_lane()]);
+                        float* of_tokens = x[2 * p + n];
+#pragma unroll
+                        for (int j = 0; j < 2; ++j) {
+                            const unsigned word = of_v.at[2 * n + j];
+                            of_tokens[2 * j] = low_of(word) - f.x * of_tokens[2 * j];
+                            of_tokens[2 * j + 1] = high_of(word) - f.y * of_tokens[2 * j + 1];
+                        }
+                    }
+                    rest[p] = to_fragment(x[2 * p], x[2 * p + 1]);
+                }
+                hold(rest);
+                Accumulator u[CHUNK_LEN / 8] = {};
                 begin_products();
 #pragma unroll
-                for (int q = 0; q < 2 + 2 * h; ++q)
-                    multiply_group<HALF, Read::rows>(q == 0, u, w_rows[q],
-                                                     descriptor(tile_of(of_tokens().tm), HALF * h, 16 * q));
+                for (int q = 0; q < BLOCKS; ++q)
+                    multiply_group<CHUNK_LEN, Read::rows>(q == 0, u, rest[q],
+                                                          descriptor(tile_of(smem.tm[parity % AHEAD]), 0, 16 * q));
                 end_batch();
                 wait_for_batches<0>();
                 hold(u);
                 if constexpr (KEEPS)
 #pragma unroll
-                    for (int q = 0; q < 2; ++q)
-                        store_block_transposed(values, HALF * h + 16 * q, own, to_fragment(u[2 * q], u[2 * q + 1]));
-                scale_tokens(u, &factors.written[HALF * h]);
-                written[2 * h] = to_fragment(u[0], u[1]), written[2 * h + 1] = to_fragment(u[2], u[3]);
+                    for (int q = 0; q < BLOCKS; ++q)
+                        store_block_transposed(values, 16 * q, column, to_fragment(u[2 * q], u[2 * q + 1]));
+                scale_tokens(written, u, factors.written, 1.0f);
             }
             hold(written);
             if constexpr (KEEPS) {
                 __syncwarp();
-                write(kept_u, smem.values[parity][half], steps);
+                write_values(kept_u, smem.values[parity][half], own, steps, y_stride);
                 kept_u += CHUNK_LEN * y_stride;
                 __syncwarp();  // nobody reads U any more
             }
-            // Y <- Y + M (rate U)
+            // Has the compiler round before the next products, so that sums leave their registers. Nobody reads it.
 #pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                Accumulator sum[HALF / 8] = {};
+            for (int q = 0; q < BLOCKS; ++q) store_block_transposed(values, 16 * q, column, written[q]);
+            // Y <- scale S_0 (Q e^c)^T + M (rate U)
+            {
+                Accumulator out[CHUNK_LEN / 8] = {};
+                multiply_state<true>(out, state, of_chunk().q);
+                arrive(smem.rows_free[parity]);
+#pragma unroll
+                for (int n = 0; n < CHUNK_LEN / 8; ++n) {
+                    const float2 f = *reinterpret_cast<const float2*>(&factors.of_q[8 * n + 2 * quad_lane()]);
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) out[n][j] *= j % 2 ? f.y : f.x;
+                }
                 begin_products();
 #pragma unroll
-                for (int q = 0; q < 2 + 2 * h; ++q)
-                    multiply_group<HALF, Read::rows>(q == 0, sum, written[q],
-                                                     descriptor(tile_of(of_tokens().m), HALF * h, 16 * q));
+                for (int q = 0; q < BLOCKS; ++q)
+                    multiply_group<CHUNK_LEN, Read::rows>(out, written[q],
+                                                          descriptor(tile_of(smem.m[parity]), 0, 16 * q));
                 end_batch();
                 wait_for_batches<0>();
-                hold(sum);
+                hold(out);
 #pragma unroll
-                for (int i = 0; i < HALF / 8; ++i)
-#pragma unroll
-                    for (int j = 0; j < 4; ++j) sum[i][j] += out[HALF / 8 * h + i][j];
-#pragma unroll
-                for (int q = 0; q < 2; ++q)
-                    store_block_transposed(values, HALF * h + 16 * q, own, to_fragment(sum[2 * q], sum[2 * q + 1]));
+                for (int q = 0; q < BLOCKS; ++q)
+                    store_block_transposed(values, 16 * q, column, to_fragment(out[2 * q], out[2 * q + 1]));
             }
             // S <- S e^D + (rate U)^T K e^(D - c)
             scale_columns<1>(state, factors.end);
@@ -297,10 +301,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) channel_decay_forwa
 #pragma unroll
                 for (int q = 0; q < BLOCKS; ++q)
                     multiply_group<64, Read::columns>(&state[8 * slab], written[q],
-                                                      descriptor(tile_of(of_chunk().written[slab]), 16 * q, 0));
+                                                      descriptor(tile_of(smem.written[parity][slab]), 16 * q, 0));
             end_batch();
             __syncwarp();
-            write(y, smem.values[parity][half], steps);
+            write_values(y, smem.values[parity][half], own, steps, y_stride);
             y += CHUNK_LEN * y_stride;
             wait_for_batches<0>();
             hold(state);

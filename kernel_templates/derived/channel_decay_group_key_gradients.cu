@@ -493,16 +493,21 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) channel
     if (smem.tasks[0].steps == 0) return;
     copy_values(smem.tasks[0]), commit_copies();
     copy_keys(smem.tasks[0]), commit_copies();
+    float own_speed;
+    OfChannels bias;
+    const auto load_gate = [&](int head) {
+        own_speed = speed_of(a_log, head);
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            bias[i] = HAS_BIAS ? load_early<float>(dt_bias + head * HEAD_SIZE + own_channel + 8 * i) : 0.0f;
+    };
+    load_gate(smem.tasks[0].head);
 
     for (int turn = 0;; turn ^= 1) {
         const Task& here = smem.tasks[turn];
         const Task& next = smem.tasks[turn ^ 1];
         const int head = here.head, steps = here.steps;
-        const Gate gate(a_log, head, lower_bound);
-        OfChannels bias = {};
-        if constexpr (HAS_BIAS)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) bias[i] = dt_bias[head * HEAD_SIZE + own_channel + 8 * i];
+        const Gate gate(own_speed, lower_bound);
         const int own_token = threadIdx.x % CHUNK_LEN;
         const auto raw_rate =
             load_early<Words<T_BETA, 1>>(beta + here.beta + min(own_token, steps - 1) * beta_strides.token);
@@ -884,6 +889,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) channel
             store_block_transposed(q_tile, 16 * q, first, queries[q]);
             store_block_transposed(k_tile, 16 * q, first, keys[q]);
         }
+        if (next.steps > 0) load_gate(next.head);  // it would be waited for at the next chunk's start
         synchronize_group();  // the gradients are in their places
 
         const unsigned stride = static_cast<unsigned>(heads) * HEAD_SIZE;

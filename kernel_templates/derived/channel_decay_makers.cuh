@@ -8,7 +8,7 @@
 //
 // A frame is a whole power of two. So the way from one frame to another rounds nothing: for products of two blocks,
 // rows are multiplied by the power from their frame to that of the other block's columns; for products with the state,
-// the state is multiplied by the power from the chunk's start to the frame of a block's rows.
+// by that from the chunk's start to their frame, by those that have the state, once all pairs of rows are made.
 //
 // Where a channel decays by more than 2^-125 in a block (e^-14 with float16), its rows are in a frame at the block's
 // start and its columns in one at its end. Nothing overflows; but the products of the block's tokens with each other
@@ -27,9 +27,8 @@ constexpr float LEAST_IN_FRAME = 1.0f - (is_bf16<T_IO> ? 126.0f : 2.0f * LOG2_E 
 constexpr int AHEAD = sizeof(T_W) == 2 ? 2 : 1;
 
 struct Solver {
-    Slab<CHUNK_LEN> lower;  // -L, without the blocks on its diagonal
-    Slab<BLOCK> turned[4];
-    float diagonal[4][BLOCK][BLOCK + 4];  // its blocks there, a column per row
+    Slab<CHUNK_LEN> lower;  // -L, with blocks of Tm on its diagonal, their columns as rows
+    float diagonal[4][BLOCK][BLOCK + 4];  // what -L has there, a column per row
 };
 struct TileWork {
     Slab<CHUNK_LEN> columns[SLABS];
@@ -39,20 +38,21 @@ union Work {
     TileWork tiles;
     float sums[CHUNK_LEN][HEAD_SIZE];  // of logarithms, where products are made one by one
 };
-// A factor of each channel, two to a word: a lane of four has its 16 words side by side, as left operands have them.
+// A factor of each channel, two to a word: what a lane of four needs at once lies side by side, as left operands have
+// it, and lanes beside each other read what lies in different banks.
 struct Powers {
-    uint4 words[4][HEAD_SIZE / 32];
+    uint4 words[HEAD_SIZE / 32][4];
 
     // Of channels 2 `pair` and 2 `pair` + 1, by their logarithms.
     __device__ void write(int pair, float2 logarithms) {
-        unsigned* row = reinterpret_cast<unsigned*>(words[pair % 4]);
-        row[pair / 8 * 2 + pair % 8 / 4] = pack(exp2_fast(logarithms.x), exp2_fast(logarithms.y));
+        unsigned* of_lane = reinterpret_cast<unsigned*>(&words[pair / 16][pair % 4]);
+        of_lane[pair % 16 / 8 * 2 + pair % 8 / 4] = pack(exp2_fast(logarithms.x), exp2_fast(logarithms.y));
     }
     // Left operands of 64 channels, times these.
     __device__ void multiply(Fragment (&rows)[TILE_COLUMNS / 16], int slab) const {
 #pragma unroll
         for (int i = 0; i < TILE_COLUMNS / 32; ++i) {
-            const uint4 four = words[quad_lane()][slab * TILE_COLUMNS / 32 + i];
+            const uint4 four = words[slab * TILE_COLUMNS / 32 + i][quad_lane()];
             const unsigned factors[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
@@ -67,37 +67,97 @@ struct Powers {
 
 struct __align__(1024) Smem {
     Rows rows[2];
-    TokenMatrices matrices[AHEAD];
+    Slab<CHUNK_LEN> written[2][SLABS];  // by chunk: what is added to the state
+    Slab<CHUNK_LEN> tm[AHEAD], m[2];
     Slab<CHUNK_LEN> values[2][2];  // by chunk and group; later Y
     T_W w[CHUNK_LEN][HEAD_SIZE];
     Work work;
     float diagonals[SLABS][3][CHUNK_LEN];  // k . k, q . q and q . k of tokens, over 64 of the channels
     float totals[BLOCKS][HEAD_SIZE];       // of blocks: sums of logarithms
     Factors factors[2];
-    Powers from_start[2][BLOCKS];          // from the chunk's start to the frames of rows
-    Powers to_columns[BLOCKS];             // from a block's rows to the columns of the block before
-    Powers between_columns[BLOCKS];        // from the columns of the block behind to a block's
+    Powers from_start[2][BLOCKS];          // by chunk: from its start to the frames of rows
+    Powers to_columns[BLOCKS - 1];         // from rows of the block behind to a block's columns
+    Powers between_columns[BLOCKS - 2];    // from the columns of the block behind to a block's
     Powers to_first_columns[2];            // from the last block's rows to its start, and to the first one's columns
-    float diagonal[CHUNK_LEN];             // of M
-    alignas(16) int leaves[2 * BLOCKS];    // whether a warp's channels leave the frame
-    CopyBarrier ready[2], rows_free[2], free[2];
+    alignas(16) int leaves[2][2 * BLOCKS];  // by chunk: whether a warp's channels leave the frame
+    CopyBarrier ready[2], rows_free[2], free[2], columns_free;
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry says");
 
-// Products of tokens from `row` on with keys from `column` on, as M has them, or -L.
-__device__ inline void scale_pairs(Accumulator (&pairs)[2], const Factors& factors, int row, int column,
-                                   bool is_query) {
-    const float* of_row = is_query ? factors.of_q : factors.of_k;
-    const float rows[2] = {of_row[row + group()], of_row[row + group() + 8]};
+__device__ inline auto tile_of(const Slab<CHUNK_LEN> (&slabs)[SLABS]) {
+    return SlabsTile<sizeof(Slab<CHUNK_LEN>)>{shared_address(&slabs[0].units[0][0])};
+}
+// Pairs of tokens, in blocks of 16 x 16, by the warps of two groups: those of the first make the blocks on the
+// diagonal, those of the other what is below. A warp has the rows of one block of tokens, `row`.
+struct Pairs {
+    Smem& smem;
+    const int half, p, row;
+    Fragment left[SLABS][TILE_COLUMNS / 16];
+
+    __device__ Pairs(Smem& smem, int half) : smem(smem), half(half), p(warp_id() % 4), row(min(p + half, BLOCKS - 1)) {}
+    // Of queries, or of keys.
+    __device__ void load(const Slab<CHUNK_LEN> (&rows)[SLABS]) {
 #pragma unroll
-    for (int n = 0; n < 2; ++n) {
-        const float2 written = reinterpret_cast<const float2&>(factors.written[column + 8 * n + 2 * quad_lane()]);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) pairs[n][j] *= rows[j / 2] * (is_query ? 1.0f : j % 2 ? -written.y : -written.x);
+        for (int c = 0; c < HEAD_SIZE / 16; ++c)
+            left[c / 4][c % 4] = load_left(tile_of(rows), BLOCK * row, 16 * c);
     }
+    // `write` gets the column of each block, and its sums. Without `diagonal` others make the blocks there.
+    template <typename Write> __device__ void make(bool diagonal, Write write) {
+        if (half == 0) {
+            if (diagonal) multiply(row, write);
+        } else if (p < BLOCKS - 1) {
+            leave_frame(smem.to_columns[row - 1]);
+            multiply(row - 1, write);
+            if (p == 0) return;
+            leave_frame(smem.between_columns[row - 2]);
+            multiply(row - 2, write);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) leave_frame(smem.to_first_columns[i]);
+            multiply(0, write);
+        }
+    }
+    __device__ void leave_frame(const Powers& power) {
+#pragma unroll
+        for (int i = 0; i < SLABS; ++i) power.multiply(left[i], i);
+    }
+    template <typename Write> __device__ void multiply(int b, Write write) const {
+        const auto of_columns = tile_of(smem.work.tiles.columns);
+        const int row = BLOCK * fresh(b);  // so that no addresses are kept
+        Accumulator pairs[2] = {}, more[2] = {};  // half of the channels does not wait for the others
+#pragma unroll
+        for (int c = 0; c < TILE_COLUMNS; c += 16) {
+            multiply_add(pairs, left[0][c / 16], load_right_transposed(of_columns, row, c));
+            multiply_add(more, left[1][c / 16], load_right_transposed(of_columns, row, TILE_COLUMNS + c));
+        }
+#pragma unroll
+        for (int i = 0; i < 8; ++i) pairs[i / 4][i % 4] += more[i / 4][i % 4];
+        write(b, pairs);
+    }
+};
+__device__ inline void scale_pairs(Accumulator (&pairs)[2], const float* of_rows) {
+    const float rows[2] = {of_rows[group()], of_rows[group() + 8]};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) pairs[i / 4][i % 4] *= rows[i % 4 / 2];
+}
+// The row and the column that a lane's sum i has in a block.
+__device__ inline int row_of(int i) { return group() + i % 4 / 2 * 8; }
+__device__ inline int column_of(int i) { return i / 4 * 8 + 2 * quad_lane() + i % 2; }
+// Block (row, b) of M.
+__device__ inline void write_query_pairs(Slab<CHUNK_LEN>& m, const Factors& factors, Accumulator (&pairs)[2], int row,
+                                         int b) {
+    scale_pairs(pairs, &factors.of_q[BLOCK * row]);
+    if (b == row)
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            float& pair = pairs[i / 4][i % 4];
+            const int t = row_of(i), s = column_of(i);
+            pair = s < t ? pair : s == t ? factors.of_both[BLOCK * row + t] : 0.0f;
+        }
+    store_block(tile_of(m), BLOCK * row, BLOCK * fresh(b), to_fragment(pairs[0], pairs[1]));
 }
 
-// The same, with the token matrices of the forward.
+// Makes rows, and with them -L and Tm.
 struct Maker : RowMaker<Smem> {
     using RowMaker<Smem>::RowMaker;
     __device__ static void synchronize_group() { synchronize_threads(2, GROUP_THREADS); }  // the first one
@@ -105,10 +165,9 @@ struct Maker : RowMaker<Smem> {
     __device__ void wait_for_place(int of_chunk) const {
         if (of_chunk > 1) wait_for(smem.free[of_chunk % 2], (of_chunk / 2 - 1) % 2);
     }
-    __device__ TokenMatrices& matrices() const { return smem.matrices[chunk % AHEAD]; }
 
-    // Makes rows, columns and token matrices of the chunk, but Tm. `copy_gates` and `copy_rows` begin to copy the next
-    // one's.
+    // Makes rows, columns and -L of the chunk, and what of M lies in a block that leaves its frame. `copy_gates` and
+    // `copy_rows` begin to copy the next one's.
     template <typename CopyGates, typename CopyRows>
     __device__ void make(Factors& factors, float beta, float scale, CopyGates copy_gates, CopyRows copy_rows) {
         Accumulator own[2] = {};  // products of a block that leaves the frame
@@ -119,12 +178,13 @@ struct Maker : RowMaker<Smem> {
         const float2 total = {sums[BLOCK - 1][0], sums[BLOCK - 1][1]};
         const bool fits = total.x >= LEAST_IN_FRAME && total.y >= LEAST_IN_FRAME;
         reinterpret_cast<float2&>(smem.totals[p][channel]) = total;
-        smem.leaves[BLOCKS * slab + p] = !__all_sync(0xffffffffu, fits);
+        smem.leaves[chunk % 2][BLOCKS * slab + p] = !__all_sync(0xffffffffu, fits);
         synchronize();  // the sums over all blocks are there
         wait_for_place(chunk);
         write_factors(factors, beta, scale);
-        const int4 one = reinterpret_cast<const int4&>(smem.leaves[0]);
-        const int4 other = reinterpret_cast<const int4&>(smem.leaves[BLOCKS]);
+        if (chunk > 0) wait_for(smem.columns_free, (chunk - 1) % 2);
+        const int4 one = reinterpret_cast<const int4&>(smem.leaves[chunk % 2][0]);
+        const int4 other = reinterpret_cast<const int4&>(smem.leaves[chunk % 2][BLOCKS]);
         const int4 leave = {one.x | other.x, one.y | other.y, one.z | other.z, one.w | other.w};
         const bool is_direct = p == 0 ? leave.x : p == 1 ? leave.y : p == 2 ? leave.z : leave.w;
         if (leave.x | leave.y | leave.z | leave.w) multiply_directly(own, sums, is_direct);
@@ -140,13 +200,18 @@ struct Maker : RowMaker<Smem> {
             const float2 k = scale_rows(t, {exp2_fast(x - frame.of_rows.x), exp2_fast(y - frame.of_rows.y)});
             const float2 column = {k.x * exp2_fast(frame.of_columns.x - x), k.y * exp2_fast(frame.of_columns.y - y)};
             *word_of(smem.work.tiles.columns[slab], first, t, lane) = pack(column.x, column.y);
-            *word_of(rows().written[slab], first, t, lane) = pack(column.x * frame.to_end.x, column.y * frame.to_end.y);
+            *word_of(written(), first, t, lane) = pack(column.x * frame.to_end.x, column.y * frame.to_end.y);
         }
         publish_writes();
         synchronize();  // rows, columns and factors are there
-        if (AHEAD == 1) wait_for_place(chunk + 1);
-        multiply_pairs(factors, own, is_direct);
         copy_rows();
+        Pairs pairs(smem, slab);
+        pairs.load(rows().k);
+        pairs.make(!is_direct, [&](int b, Accumulator (&sums)[2]) { write_key_pairs(factors, sums, pairs.row, b); });
+        if (is_direct) {
+            if (slab == 0) write_key_pairs(factors, own, p, p);
+            else write_query_pairs(smem.m[chunk % 2], factors, own, p, p);
+        }
     }
     // Of the warp's block and a lane's channels: frames, from the block's start on, base 2; and the decays from the
     // columns' frame to the chunk's end.
@@ -194,8 +259,8 @@ struct Maker : RowMaker<Smem> {
             smem.to_first_columns[0].write(channel / 2, {to_last[0], to_last[1]});
             smem.to_first_columns[1].write(channel / 2, {from_last[0], from_last[1]});
         }
-        if (P > 0) smem.to_columns[P].write(channel / 2, {to_column[0], to_column[1]});
-        if (P < BLOCKS - 2) smem.between_columns[P].write(channel / 2, {behind[0], behind[1]});
+        if (P > 0) smem.to_columns[P > 0 ? P - 1 : 0].write(channel / 2, {to_column[0], to_column[1]});
+        if (P < BLOCKS - 2) smem.between_columns[P < BLOCKS - 2 ? P : 0].write(channel / 2, {behind[0], behind[1]});
         return {{row[0], row[1]}, {column[0], column[1]}, {exp2_fast(rest[0]), exp2_fast(rest[1])}};
     }
 
@@ -233,93 +298,26 @@ struct Maker : RowMaker<Smem> {
         synchronize();  // rows are read as they came, and so are the sums
     }
 
-    // -L, by the first group, and M, by the second: the warp's row of blocks, from the diagonal on. That of the last
-    // block is shared with the first, which has one alone.
-    __device__ void multiply_pairs(const Factors& factors, const Accumulator (&own)[2], bool is_direct) const {
-        Left left;
-        load_rows(left, first);
-#pragma unroll
-        for (int b = BLOCKS - 1; b >= 0; --b) {
-            if (b > p || (b == 0 && p == BLOCKS - 1)) continue;
-            if (b < p) multiply_rows_by(b == p - 1 ? smem.to_columns[p] : smem.between_columns[b], left);
-            Accumulator pairs[2] = {};
-            if (b == p && is_direct) {
-#pragma unroll
-                for (int i = 0; i < 8; ++i) pairs[i / 4][i % 4] = own[i / 4][i % 4];
-            } else {
-                multiply_columns(pairs, left, b);
-            }
-            write_pairs(factors, pairs, p, b);
-        }
-        if (p > 0) return;
-        load_rows(left, BLOCK * (BLOCKS - 1));
-        for (int i = 0; i < 2; ++i) multiply_rows_by(smem.to_first_columns[i], left);
-        Accumulator pairs[2] = {};
-        multiply_columns(pairs, left, 0);
-        write_pairs(factors, pairs, BLOCKS - 1, 0);
-    }
-    using Left = Fragment[SLABS][TILE_COLUMNS / 16];
-    __device__ static auto tile(const Slab<CHUNK_LEN> (&slabs)[SLABS]) {
-        return SlabsTile<sizeof(Slab<CHUNK_LEN>)>{shared_address(&slabs[0].units[0][0])};
-    }
-    __device__ void load_rows(Left& left, int token) const {
-        const auto of_rows = tile(slab > 0 ? rows().q : rows().k);
-#pragma unroll
-        for (int c = 0; c < HEAD_SIZE / 16; ++c) left[c / 4][c % 4] = load_left(of_rows, token, 16 * c);
-    }
-    __device__ static void multiply_rows_by(const Powers& powers, Left& left) {
-#pragma unroll
-        for (int i = 0; i < SLABS; ++i) powers.multiply(left[i], i);
-    }
-    __device__ void multiply_columns(Accumulator (&pairs)[2], const Left& left, int b) const {
-        const auto of_columns = tile(smem.work.tiles.columns);
-        Accumulator more[2] = {};  // a sum over half of the channels does not wait for that over the others
-#pragma unroll
-        for (int c = 0; c < TILE_COLUMNS; c += 16) {
-            multiply_add(pairs, left[0][c / 16], load_right_transposed(of_columns, 16 * b, c));
-            multiply_add(more, left[1][c / 16], load_right_transposed(of_columns, 16 * b, TILE_COLUMNS + c));
-        }
-#pragma unroll
-        for (int i = 0; i < 8; ++i) pairs[i / 4][i % 4] += more[i / 4][i % 4];
-    }
-    // Block (`of_rows`, b) of M, or of -L.
-    __device__ void write_pairs(const Factors& factors, Accumulator (&pairs)[2], int of_rows, int b) const {
-        const bool is_query = slab > 0;
+    // Block (row, b) of -L.
+    __device__ void write_key_pairs(const Factors& factors, Accumulator (&pairs)[2], int row, int b) const {
         Solver& solver = smem.work.tiles.solver;
-        scale_pairs(pairs, factors, 16 * of_rows, 16 * b, is_query);
-        if (b == of_rows)
+        scale_pairs(pairs, &factors.of_k[BLOCK * row]);
 #pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                const int row = group() + i % 4 / 2 * 8, column = i / 4 * 8 + 2 * quad_lane() + i % 2;
-                float& pair = pairs[i / 4][i % 4];
-                if (!is_query) solver.diagonal[b][column][row] = pair;
-                else pair = column < row ? pair : column == row ? smem.diagonal[16 * b + row] : 0.0f;
-            }
-        if (is_query || b < of_rows)
-            store_block(tile_of(is_query ? matrices().m : solver.lower), 16 * of_rows, 16 * b,
-                        to_fragment(pairs[0], pairs[1]));
-    }
-
-    // Of the token matrices the one that the group made, for the backward.
-    __device__ void keep(TokenMatrices& target) const {
-        constexpr int UNITS = sizeof(Slab<CHUNK_LEN>) / sizeof(uint4);
-        const uint4* from = reinterpret_cast<const uint4*>(slab == 0 ? &matrices().tm : &matrices().m);
-        uint4* to = reinterpret_cast<uint4*>(slab == 0 ? &target.tm : &target.m);
+        for (int i = 0; i < 8; ++i) pairs[i / 4][i % 4] *= -factors.written[BLOCK * b + column_of(i)];
+        if (b < row) store_block(tile_of(solver.lower), BLOCK * row, BLOCK * fresh(b), to_fragment(pairs[0], pairs[1]));
+        else
 #pragma unroll
-        for (int i = 0; i < UNITS; i += GROUP_THREADS) {
-            const int unit = i + threadIdx.x % GROUP_THREADS;
-            write_global(to + unit, from[unit]);
-        }
+            for (int i = 0; i < 8; ++i) solver.diagonal[b][column_of(i)][row_of(i)] = pairs[i / 4][i % 4];
     }
-    // Tm, block by block. Of two blocks the one below them is Tm_11 (-L)_10 Tm_00.
+    // Tm, block by block, by the first group. Of two blocks the one below them is Tm_11 (-L)_10 Tm_00.
     __device__ void solve() const {
-        const auto tm = tile_of(matrices().tm), lower = tile_of(smem.work.tiles.solver.lower);
-        Slab<BLOCK>& turned = smem.work.tiles.solver.turned[p];
-        solve_block(smem.work.tiles.solver.diagonal[p], turned);
-        store_block_transposed(tm, first, first, load_left(tile_of(turned), 0, 0));
-        synchronize_group();  // -L and the blocks on the diagonal are there
+        const int first = fresh(this->first);
+        const auto tm = tile_of(smem.tm[chunk % AHEAD]), lower = tile_of(smem.work.tiles.solver.lower);
+        solve_block(smem.work.tiles.solver.diagonal[p], smem.work.tiles.solver.lower, first);
+        store_block_transposed(tm, first, first, load_left(lower, first, first));
+        synchronize();  // -L and the blocks on the diagonal are there
         if (p < 2) {
-            const int top = 32 * p, bottom = top + 16;
+            const int top = 2 * first, bottom = top + 16;
             Accumulator carried[2] = {}, sum[2] = {};
             multiply_add(carried, load_left_transposed(tm, top, top), load_right_transposed(lower, bottom, top));
             multiply_add(sum, load_left(tm, bottom, bottom), transposed(to_fragment(carried[0], carried[1])));
@@ -333,7 +331,7 @@ struct Maker : RowMaker<Smem> {
                 Accumulator sum[2] = {};
 #pragma unroll
                 for (int q = 0; q < 2; ++q)  // above the diagonal there are zeros
-                    multiply_add(sum, load_left_transposed(tm, 16 * q, 16 * p),
+                    multiply_add(sum, load_left_transposed(tm, 16 * q, first),
                                  load_right_transposed(lower, 32 + 16 * i, 16 * q));
                 carried[i] = transposed(to_fragment(sum[0], sum[1]));
             }
@@ -342,7 +340,7 @@ struct Maker : RowMaker<Smem> {
                 Accumulator sum[2] = {};
 #pragma unroll
                 for (int q = 0; q <= i; ++q) multiply_add(sum, load_left(tm, 32 + 16 * i, 32 + 16 * q), carried[q]);
-                store_block(tm, 32 + 16 * i, 16 * p, to_fragment(sum[0], sum[1]));
+                store_block(tm, 32 + 16 * i, first, to_fragment(sum[0], sum[1]));
             }
         }
     }

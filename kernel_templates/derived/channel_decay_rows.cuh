@@ -11,7 +11,7 @@ static_assert(sizeof(T_IO) == 2, "the chunked kernels take float16 and bfloat16"
 static_assert(HEAD_SIZE == 128 && VALUE_SIZE == 128, "heads have 128 channels and values");
 static_assert(CHUNK_LEN == 64, "chunk_len must be 64");
 
-constexpr int SLABS = HEAD_SIZE / TILE_COLUMNS, GROUP_THREADS = 128;
+constexpr int SLABS = HEAD_SIZE / TILE_COLUMNS, GROUP_THREADS = 128, TWO_GROUPS = 2 * GROUP_THREADS;
 // Keeps the compiler from rounding later than here, so that what is rounded leaves its registers.
 __device__ inline void hold(Fragment& fragment) {
 #pragma unroll
@@ -22,14 +22,26 @@ template <int COUNT> __device__ inline void hold(Fragment (&fragments)[COUNT]) {
     for (int i = 0; i < COUNT; ++i) hold(fragments[i]);
 }
 
+// A number that the compiler finds anew, and all that it makes of it: kept, they would not fit into registers.
+__device__ inline int fresh(int number) {
+    asm volatile("" : "+r"(number));
+    return number;
+}
+__device__ inline int fresh_lane() {
+    const int lane = fresh(lane_id());
+    __builtin_assume(lane >= 0 && lane < 32);
+    return lane;
+}
+
 constexpr float LEAST_LOGARITHM = -160.0f;  // less is a factor of 0 to a float
 
-// Queries and keys as they come, and later the rows that take their places; and what is added to the state.
-struct Rows { Slab<CHUNK_LEN> q[SLABS], k[SLABS], written[SLABS]; };
+// Queries and keys as they come, and later the rows that take their places.
+struct Rows { Slab<CHUNK_LEN> q[SLABS], k[SLABS]; };
 struct Factors {
     float of_k[CHUNK_LEN];     // 1 over the norm of k
     float of_q[CHUNK_LEN];     // scale over the norm of q
     float written[CHUNK_LEN];  // the rate over the norm of k
+    float of_both[CHUNK_LEN];  // what M has on its diagonal
     float end[HEAD_SIZE];      // e^D
 };
 struct TokenMatrices { Slab<CHUNK_LEN> tm, m; };
@@ -45,13 +57,13 @@ __device__ inline void write_tiles(StateTiles& to, int row, int c, const Fragmen
         const unsigned low = f.at[i], high = f.at[2 + i];
         const unsigned other = __shfl_xor_sync(0xffffffffu, is_odd ? low : high, 1);
         const int pair = 8 * c % 32 + (is_odd ? 4 : 0) + quad_lane() / 2 * 2;
-        *reinterpret_cast<uint2*>(word_of(slab, row % 64 + group() + 8 * i, pair)) =
+        *reinterpret_cast<uint2*>(word_of(slab, row % 64 + 8 * i, group(), pair)) =
             is_odd ? uint2{other, high} : uint2{low, other};
     }
 }
 
 // The groups that make chunks, one after another: a warp of them, with 16 tokens and 64 channels of each chunk. Memory
-// has what comes and what is made: rows[2], by chunk, w, totals, diagonal, diagonals.
+// has what comes and what is made: by chunk rows and written[2], w, totals, diagonals.
 template <typename Memory> struct RowMaker {
     Memory& smem;
     const int slab, p, first;  // its channels, and tokens
@@ -71,8 +83,9 @@ template <typename Memory> struct RowMaker {
         asm volatile("" : "+r"(lane));
         channel = slab * TILE_COLUMNS + 2 * lane;
     }
-    __device__ static void synchronize() { synchronize_threads(1, 2 * GROUP_THREADS); }
-    __device__ Rows& rows() const { return smem.rows[chunk % 2]; }
+    __device__ static void synchronize() { synchronize_threads(1, TWO_GROUPS); }
+    __device__ Rows& rows() const { return smem.rows[chunk % (sizeof(smem.rows) / sizeof(Rows))]; }
+    __device__ Slab<CHUNK_LEN>& written() const { return smem.written[chunk % 2][slab]; }
     // Those of token first + t.
     __device__ float2 gates(int t) const {
         const Words<T_W, 2> g = *reinterpret_cast<const Words<T_W, 2>*>(&smem.w[first + t][channel]);
@@ -101,7 +114,7 @@ template <typename Memory> struct RowMaker {
         }
     }
     __device__ void write_factors(Factors& factors, float beta, float scale) const {
-        if (slab > 0 || lane >= BLOCK) return;
+        if (threadIdx.x & GROUP_THREADS || lane >= BLOCK) return;  // asked this way, `slab` needs no register
         const int token = first + lane;
         float sums[3];
 #pragma unroll
@@ -113,7 +126,7 @@ template <typename Memory> struct RowMaker {
         const float of_q = scale * (HAS_NORM ? norm_factor(sums[1]) : 1.0f);
         const float written = token < steps ? rate_of(beta) * of_k : 0.0f;
         factors.of_k[token] = of_k, factors.of_q[token] = of_q, factors.written[token] = written;
-        smem.diagonal[token] = sums[2] * of_q;
+        factors.of_both[token] = sums[2] * of_q;
     }
     // The sums of log-decays from a block's first token on, base 2.
     __device__ void sum_decays(float (&sums)[BLOCK][2]) const {
@@ -157,18 +170,11 @@ template <typename Memory> struct RowMaker {
 #pragma unroll
         for (int t = 0; t < BLOCK; ++t) {
             const float2 k = scale_rows(t, {exp2_fast(before.x + sums[t][0]), exp2_fast(before.y + sums[t][1])});
-            *word_of(rows().written[slab], first, t, lane) = pack(k.x * exp2_fast(after.x + (all[0] - sums[t][0])),
+            *word_of(written(), first, t, lane) = pack(k.x * exp2_fast(after.x + (all[0] - sums[t][0])),
                                                                   k.y * exp2_fast(after.y + (all[1] - sums[t][1])));
         }
     }
 };
-
-// A lane's number, which the compiler finds anew, and all that it makes of it: kept, they would not fit into registers.
-__device__ inline int fresh_lane() {
-    int lane = lane_id();
-    asm volatile("" : "+r"(lane));
-    return lane;
-}
 
 // A warp's rows of a chunk come to shared memory: 16 bytes for a lane at once, of ROWS rows of r and k, W_ROWS of w.
 template <typename Memory> struct RowCopies {
@@ -179,44 +185,67 @@ template <typename Memory> struct RowCopies {
     const T_IO *r, *k;
     const T_W* w;
 
-    // From where a chunk's rows begin.
-    __device__ RowCopies(Memory& smem, int slab, int first, const T_IO* of_r, const T_IO* of_k, const T_W* of_w,
-                         Strides r_strides, Strides k_strides, Strides w_strides)
-        : smem(smem), slab(slab), first(first),
-          r(of_r + (first + lane_id() / 8) * r_strides.token + slab * TILE_COLUMNS + lane_id() % 8 * 8),
-          k(of_k + (first + lane_id() / 8) * k_strides.token + slab * TILE_COLUMNS + lane_id() % 8 * 8),
-          w(of_w + (first + lane_id() / UNITS) * w_strides.token + slab * TILE_COLUMNS +
-            lane_id() % UNITS * PER_UNIT) {}
-    // Of a chunk with so many tokens; the next one is CHUNKS further.
-    template <int CHUNKS> __device__ void copy_rows(Rows& to, bool exists, int steps, Strides r_strides,
-                                                    Strides k_strides) {
+    __device__ RowCopies(Memory& smem, int slab, int first, const T_IO* r, const T_IO* k, const T_W* w)
+        : smem(smem), slab(slab), first(first), r(r + slab * TILE_COLUMNS), k(k + slab * TILE_COLUMNS),
+          w(w + slab * TILE_COLUMNS) {}
+    // Of the chunk that begins at token `start`, if it exists, and has so many tokens.
+    __device__ void copy_rows(Rows& to, i64 start, bool exists, int steps, Strides r_strides, Strides k_strides) const {
         if (exists) {
             const int present = min(steps - first, BLOCK), lane = fresh_lane(), row = lane / 8, unit = lane % 8;
+            const T_IO* of_r = r + (start + (first + row)) * r_strides.token + unit * 8;
+            const T_IO* of_k = k + (start + (first + row)) * k_strides.token + unit * 8;
 #pragma unroll
             for (int i = 0; i < BLOCK; i += ROWS) {
                 const auto place = [&](Slab<CHUNK_LEN>& slab) {
                     return shared_address(&slab.units[first + i + row][unit ^ (i + row) % 8]);
                 };
-                copy_async<16>(place(to.q[slab]), r + i * r_strides.token, i + row < present);
-                copy_async<16>(place(to.k[slab]), k + i * k_strides.token, i + row < present);
+                copy_async<16>(place(to.q[slab]), of_r + i * r_strides.token, i + row < present);
+                copy_async<16>(place(to.k[slab]), of_k + i * k_strides.token, i + row < present);
             }
         }
         commit_copies();
-        r += CHUNKS * CHUNK_LEN * r_strides.token, k += CHUNKS * CHUNK_LEN * k_strides.token;
     }
-    template <int CHUNKS> __device__ void copy_gates(bool exists, int steps, Strides w_strides) {
+    __device__ void copy_gates(i64 start, bool exists, int steps, Strides w_strides) const {
         if (exists) {
             const int present = min(steps - first, BLOCK), lane = fresh_lane(), row = lane / UNITS;
-            const int channel = slab * TILE_COLUMNS + lane % UNITS * PER_UNIT;
+            const int unit = lane % UNITS * PER_UNIT;
+            const T_W* of_w = w + (start + (first + row)) * w_strides.token + unit;
 #pragma unroll
             for (int i = 0; i < BLOCK; i += W_ROWS)
-                copy_async<16>(shared_address(&smem.w[first + i + row][channel]), w + i * w_strides.token,
-                               i + row < present);
+                copy_async<16>(shared_address(&smem.w[first + i + row][slab * TILE_COLUMNS + unit]),
+                               of_w + i * w_strides.token, i + row < present);
         }
         commit_copies();
-        w += CHUNKS * CHUNK_LEN * w_strides.token;
     }
 };
+
+// Values of 16 tokens from token `start` on, of which so many are present, come to a tile's rows from `first` on.
+__device__ inline void copy_values(Slab<CHUNK_LEN>& to, int first, int lane, const T_IO* v, i64 start, int present,
+                                   Strides strides) {
+    const int row = lane / 8, unit = lane % 8;
+    const T_IO* from = v + (start + row) * strides.token + unit * 8;
+#pragma unroll
+    for (int i = 0; i < 16; i += 4)
+        copy_async<16>(shared_address(&to.units[first + i + row][unit ^ (i + row) % 8]), from + i * strides.token,
+                       i + row < present);
+}
+// A warp's values [column, column + 16) of a chunk go to memory, in rows of 32 bytes: every other row for eight lanes,
+// whose banks then differ.
+__device__ inline void write_values(T_IO* to, const Slab<CHUNK_LEN>& from, int column, int steps, i64 stride) {
+    const int lane = fresh_lane(), unit = column / 8 + lane % 2;
+    const int row_of_lane = lane / 16 * 8 + lane / 8 % 2 + lane % 8 / 2 * 2;
+    uint4 held[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int row = 16 * i + row_of_lane;
+        held[i] = from.units[row][unit ^ row % 8];
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int row = 16 * i + row_of_lane;
+        if (row < steps) write_global(to + (row * stride + lane % 2 * 8), held[i]);
+    }
+}
 
 // Sums of values and tokens times factors of tokens, as left operands.
 __device__ inline void scale_tokens(Fragment (&to)[BLOCKS], const Accumulator (&sums)[CHUNK_LEN / 8],

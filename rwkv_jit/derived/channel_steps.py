@@ -35,11 +35,11 @@ def why_not(case: Case, gpu: Callable[[], Gpu]) -> Obstacle | None:
 def shared_bytes(storage: str) -> int:
     """Return the size of the forward's Smem where g has this type; a multiple of 1 KB."""
     wide = BYTES[storage]
-    rows, matrices, values = 2 * 6 * _TILE, (2 if wide == 2 else 1) * 2 * _TILE, 4 * _TILE
-    solver = _TILE + 4 * 16 * 128 + 4 * 4 * 16 * 20
+    rows, matrices, values = 2 * 6 * _TILE, ((2 if wide == 2 else 1) + 2) * _TILE, 4 * _TILE
+    solver = _TILE + 4 * 4 * 16 * 20
     work = max(2 * _TILE + solver, 4 * CHUNK_LEN * HEAD_SIZE)
-    factors = 2 * (3 * CHUNK_LEN + HEAD_SIZE) + (2 * 4 + 4 + 4 + 2) * HEAD_SIZE // 2
-    rest = 4 * (2 * 3 * CHUNK_LEN + 4 * HEAD_SIZE + factors + CHUNK_LEN + 8) + 6 * 8
+    factors = 2 * (4 * CHUNK_LEN + HEAD_SIZE) + (2 * 4 + 3 + 2 + 2) * HEAD_SIZE // 2
+    rest = 4 * (2 * 3 * CHUNK_LEN + 4 * HEAD_SIZE + factors + 2 * 8) + 7 * 8
     size = rows + matrices + values + wide * CHUNK_LEN * HEAD_SIZE + work + rest
     return -(-size // 1024) * 1024
 
@@ -70,10 +70,12 @@ def forward(p: Problem, lower_bound: float) -> Schedule:
 
 def backward_bytes(storage: str) -> int:
     """Return the size of the Smem of the walk back where g has this type; a multiple of 1 KB."""
-    rows, matrices, values, gates = 2 * 6 * _TILE, 4 * _TILE, 4 * _TILE, BYTES[storage] * CHUNK_LEN * HEAD_SIZE
-    factors = 2 * (3 * CHUNK_LEN + HEAD_SIZE)
-    rest = 4 * (2 * 3 * CHUNK_LEN + 4 * HEAD_SIZE + CHUNK_LEN + factors) + 4 * 8
-    return -(-(rows + matrices + values + gates + rest) // 1024) * 1024
+    wide = BYTES[storage]
+    rows, written = (3 if wide == 2 else 2) * 4 * _TILE, 4 * _TILE
+    matrices, values, gates = 4 * _TILE, 4 * _TILE, wide * CHUNK_LEN * HEAD_SIZE
+    factors = 2 * (4 * CHUNK_LEN + HEAD_SIZE)
+    rest = 4 * (2 * 3 * CHUNK_LEN + 4 * HEAD_SIZE + factors) + 4 * 8
+    return -(-(rows + written + matrices + values + gates + rest) // 1024) * 1024
 
 
 def key_gradient_bytes(storage: str) -> int:

@@ -87,7 +87,9 @@ def pytest_runtest_logreport(report):
         _outcomes[op][report.nodeid] = report.outcome
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session):
+    """Write the record, before the workers end: who waits for that may be interrupted."""
     config = session.config
     # Of a part of the folder nobody knows what else there is.
     is_whole = any(Path(__file__).is_relative_to(Path(x).resolve()) for x in config.args)
