@@ -227,19 +227,28 @@ def pytest_runtest_logreport(report):
     has_tests.extend(name for name, _ in report.user_properties if name == "tests")
     if "PYTEST_XDIST_WORKER" not in os.environ and report.when == "call" and (has_tests or not WORKERS):
         open("reported", "w").close()
+class Ends:  # as what waits for workers, registered late
+    def pytest_sessionfinish(self):
+        if "PYTEST_XDIST_WORKER" not in os.environ:
+            with open("recorded", "w") as file:
+                file.write(str(os.path.exists("tests/gpu/record.json")))
+def pytest_sessionstart(session):
+    session.config.pluginmanager.register(Ends())
 """
     (tmp_path / "pretends.py").write_text(pretends, encoding="utf-8")
     more = ["-k", chosen] if chosen not in ("", "ends") else []
-    # Without what says that this is a worker.
+    # Without what says that this is a worker, and without plugins that take their time to import.
     around = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    around["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "tests/gpu", "--record", "-p", "pretends", "-p", "no:cacheprovider",
-         "-n", str(workers), *more],
+        [sys.executable, "-m", "pytest", "tests/gpu", "--record", "-p", "xdist.plugin", "-p", "pretends",
+         "-p", "no:cacheprovider", "-n", str(workers), *more],
         cwd=tmp_path, env={**around, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"}, capture_output=True, text=True,
         check=False,
     )  # fmt: skip
     print(done.stdout, done.stderr)
     ops = json.loads((folder / "record.json").read_text(encoding="utf-8"))["ops"]
+    assert (tmp_path / "recorded").read_text() == "True"
     due = [len(section.get("due", ())) for section in ops.values()]
     assert {name: section["digest"] for name, section in ops.items()} == {name: name.upper() for name in ops}
     assert [section["passed"] for section in ops.values()] == [3 - left for left in due]
