@@ -13,6 +13,8 @@ from rwkv_jit.layers import steps as layer_steps
 from rwkv_jit.layers.steps import Given, Sequences
 from rwkv_jit.schedule import Result
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 OPS = layer_steps.OPS
 OF_KDA = "softplus", "channel", "sigmoid", "head", "l2"
@@ -188,6 +190,7 @@ def test_norms_of_any_width_hardly_spill(channels, arch, mixes, mixed):
             assert kernel.get(made).spill_bytes <= (32 if channels <= 4096 else 160)
 
 
+@pytest.mark.usefixtures("compiled_quickly")
 @pytest.mark.parametrize("size", [1, 7, 33, 100, 256, 999, 1024])
 def test_gradients_of_any_sizes(size):
     some = itertools.cycle(itertools.product(("fp16", "fp32"), ("bf16", "fp32")))
@@ -198,6 +201,7 @@ def test_gradients_of_any_sizes(size):
         )
 
 
+@pytest.mark.usefixtures("compiled_quickly")
 @pytest.mark.parametrize("size", [1, 7, 33, 100, 256, 999, 1024])
 def test_any_sizes_types_and_addresses(size):
     some = itertools.cycle(itertools.product((16, 4, 2), ("bf16", "fp32"), ("fp16", "fp32")))

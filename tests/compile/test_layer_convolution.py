@@ -63,6 +63,7 @@ def test_wide_kernels_do_not_spill(arch, direction):
         assert kernel.get(request(direction, arch, io, io, width=width, **way)).spill_bytes == 0
 
 
+@pytest.mark.usefixtures("compiled_quickly")
 @pytest.mark.parametrize("channels", [1, 6, 100, 999, 2052, 6144, 20_000])
 def test_any_number_of_channels_and_address(channels):
     some = itertools.cycle(itertools.product((16, 4, 2), ("bf16", "fp16", "fp32"), (True, False), (None, "identity")))

@@ -39,6 +39,7 @@ def test_drafts_and_commits_compile_without_spills(arch, tokens, drafts):
     assert kernel.get(request(arch=arch, tokens=tokens, drafts=drafts)).spill_bytes == 0
 
 
+@pytest.mark.usefixtures("compiled_quickly")
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("op", ["wkv6", "wkv7", "linear_attention"])
 def test_any_sizes_rounding_and_indices(op, sizes):
