@@ -171,7 +171,7 @@ template <typename Memory> struct RowMaker {
         for (int t = 0; t < BLOCK; ++t) {
             const float2 k = scale_rows(t, {exp2_fast(before.x + sums[t][0]), exp2_fast(before.y + sums[t][1])});
             *word_of(written(), first, t, lane) = pack(k.x * exp2_fast(after.x + (all[0] - sums[t][0])),
-                                                                  k.y * exp2_fast(after.y + (all[1] - sums[t][1])));
+                                                       k.y * exp2_fast(after.y + (all[1] - sums[t][1])));
         }
     }
 };
