@@ -1,10 +1,18 @@
 // Kimi Delta Attention, 64 tokens of a head at once: log-decays, and what the tokens of a block of 16 are to each
 // other. With everything as in channel_decay_group_forward.cu.
 //
-// Needs T_IO, T_W, GATE, HAS_NORM, BETA_MAP, CHUNK_LEN, DECAY.
+// Needs T_IO, T_W, GATE, HAS_NORM, BETA_MAP, HEAD_SIZE, VALUE_SIZE, CHUNK_LEN, DECAY.
 #pragma once
 #include "gate_maps.cuh"
 #include "wgmma.cuh"
+
+static_assert(sizeof(T_IO) == 2, "the chunked kernels take float16 and bfloat16");
+static_assert(HEAD_SIZE == 128 && VALUE_SIZE == 128, "heads have 128 channels and values");
+static_assert(CHUNK_LEN == 64, "chunk_len must be 64");
+
+constexpr int GROUP_THREADS = 128;
+// A state, [value, channel], as gradients of keys read it.
+struct StateTiles { Slab<64> at[VALUE_SIZE / TILE_COLUMNS][HEAD_SIZE / TILE_COLUMNS]; };
 
 __device__ inline float log2_fast(float x) {
     float y;

@@ -31,80 +31,16 @@
 // multiplied, its keys and gates when the gradients have left their places. Chunks that leave their frames have Q', K'
 // and W without decays, and multiply these from token to token for each pair: slow, but right for any decay.
 #include "bulk_copy.cuh"
-#include "channel_decay.cuh"
+#include "channel_decay_channel_sums.cuh"
+#include "channel_decay_one_by_one.cuh"
 #include "head_decay_group_sums.cuh"
 #include "slots.cuh"
 
-static_assert(sizeof(T_IO) == 2, "the chunked kernels take float16 and bfloat16");
-static_assert(HEAD_SIZE == 128 && VALUE_SIZE == 128, "heads have 128 channels and values");
-static_assert(CHUNK_LEN == 64, "chunk_len must be 64");
 static_assert(NUM_THREADS == 256, "num_threads must be 256");
 
-constexpr int GROUP_THREADS = 128;
-constexpr unsigned ALL_LANES = 0xffffffffu;
 constexpr float LEAST_OF_HALF = -LOG2_E * LARGEST_DECAY;
 constexpr bool ONE_FACTOR = 2 * LEAST_OF_HALF >= -126.0f;  // what two halves leave is a number to a float
 constexpr float LEAST_LOGARITHM = -1024.0f;  // nothing to a float, and sums of them are numbers
-
-// [value, channel].
-struct StateTiles { Slab<64> at[VALUE_SIZE / TILE_COLUMNS][SLABS]; };
-
-// Of [channel, token], of which a warp has 16 channels and a lane two, eight apart: [n][2 i + j] is token 8 n + 2
-// quad_lane() + j of channel group() + 8 i.
-using ChannelSums = Accumulator[CHUNK_LEN / 8];
-using OfChannels = float[2];
-using OfTokens = float[CHUNK_LEN / 8][2];
-
-// The gates of a chunk as they come, and later their gradients.
-template <typename T> struct GateTile {
-    static constexpr int PER_UNIT = 16 / sizeof(T), UNITS = TILE_COLUMNS / PER_UNIT, STEP = GROUP_THREADS / UNITS;
-    uint4 units[SLABS][CHUNK_LEN][UNITS];
-
-    // Those of a lane's channels and of the same tokens eight rows on are in different banks.
-    __device__ uint4& unit(int slab, int row, int unit) {
-        return units[slab][row][unit ^ (sizeof(T) == 4 ? row / 2 % 4 * 2 : row % 8)];
-    }
-    __device__ float& element(int slab, int row, int channel) {
-        return reinterpret_cast<float*>(&unit(slab, row, channel / 4))[channel % 4];
-    }
-    __device__ SlabTile tile(int slab) const { return {shared_address(&units[slab][0][0])}; }
-    // Of the warp's channels, from `first` on.
-    __device__ void load(ChannelSums& x, int slab, int first) {
-#pragma unroll
-        for (int q = 0; q < BLOCKS; ++q)
-            if constexpr (sizeof(T) == 4) {
-#pragma unroll
-                for (int n = 2 * q; n < 2 * q + 2; ++n)
-#pragma unroll
-                    for (int i = 0; i < 4; ++i)
-                        x[n][i] = element(slab, 8 * n + 2 * quad_lane() + i % 2, first + group() + i / 2 * 8);
-            } else {
-                const Fragment f = load_left_transposed(tile(slab), 16 * q, first);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    x[2 * q + i / 2][i % 2 * 2] = low_of<T>(f.at[i]);
-                    x[2 * q + i / 2][i % 2 * 2 + 1] = high_of<T>(f.at[i]);
-                }
-            }
-    }
-    __device__ void store(const ChannelSums& x, int slab, int first) {
-#pragma unroll
-        for (int q = 0; q < BLOCKS; ++q)
-            if constexpr (sizeof(T) == 4) {
-#pragma unroll
-                for (int n = 2 * q; n < 2 * q + 2; ++n)
-#pragma unroll
-                    for (int i = 0; i < 4; ++i)
-                        element(slab, 8 * n + 2 * quad_lane() + i % 2, first + group() + i / 2 * 8) = x[n][i];
-            } else {
-                Fragment f;
-#pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    f.at[i] = pack<T>(x[2 * q + i / 2][i % 2 * 2], x[2 * q + i / 2][i % 2 * 2 + 1]);
-                store_block_transposed(tile(slab), 16 * q, first, f);
-            }
-    }
-};
 
 // A chunk and head.
 struct Task {
@@ -175,75 +111,6 @@ struct Tiles {
 __device__ inline float2 pair_at(const float (&of_tokens)[CHUNK_LEN], int n) {
     return reinterpret_cast<const float2&>(of_tokens[8 * n + 2 * quad_lane()]);
 }
-__device__ inline float element_of(const Slab<CHUNK_LEN>& slab, int row, int column) {
-    return to_float(reinterpret_cast<const T_IO*>(&slab.units[row][column / 8 ^ row % 8])[column % 8]);
-}
-
-__device__ inline float sum_of_quad(float x) {
-    x += __shfl_xor_sync(ALL_LANES, x, 1);
-    return x + __shfl_xor_sync(ALL_LANES, x, 2);
-}
-
-// Of eight of a channel's tokens, sums up to each; returns that of all.
-__device__ inline float sum_up_to(float& first, float& second) {
-    const float last = second;
-    float sum = first + last;
-    int lane = quad_lane();  // what is asked of it is found anew, as places are
-    asm volatile("" : "+r"(lane));
-#pragma unroll
-    for (int delta = 1; delta < 4; delta *= 2) {
-        const float other = __shfl_up_sync(ALL_LANES, sum, delta, 4);
-        sum += lane >= delta ? other : 0.0f;
-    }
-    first = sum - last, second = sum;
-    return __shfl_sync(ALL_LANES, sum, 3, 4);
-}
-// Of all of them ..
-__device__ inline void sum_up_to(ChannelSums& x) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        float before = 0.0f;
-#pragma unroll
-        for (int n = 0; n < CHUNK_LEN / 8; ++n) {
-            const float all = sum_up_to(x[n][2 * i], x[n][2 * i + 1]);
-            x[n][2 * i] += before, x[n][2 * i + 1] += before, before += all;
-        }
-    }
-}
-// Sums from each on, with what is behind the last one.
-__device__ inline void sum_from(ChannelSums& x, const OfChannels& end) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        float behind = end[i];
-#pragma unroll
-        for (int n = CHUNK_LEN / 8 - 1; n >= 0; --n) {
-            const float first = x[n][2 * i];
-            float sum = first + x[n][2 * i + 1];
-#pragma unroll
-            for (int delta = 1; delta < 4; delta *= 2) {
-                const float other = __shfl_down_sync(ALL_LANES, sum, delta, 4);
-                sum += quad_lane() + delta < 4 ? other : 0.0f;
-            }
-            x[n][2 * i] = behind + sum, x[n][2 * i + 1] = behind + (sum - first);
-            behind += __shfl_sync(ALL_LANES, sum, 0, 4);
-        }
-    }
-}
-
-// .. and sums of those behind each.
-__device__ inline void sum_behind(ChannelSums& x) {
-    sum_from(x, {});
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-#pragma unroll
-        for (int n = 0; n < CHUNK_LEN / 8; ++n) {
-            const float of_next = __shfl_down_sync(ALL_LANES, x[n][2 * i], 1, 4);
-            float of_eighth = 0.0f;
-            if (n + 1 < CHUNK_LEN / 8) of_eighth = __shfl_sync(ALL_LANES, x[n + 1][2 * i], 0, 4);
-            x[n][2 * i] = x[n][2 * i + 1], x[n][2 * i + 1] = quad_lane() < 3 ? of_next : of_eighth;
-        }
-}
-
 // S_0 . E of a lane's channels, over all values: what lies on the diagonal of products of the warp's channels.
 __device__ inline void multiply_states(const Smem& smem, int slab, int first, OfChannels& sums) {
     Accumulator products[2] = {};
@@ -306,133 +173,8 @@ __device__ inline void multiply_blocks(int begin, int end, ChannelSums& sums, un
     if (end - begin == 4) multiply_group<64, Read::columns, RIGHT>(sums + 2 * begin, left, right(begin));
 }
 
-__device__ inline void set_zero(ChannelSums& x) {
-#pragma unroll
-    for (int n = 0; n < CHUNK_LEN / 8; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) x[n][i] = 0.0f;
-}
-// A lane's tokens from `steps` on get zeros.
-__device__ inline void keep_tokens(ChannelSums& x, int steps) {
-    if (steps == CHUNK_LEN) return;
-#pragma unroll
-    for (int n = 0; n < CHUNK_LEN / 8; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) x[n][i] = 8 * n + 2 * quad_lane() + i % 2 < steps ? x[n][i] : 0.0f;
-}
-
-// The gradients of a lane's gates, in the place of those of log-decays, and their sums over tokens.
-__device__ inline void through_gates(ChannelSums& gradients, const ChannelSums& gates, const Gate& gate,
-                                     const OfChannels& bias, OfChannels& sums) {
-#pragma unroll
-    for (int n = 0; n < CHUNK_LEN / 8; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float x = gates[n][i] + bias[i / 2];
-            float slope;
-            if constexpr (LOG_DECAY == LogDecay::softplus) {
-                slope = -gate.speed * reciprocal(1.0f + exp2_fast(-LOG2_E * x));
-            } else {
-                const float share = reciprocal(1.0f + exp2_fast(gate.inner * x));
-                slope = gate.speed * gate.inner * (1.0f / (LOG2_E * LOG2_E)) * (share - share * share);
-            }
-            sums[i / 2] += gradients[n][i] *= slope;
-        }
-}
-// The part of a_log's gradient that a lane's gates have, from the gradients of log-decays. A token that leaves nothing
-// has none, however large its logarithm is.
-__device__ inline float of_speed_of(const ChannelSums& gradients, const ChannelSums& gates, const Gate& gate,
-                                    const OfChannels& bias) {
-    float sum = 0.0f;
-#pragma unroll
-    for (int n = 0; n < CHUNK_LEN / 8; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            sum += gradients[n][i] * fmaxf(gate.logarithm(gates[n][i], bias[i / 2]), -128.0f);
-    return sum * (1.0f / LOG2_E);
-}
-
-// Without frames: what pairs of tokens give to a lane's channels, with the decays between both, multiplied from token
-// to token. Two neighbours of the lane's tokens are taken at once, with eight other tokens at a time; of those that do
-// not count as pairs P and N have zeros.
-using ChannelTable = float[CHUNK_LEN][HEAD_SIZE];
 static_assert(sizeof(ChannelTable) == sizeof(StateTiles), "a table has room in a state's place");
 static_assert(sizeof(ChannelTable) == sizeof(Smem::dy) + sizeof(Smem::dv), "and in that of dY and dV");
-__device__ inline float element_of(const uint4& unit, int i) {
-    const unsigned word = i < 2 ? unit.x : i < 4 ? unit.y : i < 6 ? unit.z : unit.w;
-    return i % 2 ? high_of(word) : low_of(word);
-}
-// P W and N W.
-__device__ inline void multiply_before(const Smem& smem, const ChannelTable& decays, int slab, int own,
-                                       ChannelTable& of_q, ChannelTable& of_k) {
-    const int channel = slab * TILE_COLUMNS + own;
-#pragma unroll 1
-    for (int n = 0; n < CHUNK_LEN / 8; ++n) {
-        const int token = 8 * n + 2 * quad_lane();
-        OfChannels decay[2] = {{1.0f, 1.0f}, {1.0f, 1.0f}}, read[2] = {}, erased[2] = {};
-#pragma unroll 1
-        for (int unit = n; unit >= 0; --unit) {
-            uint4 pairs[2][2];
-#pragma unroll
-            for (int j = 0; j < 2; ++j)
-#pragma unroll
-                for (int side = 0; side < 2; ++side)
-                    pairs[side][j] = smem.pairs[side].units[token + j][unit ^ (token + j) % 8];
-#pragma unroll
-            for (int step = 7; step >= 0; --step) {
-                const int other = 8 * unit + step;
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const float written = element_of(smem.written[slab], other, own + 8 * i),
-                                own_decay = decays[other][channel + 8 * i];
-#pragma unroll
-                    for (int j = 0; j < 2; ++j) {
-                        const float x = decay[j][i] * written;
-                        read[j][i] += element_of(pairs[0][j], step) * x;
-                        erased[j][i] += element_of(pairs[1][j], step) * x;
-                        decay[j][i] *= other <= token + j ? own_decay : 1.0f;
-                    }
-                }
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            of_q[token + i % 2][channel + i / 2 * 8] = read[i % 2][i / 2];
-            of_k[token + i % 2][channel + i / 2 * 8] = erased[i % 2][i / 2];
-        }
-    }
-}
-// P^T Q' + N^T K'.
-__device__ inline void multiply_behind(Smem& smem, const ChannelTable& decays, int slab, int own, ChannelTable& of_w) {
-    const int channel = slab * TILE_COLUMNS + own;
-#pragma unroll 1
-    for (int n = 0; n < CHUNK_LEN / 8; ++n) {
-        const int token = 8 * n + 2 * quad_lane();
-        OfChannels decay[2] = {{1.0f, 1.0f}, {1.0f, 1.0f}}, sums[2] = {};
-#pragma unroll 1
-        for (int unit = n; unit < CHUNK_LEN / 8; ++unit)
-#pragma unroll
-            for (int step = 0; step < 8; ++step) {
-                const int other = 8 * unit + step;
-                const unsigned of_p = *word_of(smem.pairs[0], other, token / 2),
-                               of_n = *word_of(smem.pairs[1], other, token / 2);
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const float query = element_of(smem.q[slab], other, own + 8 * i),
-                                key = element_of(smem.k[slab], other, own + 8 * i),
-                                own_decay = decays[other][channel + 8 * i];
-#pragma unroll
-                    for (int j = 0; j < 2; ++j) {
-                        decay[j][i] *= other > token + j ? own_decay : 1.0f;
-                        sums[j][i] += decay[j][i] * ((j ? high_of(of_p) : low_of(of_p)) * query +
-                                                     (j ? high_of(of_n) : low_of(of_n)) * key);
-                    }
-                }
-            }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) of_w[token + i % 2][channel + i / 2 * 8] = sums[i % 2][i / 2];
-    }
-}
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) channel_decay_key_gradients(
     const T_IO* __restrict__ r, const T_IO* __restrict__ k, const T_W* __restrict__ w, const T_BETA* __restrict__ beta,

@@ -1,17 +1,13 @@
 // Kimi Delta Attention, 64 tokens of a head at once: what warps make of the rows of a chunk, 16 tokens and 64 channels
 // each, a lane a pair of channels.
 //
-// Needs what channel_decay.cuh needs, and HEAD_SIZE, VALUE_SIZE, HAS_BIAS.
+// Needs what channel_decay.cuh needs, and HAS_BIAS.
 #pragma once
 #include "bulk_copy.cuh"
 #include "chunk.cuh"
 #include "channel_decay.cuh"
 
-static_assert(sizeof(T_IO) == 2, "the chunked kernels take float16 and bfloat16");
-static_assert(HEAD_SIZE == 128 && VALUE_SIZE == 128, "heads have 128 channels and values");
-static_assert(CHUNK_LEN == 64, "chunk_len must be 64");
-
-constexpr int SLABS = HEAD_SIZE / TILE_COLUMNS, GROUP_THREADS = 128, TWO_GROUPS = 2 * GROUP_THREADS;
+constexpr int SLABS = HEAD_SIZE / TILE_COLUMNS, TWO_GROUPS = 2 * GROUP_THREADS;
 // Keeps the compiler from rounding later than here, so that what is rounded leaves its registers.
 __device__ inline void hold(Fragment& fragment) {
 #pragma unroll
@@ -45,8 +41,6 @@ struct Factors {
     float end[HEAD_SIZE];      // e^D
 };
 struct TokenMatrices { Slab<CHUNK_LEN> tm, m; };
-// A state, [value, channel], as gradients of keys read it.
-struct StateTiles { Slab<64> at[VALUE_SIZE / 64][SLABS]; };
 // Values [row, row + 16) and channels [16 c, 16 c + 16). Two lanes side by side exchange halves, so that a row of 32
 // bytes is written at once.
 __device__ inline void write_tiles(StateTiles& to, int row, int c, const Fragment& f) {

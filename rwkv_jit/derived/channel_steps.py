@@ -10,9 +10,10 @@ from typing import Any
 
 from rwkv_jit.algorithms import parts
 from rwkv_jit.algorithms.parts import Case, Obstacle
+from rwkv_jit.derived import steps
 from rwkv_jit.gpu import Gpu
 from rwkv_jit.problem import BYTES, LARGEST_DECAY, Problem
-from rwkv_jit.schedule import Schedule, Step, Zero, aligned
+from rwkv_jit.schedule import Schedule, Step, aligned
 from rwkv_jit.template import Parameter
 
 CHUNK_LEN = 64
@@ -116,14 +117,9 @@ def backward(p: Problem, lower_bound: float) -> Schedule:
         "channel_decay_group_key_gradients", "channel_decay_key_gradients", parameters, (slots * p.H, 1, 1),
         {**given, **absent, "slots": slots}, "sm_90a", is_resident=True,
     )  # fmt: skip
-    steps: list[Step | Zero] = [walk, keys]
-    scratch = {"slopes": 2 * slots * p.H * p.V * p.K}
-    for buffer, (name, width) in summed.items():
-        scratch[buffer] = 4 * slots * width
-        steps.append(parts.sum_rows(buffer, f"d{name}", 1, slots, width, p.types[name]))
-        if p.is_packed:  # slots may belong to no chunk
-            steps.insert(0, Zero(buffer))
-    return Schedule(tuple(steps), parts.backward_results(p), scratch=scratch, vectors=vectors(p))
+    zeros, sums, scratch = steps.sums_over_slots(p, summed, slots)
+    scratch["slopes"] = 2 * slots * p.H * p.V * p.K
+    return Schedule((*zeros, walk, keys, *sums), parts.backward_results(p), scratch=scratch, vectors=vectors(p))
 
 
 def vectors(p: Problem) -> dict[str, int]:

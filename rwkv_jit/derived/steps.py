@@ -242,14 +242,24 @@ def backward(p: Problem) -> Schedule:
     count, name = segments(p), "head_decay_backward"
     given |= {"segments": count} | ({} if count > 1 else {"walks": None})
     walk = Step(name, name, parameters, grid, given)
-    steps: list[Step | Zero] = [walk, _key_gradients(p, parameters, given, length)]
-    scratch = {"slopes": 2 * slots * p.H * padded(p.V) * padded(p.K)}
-    for buffer, (name, width) in summed.items():
-        scratch[buffer] = 4 * slots * width
-        steps.append(parts.sum_rows(buffer, f"d{name}", 1, slots, width, p.types[name]))
-        if p.is_packed:  # slots may belong to no chunk
-            steps.insert(0, Zero(buffer))
-    return Schedule(tuple(steps), parts.backward_results(p), scratch=scratch, vectors=vectors(p))
+    zeros, sums, scratch = sums_over_slots(p, summed, slots)
+    scratch["slopes"] = 2 * slots * p.H * padded(p.V) * padded(p.K)
+    keys = _key_gradients(p, parameters, given, length)
+    return Schedule((*zeros, walk, keys, *sums), parts.backward_results(p), scratch=scratch, vectors=vectors(p))
+
+
+def sums_over_slots(
+    p: Problem, summed: Mapping[str, tuple[str, int]], slots: int
+) -> tuple[list[Zero], list[Step], dict[str, int]]:
+    """Return what gradients need that chunks have parts of: buffers to be zeroed, sums behind all else, and bytes.
+
+    By the buffer of the parts `summed` has the input, and how many numbers a slot has of its gradient.
+    """
+    zeros = [Zero(buffer) for buffer in summed] if p.is_packed else []  # slots may belong to no chunk
+    sums = [
+        parts.sum_rows(buffer, f"d{name}", 1, slots, width, p.types[name]) for buffer, (name, width) in summed.items()
+    ]
+    return zeros, sums, {buffer: 4 * slots * width for buffer, (_, width) in summed.items()}
 
 
 def _key_gradients(

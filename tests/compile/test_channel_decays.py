@@ -106,11 +106,11 @@ def test_what_the_kernel_of_keys_says_of_itself(rule):
     given = channel_decays(USUAL, training=True)
     step = steps_of(given)[OF_KEYS]
     source = step.source()
-    assert was in source.body
+    texts = {header: text.replace(was, becomes) for header, text in source.headers}
+    changed = dataclasses.replace(source, body=source.body.replace(was, becomes), headers=tuple(texts.items()))
+    assert changed != source
     parameters = {**step.parameters, "SHARED_BYTES": step.parameters["SHARED_BYTES"] + more}
-    wrong = step._replace(
-        parameters=parameters, template=dataclasses.replace(source, body=source.body.replace(was, becomes))
-    )
+    wrong = step._replace(parameters=parameters, template=changed)
     with pytest.raises(UnsupportedConfigError, match=f"^{OF_KEYS}: {rule}; got "):
         kernel.get(wrong.request(given.gpu))
 
