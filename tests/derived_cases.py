@@ -164,6 +164,21 @@ def exactly(case, weights, of=(0, 1)):
     return differentiate(case.reference(), getattr(rwkv_jit, f"{case.op}_ref"), weights, of)[:2]
 
 
+def roundings_of_own_parts(sizes, dtype, device="cpu", **options):
+    """Return the errors of y, dq, dk and dv of `simple_gla` whose tokens forget all before them, by name.
+
+    They are relative to the errors of exact numbers that are rounded to the type.
+    """
+    case = make("simple_gla", "", sizes, dtype, torch.float32, torch.float32, decays=(-200.0, -150.0), device=device)
+    results, grads, weights = differentiate(case, of=(0,), **options)
+    exact, exact_grads = exactly(case, weights, of=(0,))
+    pairs = {"y": (results[0], exact[0]), **{f"d{name}": (grads[name], exact_grads[name]) for name in "qkv"}}
+    return {
+        name: float((found.double() - want).norm() / (want.to(dtype).double() - want).norm())
+        for name, (found, want) in pairs.items()
+    }
+
+
 # How far gradients may be from those in float64. Operands are rounded to the dtype of the inputs, and so are the
 # gradients of operands.
 LIMITS = {"fp32": 2e-5, "fp16": 3e-3, "bf16": 1.5e-2}

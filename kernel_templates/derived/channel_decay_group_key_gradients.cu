@@ -187,7 +187,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) channel
     __builtin_assume(threadIdx.x < NUM_THREADS);
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
-    const int warp = warp_id(), slab = warp / 4, first = BLOCK * (warp % 4);  // the group's, and the warp's channels
+    // A number that all lanes know to be the same takes uniform registers, of which given gates leave too few.
+    const int warp = LOG_DECAY == LogDecay::given ? threadIdx.x / 32 : warp_id();
+    const int slab = warp / 4, first = BLOCK * (warp % 4);                    // the group's, and the warp's channels
     const int own_channel = slab * TILE_COLUMNS + first + group();            // the lane's, and another one eight on
     const auto synchronize_group = [&] { synchronize_threads(1 + slab, GROUP_THREADS); };
 

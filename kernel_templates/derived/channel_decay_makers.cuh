@@ -194,14 +194,16 @@ struct Maker : RowMaker<Smem> {
                             : p == 2 ? find_frame<2>(factors)
                                      : find_frame<3>(factors);
         forget_addresses();
-#pragma unroll
-        for (int t = 0; t < BLOCK; ++t) {
-            const float x = sums[t][0], y = sums[t][1];
-            const float2 k = scale_rows(t, {exp2_fast(x - frame.of_rows.x), exp2_fast(y - frame.of_rows.y)});
-            const float2 column = {k.x * exp2_fast(frame.of_columns.x - x), k.y * exp2_fast(frame.of_columns.y - y)};
-            *word_of(smem.work.tiles.columns[slab], first, t, lane) = pack(column.x, column.y);
-            *word_of(written(), first, t, lane) = pack(column.x * frame.to_end.x, column.y * frame.to_end.y);
-        }
+        scale_rows(
+            [&](int t) -> float2 {
+                return {exp2_fast(sums[t][0] - frame.of_rows.x), exp2_fast(sums[t][1] - frame.of_rows.y)};
+            },
+            [&](int t, float2 k) {
+                const float2 column = {k.x * exp2_fast(frame.of_columns.x - sums[t][0]),
+                                       k.y * exp2_fast(frame.of_columns.y - sums[t][1])};
+                *word_of(smem.work.tiles.columns[slab], first, t, lane) = pack(column.x, column.y);
+                *word_of(written(), first, t, lane) = pack(column.x * frame.to_end.x, column.y * frame.to_end.y);
+            });
         publish_writes();
         synchronize();  // rows, columns and factors are there
         copy_rows();

@@ -6,6 +6,7 @@
 #include "bulk_copy.cuh"
 #include "chunk.cuh"
 #include "channel_decay.cuh"
+#include "fresh.cuh"
 
 constexpr int SLABS = HEAD_SIZE / TILE_COLUMNS, TWO_GROUPS = 2 * GROUP_THREADS;
 // Keeps the compiler from rounding later than here, so that what is rounded leaves its registers.
@@ -18,11 +19,6 @@ template <int COUNT> __device__ inline void hold(Fragment (&fragments)[COUNT]) {
     for (int i = 0; i < COUNT; ++i) hold(fragments[i]);
 }
 
-// A number that the compiler finds anew, and all that it makes of it: kept, they would not fit into registers.
-__device__ inline int fresh(int number) {
-    asm volatile("" : "+r"(number));
-    return number;
-}
 __device__ inline int fresh_lane() {
     const int lane = fresh(lane_id());
     __builtin_assume(lane >= 0 && lane < 32);
@@ -85,13 +81,28 @@ template <typename Memory> struct RowMaker {
         const Words<T_W, 2> g = *reinterpret_cast<const Words<T_W, 2>*>(&smem.w[first + t][channel]);
         return {g.at(0), g.at(1)};
     }
-    // Has query and key of token first + t, times factors of channels, in their places; returns the key as it was.
-    __device__ float2 scale_rows(int t, float2 factors) const {
-        unsigned& of_q = *word_of(rows().q[slab], first, t, lane);
-        unsigned& of_k = *word_of(rows().k[slab], first, t, lane);
-        const float2 q = unpack(of_q), k = unpack(of_k);
-        of_q = pack(q.x * factors.x, q.y * factors.y), of_k = pack(k.x * factors.x, k.y * factors.y);
-        return k;
+    // Multiplies query and key of each token t, where they are, by factors(t), and calls make(t, key) with the key as
+    // it was. Some tokens are read at once: the compiler does not read before it writes what may be the same. Given
+    // gates are faster one token after another.
+    template <typename Factors, typename Make> __device__ void scale_rows(Factors factors, Make make) const {
+        constexpr int AT_ONCE = LOG_DECAY == LogDecay::given ? 1 : 4;
+#pragma unroll
+        for (int begin = 0; begin < BLOCK; begin += AT_ONCE) {
+            unsigned queries[AT_ONCE], keys[AT_ONCE];
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                queries[i] = *word_of(rows().q[slab], first, begin + i, lane);
+                keys[i] = *word_of(rows().k[slab], first, begin + i, lane);
+            }
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                const int t = begin + i;
+                const float2 q = unpack(queries[i]), k = unpack(keys[i]), f = factors(t);
+                *word_of(rows().q[slab], first, t, lane) = pack(q.x * f.x, q.y * f.y);
+                *word_of(rows().k[slab], first, t, lane) = pack(k.x * f.x, k.y * f.y);
+                make(t, k);
+            }
+        }
     }
 
     // The dots of rows over the group's channels; those over all are known after the next barrier.
@@ -161,12 +172,12 @@ template <typename Memory> struct RowMaker {
             reinterpret_cast<float2&>(factors.end[channel]) = {exp2_fast(all[0] + after.x),
                                                                exp2_fast(all[1] + after.y)};
         forget_addresses();
-#pragma unroll
-        for (int t = 0; t < BLOCK; ++t) {
-            const float2 k = scale_rows(t, {exp2_fast(before.x + sums[t][0]), exp2_fast(before.y + sums[t][1])});
-            *word_of(written(), first, t, lane) = pack(k.x * exp2_fast(after.x + (all[0] - sums[t][0])),
-                                                       k.y * exp2_fast(after.y + (all[1] - sums[t][1])));
-        }
+        scale_rows(
+            [&](int t) -> float2 { return {exp2_fast(before.x + sums[t][0]), exp2_fast(before.y + sums[t][1])}; },
+            [&](int t, float2 k) {
+                *word_of(written(), first, t, lane) = pack(k.x * exp2_fast(after.x + (all[0] - sums[t][0])),
+                                                           k.y * exp2_fast(after.y + (all[1] - sums[t][1])));
+            });
     }
 };
 

@@ -18,13 +18,13 @@ struct Stage {
     KeyTile q, k;
     T_IO dy[CHUNK_LEN][ROW_PITCH];  // later dV
     KeptMatrices matrices;
-    TokenFactors factors;
+    StateFactors<CHUNK_LEN> factors;
 };
 struct Smem { Stage stages[STAGES]; };
 static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry says");
 
 template <typename T> __device__ inline void fetch(T& target, const T& source) {
-    for (int i = threadIdx.x; i < static_cast<int>(sizeof(T) / 16); i += NUM_THREADS)
+    for (int i = fresh(threadIdx.x); i < static_cast<int>(sizeof(T) / 16); i += NUM_THREADS)
         copy_async<16>(shared_address(&target) + 16 * i, reinterpret_cast<const uint4*>(&source) + i, true);
 }
 
@@ -74,8 +74,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
             from_q.copy(stage.q[0], present, HEAD_SIZE, threadIdx.x);
             from_k.copy(stage.k[0], present, HEAD_SIZE, threadIdx.x);
             from_dy.copy(&stage.dy[0][share.column], present, share.width, lane_id());
-            if constexpr (HAS_DELTA) fetch(stage.matrices.tm, matrices[chunk * heads].tm);
-            fetch(stage.matrices.m, matrices[chunk * heads].m), fetch(stage.factors, factors[chunk * heads]);
+            fetch(stage.matrices, matrices[chunk * heads]);
+            fetch<StateFactors<CHUNK_LEN>>(stage.factors, factors[chunk * heads]);
         }
         commit_copies();
     };
@@ -87,13 +87,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
     read_state<STATE_LAYOUT>(e, grad_final_state && past == chunks ? grad_final_state + state_offset : nullptr,
                              share.first_value);
 
-    float of_own[TILES][2];
+    float of_own[TILES][2] = {};
     if constexpr (HAS_OWN) read_own(of_own, own + head * VALUE_SIZE, share.first_value);
 
     for (int chunk = past - 1; chunk >= begin; --chunk) {
         const bool is_own = chunk < walk.end;  // the others are run through for E alone
         Stage& stage = smem.stages[chunk % STAGES];
-        const TokenFactors& factors_here = stage.factors;
+        const auto& factors_here = stage.factors;
         wait_for_copies<1>();
         __syncthreads();  // the chunk's rows are there, and nobody reads those behind it any more
         copy_chunk(chunk - 2);
@@ -121,21 +121,23 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
 #pragma unroll
         for (int n = 0; n < CHUNK_LEN / 8; ++n) {
             const int token = 8 * n + 2 * quad_lane();
-            const float2 of_x = pair_of(factors_here.written, token), of_dy = pair_of(factors_here.grown_q, token);
+            const float2 of_x = pair_of(factors_here.written, token), of_dy = pair_of(factors_here.grown_q, token),
+                         of_self = pair_of(factors_here.of_self, token);
 #pragma unroll
             for (int i = 0; i < TILES; ++i)
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
                     du[i][n][2 * j] *= of_x.x, du[i][n][2 * j + 1] *= of_x.y;
                     const unsigned word = dy_rows[i][n / 2].at[n % 2 * 2 + j];
-                    if constexpr (HAS_OWN) {
-                        du[i][n][2 * j] += of_own[i][j] * low_of(word);
-                        du[i][n][2 * j + 1] += of_own[i][j] * high_of(word);
+                    if constexpr (!HAS_DELTA) {
+                        const float own = of_own[i][j];
+                        du[i][n][2 * j] += (HAS_OWN ? of_self.x + own : of_self.x) * low_of(word);
+                        du[i][n][2 * j + 1] += (HAS_OWN ? of_self.y + own : of_self.y) * high_of(word);
                     }
                     read[i][n / 2].at[n % 2 * 2 + j] = pack(of_dy.x * low_of(word), of_dy.y * high_of(word));
                 }
         }
-        add_triangles(upper(du, tile_of(stage.matrices.m), dy_rows));
+        add_triangles(upper(du, TriangleTile(stage.matrices.at[OF_M]), dy_rows));
         // dV <- Tm^T dU, and as the state takes it
         if constexpr (HAS_DELTA) {
 #pragma unroll
@@ -148,7 +150,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
                     Accumulator solved[2] = {};
 #pragma unroll
                     for (int q = p; q < BLOCKS; ++q)
-                        multiply_add(solved, rows[q], load_triangle<true>(tile_of(stage.matrices.tm), p, q));
+                        multiply_add(solved, rows[q],
+                                     load_triangle<true>(TriangleTile(stage.matrices.at[OF_TM]), p, q));
                     store_block_transposed(values, 16 * p, share.column + 16 * i, to_fragment(solved[0], solved[1]));
 #pragma unroll
                     for (int n = 0; n < 2; ++n) {

@@ -13,6 +13,7 @@
 // HAS_NORM, HAS_GATE, HAS_STEP, HAS_BIAS, BETA_MAP, AS_MATRICES, SEGMENTED.
 #pragma once
 #include "chunk.cuh"
+#include "fresh.cuh"
 #include "head_decay_factors.cuh"
 #include "head_decay_gates.cuh"
 #include "head_decay_walk.cuh"
@@ -79,8 +80,33 @@ union Solver {
     float lower[BLOCKS][16][20];
 };
 
-// What the forward keeps of them.
-struct KeptMatrices { TokenTile tm, m; };
+// What the forward keeps of a matrix: its blocks (0, 0), (1, 0) and (1, 1), one after another.
+struct __align__(16) KeptTriangle {
+    T_IO blocks[BLOCKS * (BLOCKS + 1) / 2][16][16];
+
+    template <int THREADS> __device__ void keep(const TokenTile& tile, int thread) {
+        const int first = fresh(thread);
+        __builtin_assume(first >= 0 && first < THREADS);
+        for (int i = first; i < static_cast<int>(sizeof(KeptTriangle) / 16); i += THREADS) {
+            const int block = i / 32, row = 16 * (block > 0) + i / 2 % 16, column = 16 * (block > 1) + i % 2 * 8;
+            reinterpret_cast<uint4*>(this)[i] = *reinterpret_cast<const uint4*>(&tile[row][column]);
+        }
+    }
+};
+struct KeptMatrices { KeptTriangle at[1 + HAS_DELTA]; };
+constexpr int OF_M = 0, OF_TM = 1;
+// One in shared memory, as an operand.
+struct TriangleTile {
+    unsigned start;
+    __device__ explicit TriangleTile(const KeptTriangle& triangle) : start(shared_address(&triangle)) {}
+    __device__ Tile<16> block(int row, int column) const { return {start + 32 * (row + column)}; }
+};
+__device__ inline Right load_right(TriangleTile triangle, int row, int column) {
+    return load_right(triangle.block(row, column), 0, 0);
+}
+__device__ inline Right load_right_transposed(TriangleTile triangle, int row, int column) {
+    return load_right_transposed(triangle.block(row, column), 0, 0);
+}
 
 // How much of its value an output has itself, of the lane's rows from `row` on.
 template <int TILES> __device__ inline void read_own(float (&of_own)[TILES][2], const float* own, int row) {
@@ -158,6 +184,19 @@ __device__ inline void solve_lower(Solver& solver, const Fragment& below) {
     }
 }
 
+// The diagonal of M, with no delta, from a block on it, where zeros are left: outputs take it in float32, as the more a
+// state decays, the more of an output is of its own token.
+__device__ inline void take_diagonal(Accumulator (&sum)[2], float (&diagonal)[CHUNK_LEN], int p) {
+    if (group() / 2 != quad_lane()) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float &even = sum[half][2 * half], &odd = sum[half][2 * half + 1];
+        const bool is_odd = group() % 2;
+        diagonal[16 * p + group() + 8 * half] = is_odd ? odd : even;
+        even = is_odd ? even : 0.0f, odd = is_odd ? 0.0f : odd;
+    }
+}
+
 // Products of tokens with tokens times the factors of both and the decay between them: `of_row` and `of_column` by
 // token. What is above the diagonal is any number, or none.
 __device__ inline void scale_pairs(Accumulator (&sum)[2], const TokenFactors& factors, const float (&of_row)[CHUNK_LEN],
@@ -188,6 +227,7 @@ template <bool IS_OUTPUT> __device__ inline void write_pairs(TokenWork& work, Ac
     scale_pairs(sum, work.factors, IS_OUTPUT ? work.factors.of_q : work.factors.of_k, p, q);
     if constexpr (IS_OUTPUT) {
         if (q == p) keep_lower(sum, 0);
+        if (q == p && !HAS_DELTA) take_diagonal(sum, work.factors.of_self, p);
         store_block(tile_of(work.m), 16 * p, 16 * q, to_fragment(sum[0], sum[1]));
     } else {
 #pragma unroll
@@ -202,14 +242,15 @@ template <int THREADS, typename T> __device__ inline void keep(T& target, const 
         reinterpret_cast<uint4*>(&target)[i] = reinterpret_cast<const uint4*>(&source)[i];
 }
 
-// U <- V - e^c X   Y <- e^c Y, and what outputs have of values themselves
+// U <- V - e^c X   Y <- e^c Y, and what outputs have of their own token's values
 template <int TILES>
 __device__ inline void add_values(TokenSums (&u)[TILES], TokenSums (&out)[TILES], const TokenFragments (&v_rows)[TILES],
                                   const TokenFactors& factors, const float (&of_own)[TILES][2]) {
 #pragma unroll
     for (int n = 0; n < CHUNK_LEN / 8; ++n) {
         const int token = 8 * n + 2 * quad_lane();
-        const float2 of_x = pair_of(factors.grown_k, token), of_y = pair_of(factors.grown_q, token);
+        const float2 of_x = pair_of(factors.grown_k, token), of_y = pair_of(factors.grown_q, token),
+                     of_self = pair_of(factors.of_self, token);
 #pragma unroll
         for (int i = 0; i < TILES; ++i)
 #pragma unroll
@@ -218,9 +259,10 @@ __device__ inline void add_values(TokenSums (&u)[TILES], TokenSums (&out)[TILES]
                 u[i][n][2 * j] = low_of(word) - of_x.x * u[i][n][2 * j];
                 u[i][n][2 * j + 1] = high_of(word) - of_x.y * u[i][n][2 * j + 1];
                 out[i][n][2 * j] *= of_y.x, out[i][n][2 * j + 1] *= of_y.y;
-                if constexpr (HAS_OWN) {
-                    out[i][n][2 * j] += of_own[i][j] * low_of(word);
-                    out[i][n][2 * j + 1] += of_own[i][j] * high_of(word);
+                if constexpr (!HAS_DELTA) {
+                    const float own = of_own[i][j];
+                    out[i][n][2 * j] += (HAS_OWN ? of_self.x + own : of_self.x) * low_of(word);
+                    out[i][n][2 * j + 1] += (HAS_OWN ? of_self.y + own : of_self.y) * high_of(word);
                 }
             }
     }

@@ -5,17 +5,23 @@
 #include "decay.cuh"
 #include "mma.cuh"
 
-template <int LENGTH> struct __align__(16) FactorsOf {
+// Of pairs of tokens.
+template <int LENGTH> struct __align__(16) PairFactors {
     float decay[LENGTH];      // c, to the base 2
     float of_q[LENGTH];       // scale over the norm of q
     float of_k[LENGTH];       // 1 over the norm of k
     float rate[LENGTH];       // beta over the norm of k
-    float grown_q[LENGTH];    // of_q e^c
-    float grown_k[LENGTH];    // of_k e^c
-    float written[LENGTH];    // rate e^(D - c)
     float norm_of_q[LENGTH];  // 1 over the norm of q
-    float end;                // e^D
 };
+// Of tokens with the state, and with themselves.
+template <int LENGTH> struct __align__(16) StateFactors {
+    float grown_q[LENGTH];  // of_q e^c
+    float grown_k[LENGTH];  // of_k e^c
+    float written[LENGTH];  // rate e^(D - c)
+    float of_self[LENGTH];  // M's diagonal, with no delta
+    float end;              // e^D
+};
+template <int LENGTH> struct FactorsOf : PairFactors<LENGTH>, StateFactors<LENGTH> {};
 // Those of a longer chunk that consists of such parts; a token that is not there has zeros, and does not decay.
 template <int LENGTH> struct ChunkFactors {
     float decay[LENGTH];

@@ -9,7 +9,7 @@
 //   initial_state, final_state  [sequences, heads, V, K] or, in the kv layout, [.., K, V]  T_STATE  in, out or null
 //   with KEPT_LEN, for the backward, else null and 0:
 //   states             [slots of KEPT_LEN tokens, heads]  out: S at the start of each
-//   matrices, factors  [slots of CHUNK_LEN tokens, heads]  out: Tm and M; what multiplies tokens
+//   matrices, factors  [slots of CHUNK_LEN tokens, heads]  out: M and Tm; what multiplies tokens
 //   kept_u             [batch, tokens, heads, V]  T_IO  out, with HAS_DELTA: U
 //
 // Grid (sequences * segments, heads, blocks of ROWS value rows). A warp holds 16 TILES value rows of S in fp32 all the
@@ -155,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
     StateRows state[TILES];
     read_state<STATE_LAYOUT>(state, initial_state && first == 0 ? initial_state + state_offset : nullptr,
                              share.first_value);
-    float of_own[TILES][2];
+    float of_own[TILES][2] = {};
     if constexpr (HAS_OWN) read_own(of_own, own + head * VALUE_SIZE, share.first_value);
     const auto solve = [&](TokenWork& work) {
         if constexpr (HAS_DELTA)
@@ -186,8 +186,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
         if constexpr (KEPT_LEN > 0)
             if (blockIdx.z == 0) {
                 if (is_own) {
-                    if constexpr (HAS_DELTA) keep<NUM_THREADS>(matrices->tm, work.solver.tm, threadIdx.x);
-                    keep<NUM_THREADS>(matrices->m, work.m, threadIdx.x);
+                    matrices->at[OF_M].keep<NUM_THREADS>(work.m, threadIdx.x);
+                    if constexpr (HAS_DELTA) matrices->at[OF_TM].keep<NUM_THREADS>(work.solver.tm, threadIdx.x);
                     keep<NUM_THREADS>(*factors, work.factors, threadIdx.x);
                 }
                 matrices += heads, factors += heads;

@@ -130,8 +130,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
             if (KEPT_LEN == 0 || blockIdx.z > 0 || first + static_cast<int>(number) < walk.begin) return;
             const TokenWork& work = smem.stages[number % RING].work;
             const i64 place = first_chunk + number * heads;
-            if constexpr (HAS_DELTA) keep<GROUP_THREADS>(matrices[place].tm, work.solver.tm, thread);
-            keep<GROUP_THREADS>(matrices[place].m, work.m, thread);
+            matrices[place].at[OF_M].keep<GROUP_THREADS>(work.m, thread);
+            if constexpr (HAS_DELTA) matrices[place].at[OF_TM].keep<GROUP_THREADS>(work.solver.tm, thread);
             keep<GROUP_THREADS>(factors[place], work.factors, thread);
         };
 
@@ -224,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
         StateRows state;
         read_state<STATE_LAYOUT>(state, initial_state && first == 0 ? initial_state + state_offset : nullptr,
                                  share.first_value);
-        float of_own[1][2];
+        float of_own[1][2] = {};
         if constexpr (HAS_OWN) read_own(of_own, own + head * VALUE_SIZE, share.first_value);
 
         for (int chunk = first; chunk < end; ++chunk) {

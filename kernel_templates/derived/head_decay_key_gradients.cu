@@ -37,7 +37,8 @@ constexpr int TOKEN_TILES = CHUNK_LEN / 32;  // of 16 tokens, of a warp
 constexpr int COLUMN_WARPS = WARPS / 2;      // that share the channels
 constexpr int COLUMN_TILES = ceil_div(CHANNELS / 16, COLUMN_WARPS);
 constexpr int SIDES = HAS_DELTA ? 2 : 1;     // what is read, and what is erased
-using PartFactors = FactorsOf<PART_LEN>;
+using PartFactors = PairFactors<PART_LEN>;
+using TokenFactors = FactorsOf<PART_LEN>;
 
 struct __align__(16) Smem {
     KeyTile q, k;              // later dq and dk
@@ -50,6 +51,7 @@ struct __align__(16) Smem {
     float of_rows[SIDES][BLOCKS][CHUNK_LEN], of_columns[SIDES][BLOCKS][CHUNK_LEN];
     float squares[2][CHUNK_LEN];  // q . dQ and k . dK, of all value heads
     float ends[WARPS];            // of the gradient of D
+    float of_self[CHUNK_LEN];     // P's diagonal, with no delta, of all value heads
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry says");
 
@@ -128,6 +130,17 @@ struct Part {
             for (int n = 0; n < 2; ++n) at[i][n][2 * half] *= f, at[i][n][2 * half + 1] *= f;
         });
     }
+    // X += rows times a factor each.
+    template <typename Factor> __device__ void add_rows(Place place, int column, const KeyTile& rows, Factor factor) {
+        place.for_rows([&](int i, int half, int row) {
+            const float f = factor(row);
+#pragma unroll
+            for (int n = 0; n < 2; ++n) {
+                const unsigned word = *reinterpret_cast<const unsigned*>(&rows[row][column + 8 * n + 2 * quad_lane()]);
+                at[i][n][2 * half] += f * low_of(word), at[i][n][2 * half + 1] += f * high_of(word);
+            }
+        });
+    }
     __device__ void add(const Part& other) {
 #pragma unroll
         for (int i = 0; i < TOKEN_TILES; ++i)
@@ -162,7 +175,7 @@ struct Part {
 
 // A block of P or of N, and what its pairs add to the dots: times the products of their keys, in float32, so that a
 // pair whose tokens are both behind another one cancels in the gradient of that one's decay.
-template <bool IS_OUTPUT> __device__ inline void write_pairs(Smem& smem, TriangleBlock block) {
+template <bool IS_OUTPUT> __device__ inline void write_pairs(Smem& smem, TriangleBlock block, bool begins) {
     const auto left = tile_of(smem.left[!IS_OUTPUT]), right = tile_of(smem.u);
     const auto left_keys = tile_of(IS_OUTPUT ? smem.q : smem.k), right_keys = tile_of(smem.k);
     Accumulator sum[2] = {}, keys[2] = {};
@@ -184,6 +197,10 @@ template <bool IS_OUTPUT> __device__ inline void write_pairs(Smem& smem, Triangl
         const float beta = HAS_RATE ? smem.factors.beta[column] : 1.0f, pair = factor * sum[i / 4][i % 4],
                     term = pair * keys[i / 4][i % 4];
         sum[i / 4][i % 4] = beta * pair, of_row[i % 4 / 2] += beta * term, of_column[i / 4][i % 2] += term;
+        if (!HAS_DELTA && row == column) {
+            smem.of_self[row] = (begins ? 0.0f : smem.of_self[row]) + sum[i / 4][i % 4];
+            sum[i / 4][i % 4] = 0.0f;
+        }
     }
     store_block(tile_of(smem.pairs[!IS_OUTPUT]), 16 * block.p, 16 * block.q, to_fragment(sum[0], sum[1]));
     if constexpr (HAS_DECAY || HAS_NORM || HAS_RATE) {
@@ -204,7 +221,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
     const T_IO* __restrict__ r, const T_IO* __restrict__ k, const T_IO* __restrict__ u, const T_IO* __restrict__ dy,
     const T_IO* __restrict__ dv, const T_W* __restrict__ w, const float* __restrict__ a_log,
     const float* __restrict__ dt_bias, const i64* __restrict__ cu_seqlens, const Checkpoint* __restrict__ states,
-    const Checkpoint* __restrict__ slopes, const PartFactors* __restrict__ factors, T_IO* __restrict__ dr,
+    const Checkpoint* __restrict__ slopes, const TokenFactors* __restrict__ factors, T_IO* __restrict__ dr,
     T_IO* __restrict__ dk, T_W* __restrict__ dw, T_BETA* __restrict__ dbeta, float* __restrict__ own_chunks,
     float* __restrict__ a_log_chunks, float* __restrict__ bias_chunks, Strides r_strides, Strides k_strides,
     Strides u_strides, Strides dy_strides, Strides w_strides, i64 sequences, i64 tokens, i64 heads) {
@@ -273,8 +290,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
         __syncthreads();  // rows and factors are there
         constexpr int PAIRS = BLOCKS * (BLOCKS + 1) / 2;
         for (int task = place.warp; task < SIDES * PAIRS; task += WARPS) {
-            if (task < PAIRS) write_pairs<true>(smem, triangle_block(task));
-            else if constexpr (HAS_DELTA) write_pairs<false>(smem, triangle_block(task - PAIRS));
+            if (task < PAIRS) write_pairs<true>(smem, triangle_block(task), i == 0);
+            else if constexpr (HAS_DELTA) write_pairs<false>(smem, triangle_block(task - PAIRS), false);
         }
         if constexpr (HAS_OWN)
             for (int value = threadIdx.x; value < VALUE_SIZE; value += NUM_THREADS) {
@@ -389,9 +406,17 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
         // Warp 0 still reads factors and dots: the next head's are written behind it.
         if (GROUP > 1) __syncthreads();
     }
-    if constexpr (HAS_NORM) {
-        if (GROUP == 1) __syncthreads();  // the squares are there
+    if constexpr (!HAS_DELTA) {
+        const auto of_self = [&](int token) { return smem.of_self[token]; };
+#pragma unroll
+        for (int j = 0; j < COLUMN_TILES; ++j) {
+            if (!place.has(j)) continue;
+            d_q[j].add_rows(place, place.column(j), smem.k, of_self);
+            d_k[j].add_rows(place, place.column(j), smem.q, of_self);
+        }
     }
+    // The squares are there, and nobody reads the keys any more.
+    if constexpr (!HAS_DELTA || (HAS_NORM && GROUP == 1)) __syncthreads();
 #pragma unroll
     for (int j = 0; j < COLUMN_TILES; ++j) {
         if (!place.has(j)) continue;

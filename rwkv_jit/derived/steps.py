@@ -6,6 +6,7 @@ Key heads may be fewer than value heads. Nothing leaves a range whatever the dec
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from rwkv_jit.algorithms import parts
@@ -57,10 +58,11 @@ def group_forward_bytes(head_size: int, rows: int, chunk_len: int) -> int:
     return -(-ring * (pairs + stage + 2 * 8) // 1024) * 1024
 
 
-def backward_bytes(head_size: int, rows: int, chunk_len: int) -> int:
+def backward_bytes(head_size: int, rows: int, chunk_len: int, has_delta: bool) -> int:
     """Return the size of the Smem of the backward from chunk to chunk, of a block of value rows."""
-    key_tile, value_tile, token_tile = (2 * chunk_len * (width + 8) for width in (padded(head_size), rows, chunk_len))
-    return 3 * (2 * key_tile + value_tile + 2 * token_tile + factor_bytes(chunk_len))
+    key_tile, value_tile = (2 * chunk_len * (width + 8) for width in (padded(head_size), rows))
+    factors = factor_bytes(chunk_len) - pair_factor_bytes(chunk_len)
+    return 3 * (2 * key_tile + value_tile + matrix_bytes(chunk_len, has_delta) + factors)
 
 
 def key_gradient_bytes(head_size: int, value_size: int, chunk_len: int, threads: int, has_delta: bool) -> int:
@@ -69,7 +71,7 @@ def key_gradient_bytes(head_size: int, value_size: int, chunk_len: int, threads:
         2 * chunk_len * (padded(width) + 8) for width in (head_size, value_size, chunk_len)
     )
     sides, warps = 1 + has_delta, threads // 32
-    floats = (5 + 3 * warps // 2 + 2 * sides * chunk_len // 16 + 2) * chunk_len + warps
+    floats = (6 + 3 * warps // 2 + 2 * sides * chunk_len // 16 + 2) * chunk_len + warps
     size: int = aligned(2 * key_tile + (1 + sides) * value_tile + sides * token_tile + 4 * floats)
     return size
 
@@ -81,14 +83,25 @@ def most_shared_bytes(case: Case, chunk_len: int) -> int:
     if case.training:
         threads, has_delta = key_threads(case.head_size), bool(case.op.constants["HAS_DELTA"])
         keys = key_gradient_bytes(case.head_size, case.value_size, KEPT_LENS[-1], threads, has_delta)
-        most = max(most, backward_bytes(*sizes, chunk_len), keys)
+        most = max(most, backward_bytes(*sizes, chunk_len, has_delta), keys)
     return most
 
 
 def factor_bytes(chunk_len: int) -> int:
     """Return the size of what multiplies the tokens of a chunk."""
-    size: int = aligned(4 * (8 * chunk_len + 1))
+    size: int = aligned(4 * (9 * chunk_len + 1))
     return size
+
+
+def pair_factor_bytes(chunk_len: int) -> int:
+    """Return the size of those of them that multiply pairs of tokens."""
+    return 4 * 5 * chunk_len
+
+
+def matrix_bytes(chunk_len: int, has_delta: bool) -> int:
+    """Return the size of a chunk's matrices of tokens, M and with a delta Tm: blocks on and below the diagonal."""
+    blocks = chunk_len // 16
+    return (1 + has_delta) * blocks * (blocks + 1) // 2 * 2 * 16 * 16
 
 
 def default_chunk_len(case: Case, gpu: Gpu) -> int:
@@ -137,9 +150,9 @@ def group_bytes(head_size: int, value_size: int, chunk_len: int, has_delta: bool
     """Return the size of the Smem of the kernel that makes the gradients of keys by warp groups; a multiple of 1 KB."""
     tile, sides, length = 2 * 64 * 64, 1 + has_delta, 64
     ring = 2 * ((1 + sides) * tile + 2 * 2 * 64 * head_size)
-    keys, factors = 2 * 2 * 2 * length * head_size, 2 * (length // chunk_len) * factor_bytes(chunk_len)
+    keys, factors = 2 * 2 * 2 * length * head_size, 2 * (length // chunk_len) * pair_factor_bytes(chunk_len)
     warps = _GROUP_THREADS // 32
-    rest = 4 * ((14 + sides) * length + warps + warps * (value_size if has_own else 1)) + 2 * 72 + 2 * 8
+    rest = 4 * ((15 + sides) * length + warps + warps * (value_size if has_own else 1)) + 2 * 72 + 2 * 8
     size = ring + keys + sides * tile + factors + rest
     return -(-size // 1024) * 1024
 
@@ -158,7 +171,7 @@ def kept(p: Problem) -> dict[str, Any]:
     chunks = p.slots(p.chunk_len) * p.H
     sizes = {
         "states": 2 * p.slots(_kept_len(p)) * p.H * padded(p.V) * padded(p.K),
-        "matrices": chunks * 2 * 2 * p.chunk_len * (p.chunk_len + 8),
+        "matrices": chunks * matrix_bytes(p.chunk_len, bool(p.op.constants["HAS_DELTA"])),
         "factors": chunks * factor_bytes(p.chunk_len),
     }
     if segments(p) > 1:
@@ -228,7 +241,8 @@ def _walks(p: Problem, parameters: Mapping[str, Parameter], given: Mapping[str, 
 
 def backward(p: Problem) -> Schedule:
     """Return the backward: from chunk to chunk, then what chunks have for themselves."""
-    parameters, grid = _by_warps(p, backward_bytes)
+    has_delta = bool(p.op.constants["HAS_DELTA"])
+    parameters, grid = _by_warps(p, partial(backward_bytes, has_delta=has_delta))
     given = {**_given(p), **{f"d{name}": None for name in ("w", "beta") if name not in p.op.inputs}}
     if not p.has_final_state:
         given["grad_final_state"] = None

@@ -8,7 +8,7 @@ import re
 import pytest
 from problems import by_turns, head_decays
 
-from rwkv_jit import kernel, template
+from rwkv_jit import compiler, kernel, template
 from rwkv_jit.derived import steps
 from rwkv_jit.derived.table import Core
 from rwkv_jit.errors import UnsupportedConfigError
@@ -104,6 +104,25 @@ def test_few_heads_have_blocks_of_fewer_rows(arch, least):
 def test_forwards_by_warp_groups(arch, sizes, chunk_len, is_one):
     (step,) = steps.forward(head_decays(Core(True), arch, sizes, chunk_len)).launches
     assert (step.template == "head_decay_group_forward", step.arch == "sm_90a") == (is_one, is_one)
+
+
+@pytest.mark.parametrize(
+    ("core", "heads_and_sizes"),
+    by_turns(TRAINED, list(itertools.product((32, 16), ((128, 128), (64, 64), (128, 64))))), ids=str,
+)  # fmt: skip
+def test_products_of_warp_groups_overlap(core, heads_and_sizes):
+    """The compiler says where it lets each wait for the one before it."""
+    key_heads, sizes = heads_and_sizes
+    given = head_decays(core, sizes=sizes, training=True, G=key_heads)
+    requests = [step.request(given.gpu) for step in steps_of(given).values()]
+    in_groups = [request for request in requests if request.arch == "sm_90a"]
+    assert [request.template.name for request in in_groups] == [
+        "head_decay_group_forward", "head_decay_group_key_gradients"
+    ]  # fmt: skip
+    for request in in_groups:
+        _, log, _ = compiler._run(request.template.render(request.parameters), request.arch, request.parameters)
+        assert "Compiling entry function" in log
+        assert "serialized" not in log
 
 
 # The tokens that gradients of keys are made for at a time: of heads of 64 and of 128, with a delta and without.

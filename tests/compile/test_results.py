@@ -117,6 +117,13 @@ def are_close(case, results, grads, weights):
     is_close({i: relative(*pair) for i, pair in enumerate(zip(results, wanted, strict=True))}, LIMITS[dtype])
 
 
+def own_parts(*sizes, dtype=BF16, **options):
+    """What a token has of itself is rounded once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(head_decays, "LEAST_BLOCKS", 0)
+        is_close(derived_cases.roundings_of_own_parts(sizes, dtype, **options), 1.1)
+
+
 def of_channels(
     how, sizes, dtype=BF16, bounds=None, decays=(), of_blocks=None, wide=FP32, state=FP32, layout=None, training=False
 ):  # fmt: skip
@@ -370,6 +377,13 @@ CASES = [
     case(
         "sm_80", "head_decay_walks head_decay_forward head_decay_backward head_decay_key_gradients",
         derived, "simple_gla", "", (1, 260, 4, 4, 16, 16), segment=64,
+    ),
+    case(
+        "sm_80", "head_decay_forward head_decay_backward head_decay_key_gradients", own_parts, 1, 75, 1, 2, 32, 16,
+    ),
+    case(
+        "sm_90", "head_decay_group_forward head_decay_backward head_decay_group_key_gradients",
+        own_parts, 1, 75, 1, 2, 64, 64, dtype=FP16,
     ),
     case(
         "sm_90", "head_decay_forward head_decay_backward head_decay_group_key_gradients sum_rows",

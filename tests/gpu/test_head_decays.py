@@ -290,6 +290,15 @@ def test_gradients_where_all_tokens_forget_all(op, name, launched, guarded_memor
     assert own_backwards(launched) == 1
 
 
+@pytest.mark.parametrize("sizes", [(2, 150, 2, 2, 64, 64), (2, 150, 1, 4, 128, 128), (1, 70, 1, 2, 40, 24)], ids=str)
+@pytest.mark.parametrize("chunk_len", [16, 32])
+@pytest.mark.parametrize("dtype", KINDS, ids=KINDS.get)
+def test_what_a_token_has_of_itself_is_rounded_once(op, sizes, chunk_len, dtype, launched, guarded_memory):
+    errors = derived_cases.roundings_of_own_parts(sizes, dtype, "cuda", chunk_len=chunk_len)
+    assert all(error < 1.1 for error in errors.values()), errors
+    assert own(launched) == own_backwards(launched) == 1
+
+
 @pytest.mark.parametrize("name", ["gated_delta_rule", "delta_rule"])
 @pytest.mark.parametrize("how", ["", "norm"])
 @pytest.mark.parametrize("dtype", KINDS, ids=KINDS.get)
