@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rwkv_jit.bench.cases import KINDS_OF_SUITES, OPS, UPDATE
+from rwkv_jit.bench.cases import DERIVED, KINDS_OF_SUITES, OPS, UPDATE
 from rwkv_jit.bench.measure import OURS, is_host_bound
 
 Row = Mapping[str, Any]
@@ -203,7 +203,7 @@ def blocks(result: Mapping[str, Any]) -> dict[str, str]:
         "errors": _errors(rows),
         "inference": _updates([row for row in rows if row["phase"] == UPDATE]),
     }
-    for op in OPS:
+    for op in (*OPS, *DERIVED):
         of_op = [row for row in rows if row["op"] == op and row["phase"] != UPDATE]
         shown[op] = _table(of_op) if of_op else _NOTHING
     return shown

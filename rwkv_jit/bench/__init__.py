@@ -168,7 +168,7 @@ def show(result: dict[str, Any]) -> None:
         tables.setdefault(case, []).append(row)
     for (op, shape, dtype, phase, kind), rows in tables.items():
         floor = next((f"; floor {row['floor_ms']:.4f} ms" for row in rows if row["floor_ms"] is not None), "")
-        what = ", ".join(filter(None, (phase, cases.KINDS[kind])))
+        what = ", ".join(filter(None, (phase, cases.KINDS_OF_SUITES[kind])))
         report.say(f"\n{op} ({', '.join(map(str, shape))}) {dtype}, {what}{floor}")
         done = [row for row in rows if row["skipped"] is None]
         if done:

@@ -722,6 +722,14 @@ def test_table(capsys):
     assert "a † marks where it takes longer than the GPU" in printed
 
 
+def test_table_of_every_kind_of_inputs(capsys):
+    rows = [made_up_row(inputs=kind) for kind in cases.KINDS_OF_SUITES]
+    bench.show({"device": "cuda", "env": ENVIRONMENT, "copy_tb_per_s": 4.25, "rows": rows})
+    printed = capsys.readouterr().out
+    for text in cases.KINDS_OF_SUITES.values():
+        assert f"float32, forward{text and f', {text}'}; floor" in printed
+
+
 @pytest.fixture
 def gpu(monkeypatch):
     """A machine with a GPU, where nothing is measured: what is asked for is noted."""

@@ -292,10 +292,11 @@ def test_a_table_has_a_line_for_each_contestant_and_a_column_for_each_phase():
 
 def test_blocks_are_the_machine_the_picture_the_speedups_and_the_ops():
     blocks = tables.blocks(result())
-    assert list(blocks) == ["machine", "picture", "speedups", "service", "errors", "inference", *cases.OPS]
+    ops = *cases.OPS, *cases.DERIVED
+    assert list(blocks) == ["machine", "picture", "speedups", "service", "errors", "inference", *ops]
     assert blocks["inference"] == "The record has none of these yet.\n"
-    empty = {op for op in cases.OPS if blocks[op] == "The record has none of these yet.\n"}
-    assert empty == {"wkv5", "linear_attention"}
+    empty = {op for op in ops if blocks[op] == "The record has none of these yet.\n"}
+    assert empty == {"wkv5", "linear_attention", *cases.DERIVED}
     assert blocks["machine"].startswith(f"{tables.machine(result())}. Medians")
     assert "floor over the median" in blocks["machine"]
     assert "floor" not in tables.blocks(result(copy_tb_per_s=None))["machine"]
