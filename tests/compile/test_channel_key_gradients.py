@@ -229,20 +229,7 @@ CASES = {
 }  # fmt: skip
 
 
-# Cases that others are like, in another type or in parts: with --full.
-LIKE_OTHERS = (
-    "mixed fp16",
-    "in and out fp16",
-    "strong fp16",
-    "edge fp16",
-    "no norm fp16",
-    "packed narrow",
-    "whole",
-    "raw",
-)
-
-
-@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.full] * (x in LIKE_OTHERS)) for x in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_key_gradients(name):
     torch.manual_seed(0)
     (how, sizes, io, wide, bounds, decays, blocks), where, limit = CASES[name]

@@ -108,7 +108,7 @@ def test_forwards_by_warp_groups(arch, sizes, chunk_len, is_one):
 
 @pytest.mark.parametrize(
     ("core", "heads_and_sizes"),
-    by_turns(SHARED, list(itertools.product((32, 16), ((128, 128), (64, 64), (128, 64))))), ids=str,
+    by_turns(TRAINED, list(itertools.product((32, 16), ((128, 128), (64, 64), (128, 64))))), ids=str,
 )  # fmt: skip
 def test_products_of_warp_groups_overlap(core, heads_and_sizes):
     """The compiler says where it lets each wait for the one before it."""

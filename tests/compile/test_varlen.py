@@ -49,22 +49,22 @@ def test_all_kernels_compile(op, arch, size, more):
         kernel.get(made)
 
 
-WITH_W0 = [
-    ("wkv7", 64, {"decay": "sigmoid"}),
-    ("wkv7", 64, {"decay": "raw"}),
-    ("wkv7", 128, {"decay": "sigmoid", "chunk_len": 16}),
-    ("wkv7", 256, {"backend": "large", "chunk_len": 64, "decay": "sigmoid"}),
-    ("wkv7", 64, {"backend": "segments", "T": 9000, "decay": "sigmoid"}),
-    ("wkv6", 64, {}),
-    ("gla", 64, {"backend": "segments", "T": 9000}),
-    ("gla", 256, {"backend": "large", "chunk_len": 64}),
-]
-
-
-@pytest.mark.parametrize(("case", "w0_type"), by_turns(WITH_W0, ("bf16", "fp32")), ids=str)
-def test_w0_takes_no_more_memory_for_registers_than_w_in_float32(case, w0_type):
+@pytest.mark.parametrize("w0_type", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("op", "size", "more"),
+    [
+        ("wkv7", 64, {"decay": "sigmoid"}),
+        ("wkv7", 64, {"decay": "raw"}),
+        ("wkv7", 128, {"decay": "sigmoid", "chunk_len": 16}),
+        ("wkv7", 256, {"backend": "large", "chunk_len": 64, "decay": "sigmoid"}),
+        ("wkv7", 64, {"backend": "segments", "T": 9000, "decay": "sigmoid"}),
+        ("wkv6", 64, {}),
+        ("gla", 64, {"backend": "segments", "T": 9000}),
+        ("gla", 256, {"backend": "large", "chunk_len": 64}),
+    ],
+)
+def test_w0_takes_no_more_memory_for_registers_than_w_in_float32(op, size, more, w0_type):
     """As wide as w was when w0 was added to it by another launch."""
-    op, size, more = case
     summed, added = (
         requests(op, Varlen(5), size=size, **more, **own) for own in ({"types": {"w": "fp32"}}, {"w0_type": w0_type})
     )

@@ -21,8 +21,7 @@ def start(*command):
     [
         (2, ["of_layers", "of_derived", "bad_input", "of_copies", "of_shards", "of_heads", "of_families", "of_parts",
              "resumes_copies", "resumes_shards"]),
-        (4, ["of_heads_and_shards", "resumes_heads_and_shards", "resumes_parts"]),
-        pytest.param(4, ["of_heads", "of_parts"], marks=pytest.mark.full),
+        (4, ["of_heads", "of_heads_and_shards", "of_parts", "resumes_heads_and_shards", "resumes_parts"]),
     ],
 )  # fmt: skip
 def test_ranks_have_what_one_has(world, cases, root):
