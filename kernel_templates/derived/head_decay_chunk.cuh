@@ -65,12 +65,14 @@ __device__ inline void write_factors(TokenFactors& factors, bool is_q, int token
                                      float end, float scale) {
     const float grown = HAS_DECAY ? exp2_fast(decay) : 1.0f;
     if (is_q) {
-        factors.of_q[token] = scale * factor, factors.grown_q[token] = scale * factor * grown;
-        factors.norm_of_q[token] = factor;
+        factors.of_q.set(token, scale * factor), factors.norm_of_q.set(token, factor);
+        factors.grown_q[token] = scale * factor * grown;
     } else {
         const float shrunk = HAS_DECAY ? exp2_fast(end - decay) : 1.0f;
-        factors.decay[token] = decay, factors.of_k[token] = factor, factors.grown_k[token] = factor * grown;
-        factors.rate[token] = rate * factor, factors.written[token] = rate * factor * shrunk;
+        factors.decay[token] = decay;
+        factors.of_k.set(token, factor), factors.rate.set(token, rate * factor);
+        factors.written[token] = rate * factor * shrunk;
+        if constexpr (HAS_DELTA) factors.grown_k.set(token, factor * grown);
     }
 }
 
@@ -186,21 +188,21 @@ __device__ inline void solve_lower(Solver& solver, const Fragment& below) {
 
 // The diagonal of M, with no delta, from a block on it, where zeros are left: outputs take it in float32, as the more a
 // state decays, the more of an output is of its own token.
-__device__ inline void take_diagonal(Accumulator (&sum)[2], float (&diagonal)[CHUNK_LEN], int p) {
+__device__ inline void take_diagonal(Accumulator (&sum)[2], Factor<!HAS_DELTA, CHUNK_LEN>& diagonal, int p) {
     if (group() / 2 != quad_lane()) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         float &even = sum[half][2 * half], &odd = sum[half][2 * half + 1];
         const bool is_odd = group() % 2;
-        diagonal[16 * p + group() + 8 * half] = is_odd ? odd : even;
+        diagonal.set(16 * p + group() + 8 * half, is_odd ? odd : even);
         even = is_odd ? even : 0.0f, odd = is_odd ? 0.0f : odd;
     }
 }
 
 // Products of tokens with tokens times the factors of both and the decay between them: `of_row` and `of_column` by
 // token. What is above the diagonal is any number, or none.
-__device__ inline void scale_pairs(Accumulator (&sum)[2], const TokenFactors& factors, const float (&of_row)[CHUNK_LEN],
-                                   int p, int q) {
+__device__ inline void scale_pairs(Accumulator (&sum)[2], const TokenFactors& factors,
+                                   const Factor<HAS_NORM, CHUNK_LEN>& of_row, int p, int q) {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
         const int column = 16 * q + 8 * n + 2 * quad_lane();
@@ -256,11 +258,13 @@ __device__ inline void add_values(TokenSums (&u)[TILES], TokenSums (&out)[TILES]
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 const unsigned word = v_rows[i][n / 2].at[n % 2 * 2 + j];
-                u[i][n][2 * j] = low_of(word) - of_x.x * u[i][n][2 * j];
-                u[i][n][2 * j + 1] = high_of(word) - of_x.y * u[i][n][2 * j + 1];
                 out[i][n][2 * j] *= of_y.x, out[i][n][2 * j + 1] *= of_y.y;
-                if constexpr (!HAS_DELTA) {
+                if constexpr (HAS_DELTA) {
+                    u[i][n][2 * j] = low_of(word) - of_x.x * u[i][n][2 * j];
+                    u[i][n][2 * j + 1] = high_of(word) - of_x.y * u[i][n][2 * j + 1];
+                } else {
                     const float own = of_own[i][j];
+                    u[i][n][2 * j] = low_of(word), u[i][n][2 * j + 1] = high_of(word);
                     out[i][n][2 * j] += (HAS_OWN ? of_self.x + own : of_self.x) * low_of(word);
                     out[i][n][2 * j + 1] += (HAS_OWN ? of_self.y + own : of_self.y) * high_of(word);
                 }

@@ -1,25 +1,43 @@
 // What multiplies the tokens of a chunk of LENGTH, by token: the forward makes it, and keeps it for the backward.
 //
-// Needs DECAY, HAS_RATE.
+// Needs DECAY, HAS_DELTA, HAS_RATE, HAS_NORM.
 #pragma once
 #include "decay.cuh"
 #include "mma.cuh"
 
+// A factor of each token, or one that is the same for all of them, and takes their room but once.
+template <bool BY_TOKEN, int LENGTH> struct Factor {
+    alignas(BY_TOKEN ? 8 : 4) float of[BY_TOKEN ? LENGTH : 1];
+
+    __device__ float operator[](int token) const { return of[BY_TOKEN ? token : 0]; }
+    __device__ void set(int token, float x) {
+        if (BY_TOKEN || token == 0) of[BY_TOKEN ? token : 0] = x;
+    }
+};
+template <int LENGTH> __device__ inline float2 pair_of(const float (&factors)[LENGTH], int token) {
+    return *reinterpret_cast<const float2*>(&factors[token]);
+}
+template <bool BY_TOKEN, int LENGTH>
+__device__ inline float2 pair_of(const Factor<BY_TOKEN, LENGTH>& factor, int token) {
+    if constexpr (BY_TOKEN) return pair_of(factor.of, token);
+    return {factor[0], factor[0]};
+}
+
 // Of pairs of tokens.
 template <int LENGTH> struct __align__(16) PairFactors {
-    float decay[LENGTH];      // c, to the base 2
-    float of_q[LENGTH];       // scale over the norm of q
-    float of_k[LENGTH];       // 1 over the norm of k
-    float rate[LENGTH];       // beta over the norm of k
-    float norm_of_q[LENGTH];  // 1 over the norm of q
+    float decay[LENGTH];                        // c, to the base 2
+    Factor<HAS_RATE || HAS_NORM, LENGTH> rate;  // beta over the norm of k
+    Factor<HAS_NORM, LENGTH> of_q;              // scale over the norm of q
+    Factor<HAS_NORM, LENGTH> of_k;              // 1 over the norm of k
+    Factor<HAS_NORM, LENGTH> norm_of_q;         // 1 over the norm of q
 };
 // Of tokens with the state, and with themselves.
 template <int LENGTH> struct __align__(16) StateFactors {
-    float grown_q[LENGTH];  // of_q e^c
-    float grown_k[LENGTH];  // of_k e^c
-    float written[LENGTH];  // rate e^(D - c)
-    float of_self[LENGTH];  // M's diagonal, with no delta
-    float end;              // e^D
+    float grown_q[LENGTH];               // of_q e^c
+    float written[LENGTH];               // rate e^(D - c)
+    Factor<HAS_DELTA, LENGTH> grown_k;   // of_k e^c, for what a delta erases
+    Factor<!HAS_DELTA, LENGTH> of_self;  // M's diagonal, with no delta
+    float end;                           // e^D
 };
 template <int LENGTH> struct FactorsOf : PairFactors<LENGTH>, StateFactors<LENGTH> {};
 // Those of a longer chunk that consists of such parts; a token that is not there has zeros, and does not decay.
@@ -46,9 +64,6 @@ template <int LENGTH> struct ChunkFactors {
         norm_of_q[token] = exists ? own.norm_of_q[place] : 0.0f;
     }
 };
-template <int LENGTH> __device__ inline float2 pair_of(const float (&factors)[LENGTH], int token) {
-    return *reinterpret_cast<const float2*>(&factors[token]);
-}
 
 // The sum over lanes FIRST, 2 FIRST .. up to COUNT apart, and that of a warp's lanes from each on.
 template <int FIRST, int COUNT> __device__ inline float sum_of_lanes(float x) {

@@ -143,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
             TokenWork& work = smem.stages[slot].work;
             if (warp == 2) {
                 const TokenGates of_lane(gates, map);
-                work.factors.decay[lane_id()] = of_lane.decay, work.factors.rate[lane_id()] = of_lane.rate;
+                work.factors.decay[lane_id()] = of_lane.decay, work.factors.rate.set(lane_id(), of_lane.rate);
                 if (lane_id() == 0) work.factors.end = exp2_fast(of_lane.end);
                 load_gates(chunk + MAKERS);
             }

@@ -41,7 +41,7 @@ struct __align__(1024) Smem {
     float of_states[2][CHUNK_LEN];                  // what states give to x and y
     float ends[WARPS];                              // of the gradient of D
     float of_own[WARPS][HAS_OWN ? VALUE_SIZE : 1];  // of what outputs have of values, over eight tokens each
-    Task tasks[2];                                  // of the keys
+    Task tasks[3];                                  // at hand, next, and after it
     CopyBarrier arrived[2];                         // the states of a stage
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry says");
@@ -106,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
         for (int i = 0; i < CHUNK_LEN / ROW_STEP; ++i)
             copy_async<16>(target + i * (ROW_STEP * 128), source + i * (ROW_STEP * stride), own + i * ROW_STEP < steps);
     };
-    const auto copy_piece = [&](const Task& from, int member, int keys, int turn, int piece, int to) {
+    const auto copy_piece = [&](const Task& from, int member, int turn, int piece, int to) {
         Stage& stage = smem.ring[to];
         const i64 head = from.key_head * GROUP + member, state = from.slot * heads + head;
         if (threadIdx.x == 0) {
@@ -129,28 +129,29 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
         if constexpr (HAS_DELTA)
             copy_rows(stage.left[1], dv + ((from.row * heads + head) * VALUE_SIZE + column), heads * VALUE_SIZE,
                       from.steps);
-        if (piece == 0 && member == 0)
-#pragma unroll
-            for (int slab = 0; slab < SLABS; ++slab) {
-                const int first = slab * TILE_COLUMNS;
-                copy_rows(smem.q[keys][slab], r + (from.q + first), r_strides.token, from.steps);
-                copy_rows(smem.k[keys][slab], k + (from.k + first), k_strides.token, from.steps);
-            }
     };
-    if (threadIdx.x == 0) begin_barrier(smem.arrived[0], 1), begin_barrier(smem.arrived[1], 1), publish_barriers();
-    __syncthreads();
-
-    // Of the value head at hand, and of the one whose rows are on their way: which it is of its key head's, and which
-    // of two places are those of its factors and keys.
-    int member = 0, turn = 0, keys = 0, next_member = 0, next_turn = 0, next_keys = 0;
+    const auto copy_keys = [&](const Task& from, int to) {
+#pragma unroll
+        for (int slab = 0; slab < SLABS; ++slab) {
+            const int first = slab * TILE_COLUMNS;
+            copy_rows(smem.q[to][slab], r + (from.q + first), r_strides.token, from.steps);
+            copy_rows(smem.k[to][slab], k + (from.k + first), k_strides.token, from.steps);
+        }
+    };
     Tasks tasks = {cu_seqlens, slots, key_heads, sequences, tokens, r_strides, k_strides, u_strides, dy_strides,
                    w_strides};
-    {
-        const Task first = tasks.next();
-        if (first.steps == 0) return;
-        if (threadIdx.x == 0) smem.tasks[0] = first;
-        for (int piece = 0; piece < PIECES; ++piece) copy_piece(first, 0, 0, 0, piece, piece), commit_copies();
+    if (threadIdx.x == 0) {
+        begin_barrier(smem.arrived[0], 1), begin_barrier(smem.arrived[1], 1), publish_barriers();
+        smem.tasks[0] = tasks.next(), smem.tasks[1] = tasks.next();
     }
+    __syncthreads();
+
+    // Of the value head at hand, and of the one whose rows are on their way: which it is of its key head's, and the
+    // places of its factors, of its keys and of its task.
+    int member = 0, turn = 0, keys = 0, task = 0, next_member = 0, next_turn = 0, next_keys = 0, next_task = 0;
+    if (smem.tasks[0].steps == 0) return;
+    copy_keys(smem.tasks[0], 0);
+    for (int piece = 0; piece < PIECES; ++piece) copy_piece(smem.tasks[0], 0, 0, piece, piece), commit_copies();
     const auto run = [&](bool makes_keys) {
         int parity = 0;
         Sums sum = {};          // dQ by the first group, dK by the second
@@ -169,21 +170,25 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
                 const int at_hand = PIECES == 2 ? piece : turn;
                 // As much is on its way as lies between a piece and the same one of the next value head.
                 const auto copy_next = [&](int to) {
-                    const bool is_new = piece == 0 && ++next_member == GROUP;
-                    if (piece == 0) next_turn ^= 1;
-                    if (is_new) next_member = 0, next_keys ^= 1;
-                    const Task next = is_new ? tasks.next() : smem.tasks[next_keys];
-                    if (is_new && threadIdx.x == 0) smem.tasks[next_keys] = next;
-                    if (next.steps > 0) copy_piece(next, next_member, next_keys, next_turn, piece, to);
+                    const Task& next = smem.tasks[next_task];
+                    if (next.steps > 0) copy_piece(next, next_member, next_turn, piece, to);
                     commit_copies();
+                };
+                const auto copy_next_keys = [&] {
+                    const Task& next = smem.tasks[next_task];
+                    if (piece == 0 && next_member == 0 && next.steps > 0) copy_keys(next, next_keys);
                 };
                 wait_for_copies<PIECES - 1>();
                 publish_writes();
                 wait_for(smem.arrived[at_hand], parity);
                 __syncthreads();  // the piece is there, and nobody reads the last one any more
                 const Stage& stage = smem.ring[at_hand];
-                if constexpr (PIECES == 1) copy_next(at_hand ^ 1);
-                if (piece == 0) read_factors(smem, smem.parts[turn], smem.tasks[keys].steps);
+                if (piece == 0) {
+                    next_turn ^= 1;
+                    if (++next_member == GROUP) next_member = 0, next_keys ^= 1, next_task = (next_task + 1) % 3;
+                }
+                if constexpr (PIECES == 1) copy_next_keys(), copy_next(at_hand ^ 1);
+                if (piece == 0) read_factors(smem, smem.parts[turn], smem.tasks[task].steps);
 
                 hold(of_state), hold(second);  // which are there before products begin
                 begin_products();
@@ -215,6 +220,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
                         }
                 }
                 end_batch();
+                // What takes long is done while products are made; with a delta there are no registers for addresses.
+                if (piece == 0 && member == 0 && threadIdx.x == 0) smem.tasks[(task + 2) % 3] = tasks.next();
+                if constexpr (PIECES == 2 && !HAS_DELTA) copy_next_keys();
                 if constexpr (HAS_DECAY) add_products(product, stage.state, stage.slope);
                 if constexpr (HAS_OWN) {
                     float2 sums = {};
@@ -229,6 +237,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
                 wait_for_batches<0>();
                 hold(of_state), hold(second);
                 if constexpr (PIECES == 2) {
+                    if constexpr (HAS_DELTA) copy_next_keys();
                     __syncthreads();  // nobody reads the piece any more
                     copy_next(at_hand);
                 }
@@ -241,7 +250,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
                     float sum_of_own = 0.0f;
 #pragma unroll
                     for (int n = 0; n < WARPS; ++n) sum_of_own += smem.of_own[n][threadIdx.x];
-                    const Task& here = smem.tasks[keys];
+                    const Task& here = smem.tasks[task];
                     const i64 head = here.slot * heads + here.key_head * GROUP + member;
                     own_chunks[head * VALUE_SIZE + threadIdx.x] = sum_of_own;
                 }
@@ -342,10 +351,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
                 if (lane_id() == 0) smem.ends[warp] = of_end;
             }
             GateGradients of_gates;
-            const i64 head = smem.tasks[keys].key_head * GROUP + member;
+            const i64 head = smem.tasks[task].key_head * GROUP + member;
             if (warp == 0)
-                of_gates.load(w + (smem.tasks[keys].w + head * w_strides.head), w_strides.token,
-                              smem.tasks[keys].steps);
+                of_gates.load(w + (smem.tasks[task].w + head * w_strides.head), w_strides.token,
+                              smem.tasks[task].steps);
             publish_writes();
             __syncthreads();  // P, N and the dots are there
 
@@ -374,7 +383,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
                     }
             }
             end_batch();
-            const Task& here = smem.tasks[keys];
+            const Task& here = smem.tasks[task];
             const i64 first_token = here.row;
             const auto written = [&](int token) {  // y
                 float y = smem.of_states[1][token];
@@ -450,19 +459,20 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
             }
             __syncwarp();
             const int steps = here.steps;
-            const unsigned stride = static_cast<unsigned>(key_heads) * HEAD_SIZE;
-            T_IO* const target = (makes_keys ? dk : dr) + (first_token * key_heads + here.key_head) * HEAD_SIZE;
             constexpr int UNITS = HEAD_SIZE / 8, STEP = 32 / UNITS;
             const int lane = fresh_with_delta(lane_id()), first = first_row + lane / UNITS, unit = lane % UNITS;
+            const int stride = static_cast<int>(key_heads) * HEAD_SIZE;
+            T_IO* target = (makes_keys ? dk : dr) + ((first_token * key_heads + here.key_head) * HEAD_SIZE +
+                                                     (first * stride + 8 * unit));
             uint4 held[16 / STEP];
 #pragma unroll
             for (int i = 0; i < 16 / STEP; ++i)
                 held[i] = rows[unit / 8].units[first + i * STEP][unit % 8 ^ (first + i * STEP) % 8];
 #pragma unroll
-            for (int i = 0; i < 16 / STEP; ++i)
-                if (first + i * STEP < steps) write_global(target + (first + i * STEP) * stride + 8 * unit, held[i]);
-            member = 0, keys ^= 1;
-            if (smem.tasks[keys].steps == 0) break;
+            for (int i = 0; i < 16 / STEP; ++i, target += STEP * stride)
+                if (first + i * STEP < steps) write_global(target, held[i]);
+            member = 0, keys ^= 1, task = (task + 1) % 3;
+            if (smem.tasks[task].steps == 0) break;
         }
     };
     // A loop for each group, so that the compiler sees that its warps go the same way, and lets products overlap; one

@@ -6,7 +6,6 @@ Key heads may be fewer than value heads. Nothing leaves a range whatever the dec
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from rwkv_jit.algorithms import parts
@@ -27,6 +26,8 @@ _LEAST_SEGMENT = 1024  # tokens; a block may run through as many others before t
 _WALK_THREADS = 256
 _OF_HEADS = ("own", "a_log", "dt_bias")  # inputs that are the same for every token
 
+Constants = Mapping[str, Parameter]  # of an op: what its kernels have and have not
+
 
 def why_not(case: Case, gpu: Callable[[], Gpu]) -> Obstacle | None:
     """Return why these kernels cannot do a call; None where they can. The GPU is asked for where all else is right."""
@@ -38,11 +39,11 @@ def why_not(case: Case, gpu: Callable[[], Gpu]) -> Obstacle | None:
     return parts.shared_obstacle(case, there, chunk_len, most_shared_bytes(case, chunk_len))
 
 
-def shared_bytes(head_size: int, rows: int, chunk_len: int) -> int:
+def shared_bytes(head_size: int, rows: int, chunk_len: int, has: Constants) -> int:
     """Return the size of the forward's Smem, of a block of value rows. Rows of tiles are 8 elements longer."""
     key_tile, value_tile, token_tile = (2 * chunk_len * (width + 8) for width in (padded(head_size), rows, chunk_len))
     solver = max(token_tile, chunk_len // 16 * 4 * 16 * 20)
-    return 3 * (2 * key_tile + value_tile) + 2 * (solver + token_tile + factor_bytes(chunk_len))
+    return 3 * (2 * key_tile + value_tile) + 2 * (solver + token_tile + factor_bytes(chunk_len, has))
 
 
 def takes_group_forward(head_size: int, value_size: int, chunk_len: int, gpu: Gpu) -> bool:
@@ -50,27 +51,26 @@ def takes_group_forward(head_size: int, value_size: int, chunk_len: int, gpu: Gp
     return takes_warp_groups(head_size, value_size, gpu) and chunk_len == 32
 
 
-def group_forward_bytes(head_size: int, rows: int, chunk_len: int) -> int:
+def group_forward_bytes(head_size: int, rows: int, chunk_len: int, has: Constants) -> int:
     """Return the size of the Smem of the forward by warp groups, of a block of value rows; a multiple of 1 KB."""
     token_tile, pairs = 2 * chunk_len * (chunk_len + 8), 2 * 2 * chunk_len * head_size
-    stage = 2 * chunk_len * (rows + 8) + 2 * token_tile + factor_bytes(chunk_len)
+    stage = 2 * chunk_len * (rows + 8) + 2 * token_tile + factor_bytes(chunk_len, has)
     ring = 6 if rows == 2 * _GROUP_ROWS else 4
     return -(-ring * (pairs + stage + 2 * 8) // 1024) * 1024
 
 
-def backward_bytes(head_size: int, rows: int, chunk_len: int, has_delta: bool) -> int:
+def backward_bytes(head_size: int, rows: int, chunk_len: int, has: Constants) -> int:
     """Return the size of the Smem of the backward from chunk to chunk, of a block of value rows."""
     key_tile, value_tile = (2 * chunk_len * (width + 8) for width in (padded(head_size), rows))
-    factors = factor_bytes(chunk_len) - pair_factor_bytes(chunk_len)
-    return 3 * (2 * key_tile + value_tile + matrix_bytes(chunk_len, has_delta) + factors)
+    return 3 * (2 * key_tile + value_tile + matrix_bytes(chunk_len, has) + state_factor_bytes(chunk_len))
 
 
-def key_gradient_bytes(head_size: int, value_size: int, chunk_len: int, threads: int, has_delta: bool) -> int:
+def key_gradient_bytes(head_size: int, value_size: int, chunk_len: int, threads: int, has: Constants) -> int:
     """Return the size of the Smem of the kernel that makes the gradients of keys."""
     key_tile, value_tile, token_tile = (
         2 * chunk_len * (padded(width) + 8) for width in (head_size, value_size, chunk_len)
     )
-    sides, warps = 1 + has_delta, threads // 32
+    sides, warps = _sides(has), threads // 32
     floats = (6 + 3 * warps // 2 + 2 * sides * chunk_len // 16 + 2) * chunk_len + warps
     size: int = aligned(2 * key_tile + (1 + sides) * value_tile + sides * token_tile + 4 * floats)
     return size
@@ -78,30 +78,42 @@ def key_gradient_bytes(head_size: int, value_size: int, chunk_len: int, threads:
 
 def most_shared_bytes(case: Case, chunk_len: int) -> int:
     """Return what the largest of a call's kernels takes."""
-    sizes = case.head_size, padded(case.value_size)
-    most = shared_bytes(*sizes, chunk_len)
+    sizes, has = (case.head_size, padded(case.value_size)), case.op.constants
+    most = shared_bytes(*sizes, chunk_len, has)
     if case.training:
-        threads, has_delta = key_threads(case.head_size), bool(case.op.constants["HAS_DELTA"])
-        keys = key_gradient_bytes(case.head_size, case.value_size, KEPT_LENS[-1], threads, has_delta)
-        most = max(most, backward_bytes(*sizes, chunk_len, has_delta), keys)
+        threads = key_threads(case.head_size)
+        keys = key_gradient_bytes(case.head_size, case.value_size, KEPT_LENS[-1], threads, has)
+        most = max(most, backward_bytes(*sizes, chunk_len, has), keys)
     return most
 
 
-def factor_bytes(chunk_len: int) -> int:
+def _sides(has: Constants) -> int:
+    """Return what of a state a token has to do with: what it reads, and with a delta what it erases."""
+    return 1 + bool(has["HAS_DELTA"])
+
+
+def factor_bytes(chunk_len: int, has: Constants) -> int:
     """Return the size of what multiplies the tokens of a chunk."""
-    size: int = aligned(4 * (9 * chunk_len + 1))
+    return pair_factor_bytes(chunk_len, has) + state_factor_bytes(chunk_len)
+
+
+def pair_factor_bytes(chunk_len: int, has: Constants) -> int:
+    """Return the size of those of them that multiply pairs of tokens: decays, and what norms and rates make differ."""
+    by_token = 1 + bool(has["HAS_RATE"] or has["HAS_NORM"]) + 3 * bool(has["HAS_NORM"])
+    size: int = aligned(4 * (by_token * chunk_len + 5 - by_token))
     return size
 
 
-def pair_factor_bytes(chunk_len: int) -> int:
-    """Return the size of those of them that multiply pairs of tokens."""
-    return 4 * 5 * chunk_len
+def state_factor_bytes(chunk_len: int) -> int:
+    """Return the size of those that multiply tokens with the state, and with themselves."""
+    size: int = aligned(4 * (3 * chunk_len + 2))
+    return size
 
 
-def matrix_bytes(chunk_len: int, has_delta: bool) -> int:
+def matrix_bytes(chunk_len: int, has: Constants) -> int:
     """Return the size of a chunk's matrices of tokens, M and with a delta Tm: blocks on and below the diagonal."""
     blocks = chunk_len // 16
-    return (1 + has_delta) * blocks * (blocks + 1) // 2 * 2 * 16 * 16
+    return _sides(has) * blocks * (blocks + 1) // 2 * 2 * 16 * 16
 
 
 def default_chunk_len(case: Case, gpu: Gpu) -> int:
@@ -133,10 +145,10 @@ def walk_bytes(p: Problem) -> Any:
     return (1 + p.training) * p.N * segments(p) * p.H * 16
 
 
-def kept_len(head_size: int, value_size: int, has_delta: bool, gpu: Gpu) -> int:
+def kept_len(head_size: int, value_size: int, has: Constants, gpu: Gpu) -> int:
     """Return for how many tokens at a time there are gradients of keys, with a state kept of each: what fits."""
     threads = key_threads(head_size)
-    sizes = {each: key_gradient_bytes(head_size, value_size, each, threads, has_delta) for each in KEPT_LENS}
+    sizes = {each: key_gradient_bytes(head_size, value_size, each, threads, has) for each in KEPT_LENS}
     fitting = [each for each, size in sizes.items() if size <= gpu.shared_limit]
     return fitting[0] if fitting else KEPT_LENS[-1]
 
@@ -146,13 +158,13 @@ def takes_warp_groups(head_size: int, value_size: int, gpu: Gpu) -> bool:
     return gpu.has_warp_groups and {head_size, value_size} <= {64, 128}
 
 
-def group_bytes(head_size: int, value_size: int, chunk_len: int, has_delta: bool, has_own: bool) -> int:
+def group_bytes(head_size: int, value_size: int, chunk_len: int, has: Constants) -> int:
     """Return the size of the Smem of the kernel that makes the gradients of keys by warp groups; a multiple of 1 KB."""
-    tile, sides, length = 2 * 64 * 64, 1 + has_delta, 64
+    tile, sides, length = 2 * 64 * 64, _sides(has), 64
     ring = 2 * ((1 + sides) * tile + 2 * 2 * 64 * head_size)
-    keys, factors = 2 * 2 * 2 * length * head_size, 2 * (length // chunk_len) * pair_factor_bytes(chunk_len)
+    keys, factors = 2 * 2 * 2 * length * head_size, 2 * (length // chunk_len) * pair_factor_bytes(chunk_len, has)
     warps = _GROUP_THREADS // 32
-    rest = 4 * ((15 + sides) * length + warps + warps * (value_size if has_own else 1)) + 2 * 72 + 2 * 8
+    rest = 4 * ((15 + sides) * length + warps + warps * (value_size if has["HAS_OWN"] else 1)) + 3 * 72 + 2 * 8
     size = ring + keys + sides * tile + factors + rest
     return -(-size // 1024) * 1024
 
@@ -163,20 +175,20 @@ def key_threads(head_size: int) -> int:
 
 
 def _kept_len(p: Problem) -> int:
-    return kept_len(p.K, p.V, bool(p.op.constants["HAS_DELTA"]), p.gpu)
+    return kept_len(p.K, p.V, p.op.constants, p.gpu)
 
 
 def kept(p: Problem) -> dict[str, Any]:
     """Return what the forward keeps: states, matrices and factors of tokens, and with a delta what it wrote."""
-    chunks = p.slots(p.chunk_len) * p.H
+    chunks, has = p.slots(p.chunk_len) * p.H, p.op.constants
     sizes = {
         "states": 2 * p.slots(_kept_len(p)) * p.H * padded(p.V) * padded(p.K),
-        "matrices": chunks * matrix_bytes(p.chunk_len, bool(p.op.constants["HAS_DELTA"])),
-        "factors": chunks * factor_bytes(p.chunk_len),
+        "matrices": chunks * matrix_bytes(p.chunk_len, has),
+        "factors": chunks * factor_bytes(p.chunk_len, has),
     }
     if segments(p) > 1:
         sizes["walks"] = walk_bytes(p)
-    return sizes | ({"kept_u": aligned(2 * p.B * p.T * p.H * p.V)} if p.op.constants["HAS_DELTA"] else {})
+    return sizes | ({"kept_u": aligned(2 * p.B * p.T * p.H * p.V)} if has["HAS_DELTA"] else {})
 
 
 def _of_heads(p: Problem, rows: int, threads: int, shared: int, blocks: int) -> tuple[dict[str, Parameter], Extent]:
@@ -193,18 +205,20 @@ def _of_heads(p: Problem, rows: int, threads: int, shared: int, blocks: int) -> 
     return parameters, (p.N * count, p.H, -(-p.V // rows))
 
 
-def _by_warps(p: Problem, shared_bytes_of: Callable[[int, int, int], int]) -> tuple[dict[str, Parameter], Extent]:
+def _by_warps(
+    p: Problem, shared_bytes_of: Callable[[int, int, int, Constants], int]
+) -> tuple[dict[str, Parameter], Extent]:
     """Return the geometry of a launch whose warps multiply by themselves."""
     rows = rows_of_block(p.V, p.N * p.H * segments(p), p.multiprocessors)
     threads = max(rows, 128 if p.K > 64 else 64)
-    shared = shared_bytes_of(p.K, rows, p.chunk_len)
+    shared = shared_bytes_of(p.K, rows, p.chunk_len, p.op.constants)
     return _of_heads(p, rows, threads, shared, p.gpu.resident_blocks(threads, _THREADS, shared))
 
 
 def _by_groups(p: Problem) -> tuple[dict[str, Parameter], Extent]:
     """Return the geometry of the forward by warp groups: one for 64 rows each, and as many beside them."""
     rows = rows_of_block(p.V, p.N * p.H * segments(p), p.multiprocessors, _GROUP_ROWS)
-    shared = group_forward_bytes(p.K, rows, p.chunk_len)
+    shared = group_forward_bytes(p.K, rows, p.chunk_len, p.op.constants)
     return _of_heads(p, rows, 4 * rows, shared, 2 * _GROUP_ROWS // rows)
 
 
@@ -241,8 +255,7 @@ def _walks(p: Problem, parameters: Mapping[str, Parameter], given: Mapping[str, 
 
 def backward(p: Problem) -> Schedule:
     """Return the backward: from chunk to chunk, then what chunks have for themselves."""
-    has_delta = bool(p.op.constants["HAS_DELTA"])
-    parameters, grid = _by_warps(p, partial(backward_bytes, has_delta=has_delta))
+    parameters, grid = _by_warps(p, backward_bytes)
     given = {**_given(p), **{f"d{name}": None for name in ("w", "beta") if name not in p.op.inputs}}
     if not p.has_final_state:
         given["grad_final_state"] = None
@@ -280,14 +293,14 @@ def _key_gradients(
     p: Problem, parameters: Mapping[str, Parameter], given: Mapping[str, Any], chunk_len: int
 ) -> Step:  # fmt: skip
     """Return the launch that makes the gradients of keys, for chunks of this length."""
-    name, slots, has_delta = "head_decay_key_gradients", p.slots(chunk_len), bool(p.op.constants["HAS_DELTA"])
+    name, slots, has = "head_decay_key_gradients", p.slots(chunk_len), p.op.constants
     template, grid, threads, arch = name, (slots, p.G, 1), key_threads(p.K), None
-    most_threads, shared = 2 * threads, key_gradient_bytes(p.K, p.V, chunk_len, threads, has_delta)
+    most_threads, shared = 2 * threads, key_gradient_bytes(p.K, p.V, chunk_len, threads, has)
     by_groups = takes_warp_groups(p.K, p.V, p.gpu)
     if by_groups:
         template, grid, arch = "head_decay_group_key_gradients", (slots * p.G, 1, 1), "sm_90a"
         threads = most_threads = _GROUP_THREADS
-        shared = group_bytes(p.K, p.V, p.chunk_len, has_delta, "own" in p.op.inputs)
+        shared = group_bytes(p.K, p.V, p.chunk_len, has)
     own: dict[str, Parameter] = {
         "CHUNK_LEN": chunk_len, "PART_LEN": p.chunk_len, "NUM_THREADS": threads, "SHARED_BYTES": shared,
         "BLOCKS_PER_SM": p.gpu.resident_blocks(threads, most_threads, shared),
@@ -295,7 +308,7 @@ def _key_gradients(
     left_out = ("ROWS", "KEPT_LEN", "AS_MATRICES", "SEGMENTED", "T_STATE", "STATE_LAYOUT")
     own = {name: value for name, value in parameters.items() if name not in left_out} | own
     of_u: dict[str, Any] = {"u": "v", "dv": None}
-    if has_delta:
+    if has["HAS_DELTA"]:
         of_u = {"u": "kept_u", "u_strides": (p.T * p.H * p.V, p.H * p.V, p.V)}
     return Step(template, name, own, grid, {**given, **of_u, "slots": slots}, arch, is_resident=by_groups)
 
