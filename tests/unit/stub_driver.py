@@ -25,10 +25,6 @@ _LETTERS = {"i64": "q", "int": "i", "unsigned": "I", "float": "f", "double": "d"
 _STRUCT = r"struct (\w+) \{ (i64|int) ([\w, ]+); \};"  # of numbers, as kernels take them
 
 
-# Plans read them from the text for every launch that they bind; here thousands are bound.
-_arguments = functools.cache(Template.arguments)
-
-
 @functools.cache
 def letters_of(template, entry, has_w0=False):
     """Struct's letters for the arguments of a kernel by their names, from the text of its template."""
@@ -333,7 +329,6 @@ def on_gpu(gpus, nothing_known, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "get_device", lambda x: x.device.index, raising=False)
     for name in ("empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn"):
         monkeypatch.setattr(torch, name, in_memory(getattr(torch, name)))
-    monkeypatch.setattr(Template, "arguments", _arguments)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_: True)
     monkeypatch.setattr(tensors, "_capability", lambda device: gpus.archs[device])
