@@ -18,18 +18,19 @@ def _fresh_service(fresh_service):
     """Nothing is shared with the test before."""
 
 
-@pytest.fixture(autouse=True)
-def _without_cupy(monkeypatch):
+@pytest.fixture(scope="module", autouse=True)
+def _without_cupy():
     """The tier says the same where CuPy is installed and where it is not: neither a test nor its processes have it.
 
     A test that needs more of CuPy than a stub belongs to tests/compile.
     """
-    for name in [name for name in sys.modules if name.startswith("cupy")]:
-        monkeypatch.delitem(sys.modules, name)  # of a test of another tier in this process
-    monkeypatch.setenv("PYTHONPATH", str(WITHOUT_CUPY), prepend=os.pathsep)
-    sys.meta_path.insert(0, NO_CUPY)
-    yield
-    sys.meta_path.remove(NO_CUPY)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in sys.modules if name.startswith("cupy")]:
+            patch.delitem(sys.modules, name)  # of a test of another tier in this process
+        patch.setenv("PYTHONPATH", str(WITHOUT_CUPY), prepend=os.pathsep)
+        sys.meta_path.insert(0, NO_CUPY)
+        yield
+        sys.meta_path.remove(NO_CUPY)
 
 
 @pytest.fixture
