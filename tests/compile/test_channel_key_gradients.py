@@ -15,6 +15,8 @@ from rwkv_jit.derived.table import GATES, RATE_MAPS
 from rwkv_jit.problem import LARGEST_DECAY
 from rwkv_jit.tensors import STORAGE
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 NAME, ENTRY = "channel_decay_group_key_gradients", "channel_decay_key_gradients"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
