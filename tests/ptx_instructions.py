@@ -251,9 +251,11 @@ def _shift(machine, given):
     count = machine.source(given.operands[2], np.uint32)
 
     def move(mask):
-        by, x = np.asarray(count()), read()
+        by, x = count(), read()
         moved = shift(x, np.minimum(by, bits - 1).astype(dtype))
-        write(moved if kind[0] == "s" else np.where(by < bits, moved, dtype.type(0)), mask)
+        if kind[0] != "s" and np.any(by >= bits):
+            moved = np.where(by < bits, moved, dtype.type(0))
+        write(moved, mask)
 
     return move
 
@@ -405,7 +407,7 @@ def _vector(given, operand):
 
 
 def _check_vector(at, size, mask):
-    if ((at if mask is None else at[mask]) % size).any():
+    if ((at if mask is None else at[mask]) & size - 1).any():
         raise Fault(f"a misaligned address of {size} bytes")
 
 
@@ -651,13 +653,12 @@ def _reduce(machine, given):
 # ---- tiles of 8 x 8 halves: a thread has two neighbours of row lane / 4 ----
 
 _LANES = np.arange(32)
+_ROW, _COLUMN = np.broadcast_arrays((_LANES // 4)[:, None], (2 * (_LANES % 4))[:, None] + np.arange(2))
 
 
 def _tile_places(at, i, is_turned):
     """Return the addresses of a tile's elements in memory by thread and half; `at` has those of rows by thread."""
-    row, column = np.broadcast_arrays((_LANES // 4)[:, None], (2 * (_LANES % 4))[:, None] + np.arange(2))
-    if is_turned:
-        row, column = column, row
+    row, column = (_COLUMN, _ROW) if is_turned else (_ROW, _COLUMN)
     return at[:, 8 * i + row] + 2 * column
 
 
@@ -731,12 +732,13 @@ def _sums(machine, given, names):
     writes, reads = ([use(x) for x in names] for use in (machine.target, lambda x: machine.source(x, np.float32)))
 
     def add(product, threads, mask, keeps=True, olds=reads):
-        group = np.arange(threads.shape[1])
-        rows, columns = group // 32 * 16 + group % 32 // 4, 2 * (group % 4)
+        count, rows, columns = product.shape
+        # By register, then by thread: a thread has two neighbours of two rows, which are 8 apart, of every 8 columns.
+        parts = product.reshape(count, rows // 16, 2, 8, columns // 8, 4, 2).transpose(4, 2, 6, 0, 1, 3, 5)
         made = []
-        for i, old in enumerate(olds):
+        for part, old in zip(parts.reshape(len(names), *threads.shape), olds, strict=True):
             sums = np.zeros(machine.count, np.float32)
-            sums[threads] = product[:, rows + i % 4 // 2 * 8, i // 4 * 8 + columns + i % 2]
+            sums[threads] = part
             made.append(sums + old() if keeps else sums)
         for write, sums in zip(writes, made, strict=True):
             write(sums, mask)

@@ -235,7 +235,9 @@ class Machine:
 
     def full(self, x):
         """Return a value of each thread."""
-        return np.ascontiguousarray(np.broadcast_to(x, (self.count,)))
+        if np.shape(x) == (self.count,):
+            return np.ascontiguousarray(x)
+        return np.full(self.count, x)
 
     def register(self, name):
         """Return what a register holds; what nobody has written is no number."""
@@ -287,7 +289,6 @@ class Machine:
         held = np.dtype(self.kernel.registers[operand])
 
         def write(value, mask):
-            value = np.asarray(value)
             if value.dtype != held:
                 if (held.kind == "b") != (value.dtype.kind == "b") or value.dtype.itemsize > held.itemsize:
                     raise Fault(f"{operand} is no {value.dtype}")
@@ -308,22 +309,23 @@ class Machine:
         base, offset = operand if isinstance(operand, Address) else (operand, 0)
         held = np.dtype(self.kernel.registers.get(base, np.uint64))
         read = self.source(base, bits_of(held))
-        return lambda: self.full(read()).astype(np.int64) + offset
+        return lambda: self.full(read()).astype(np.int64, copy=False) + offset
 
     def place(self, space, at, size, threads):
         """Return a view of all memory of a kind in numbers of a size, and where addresses of threads lie in it."""
         if space == "generic":
             space = self._space_of(at)
-        if at.size and (at % size).any():
+        if at.size and (at & size - 1).any():
             raise Fault(f"a misaligned {space} address")
+        shift = size.bit_length() - 1
         if space == "global":
             self.check(at, size)
-            return MEMORY[size], (at - LOWEST) // size
+            return MEMORY[size], at - LOWEST >> shift
         at = np.where(at >= self.WINDOWS[space], at - self.WINDOWS[space], at)
         if at.size and (at.min() < 0 or at.max() + size > self.limits[space]):
             raise Fault(f"{space} addresses {at.min()} to {at.max()} of {self.limits[space]} bytes")
         owner = self.block_of[threads] if space == "shared" else threads
-        return self.memory[space].view(f"<u{size}"), (owner * self.sizes[space] + at) // size
+        return self.memory[space].view(f"<u{size}"), owner * self.sizes[space] + at >> shift
 
     def _space_of(self, at):
         found = np.unique(np.searchsorted([*self.WINDOWS.values()], at, side="right"))
@@ -342,6 +344,9 @@ class Machine:
 
     def load(self, space, at, dtype, mask):
         """Return what the threads of a mask find at their addresses."""
+        if mask is None:
+            view, where = self.place(space, at, np.dtype(dtype).itemsize, self.everyone)
+            return view[where].view(dtype)
         threads = self.chosen(mask)
         view, where = self.place(space, at[threads], np.dtype(dtype).itemsize, threads)
         found = np.zeros(self.count, dtype)

@@ -125,8 +125,8 @@ class _Body:
         self.scopes, self.count = [""], 0
 
     def read(self, body):
-        place = 0
-        while body[place:].strip():
+        place, end = 0, len(body.rstrip())
+        while place < end:
             match = _STATEMENT.match(body, place)
             if match is None:
                 raise Fault(f"cannot read {body[place : place + 80]!r}")
