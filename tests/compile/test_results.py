@@ -312,19 +312,24 @@ def wkv4_update(tokens, channels):
 
 
 class Case(NamedTuple):
-    """A call on an architecture, and the templates that it launches."""
+    """A call on a GPU, and the templates that it launches.
+
+    With one multiprocessor, blocks that stay take several chunks each, one after another.
+    """
 
     arch: str
     templates: tuple[str, ...]
     call: Any
+    multiprocessors: int
 
     def __str__(self):
         given = [*self.call.args, *(f"{name}={x}" for name, x in self.call.keywords.items())]
+        given += ["on one multiprocessor"] * (self.multiprocessors == 1)
         return " ".join([self.arch, self.call.func.__name__, *map(str, given)])
 
 
-def case(arch, templates, function, *arguments, **options):
-    return Case(arch, tuple(templates.split()), partial(function, *arguments, **options))
+def case(arch, templates, function, *arguments, multiprocessors=132, **options):
+    return Case(arch, tuple(templates.split()), partial(function, *arguments, **options), multiprocessors)
 
 
 CASES = [
@@ -402,6 +407,18 @@ CASES = [
         derived, "ssd", "D bias softplus", (1, 75, 1, 2, 128, 64),
     ),
     case(
+        "sm_90", "head_decay_group_forward head_decay_backward head_decay_group_key_gradients",
+        derived, "simple_gla", "", (1, 270, 1, 1, 64, 128), bounds=[0, 0, 70, 270], multiprocessors=1,
+    ),
+    case(
+        "sm_90", "head_decay_group_forward head_decay_backward head_decay_group_key_gradients",
+        derived, "gated_delta_rule", "norm", (2, 130, 1, 2, 64, 64), FP16, multiprocessors=1,
+    ),
+    case(
+        "sm_90", "head_decay_group_forward head_decay_backward head_decay_group_key_gradients",
+        derived, "delta_rule", "norm", (1, 200, 2, 2, 64, 128), multiprocessors=1,
+    ),
+    case(
         "sm_90", "head_decay_forward head_decay_backward head_decay_key_gradients sum_rows",
         derived, "ssd", "D softplus", (1, 40, 1, 2, 32, 16), chunk_len=16,
     ),
@@ -433,6 +450,7 @@ CASES = [
     case(
         "sm_90", "channel_decay_group_forward channel_decay_group_backward channel_decay_group_key_gradients sum_rows",
         of_channels, "bounded flat bias norm", (1, 150, 2, 2, 128, 128), FP16, [0, 0, 20, 150], training=True,
+        multiprocessors=1,
     ),
     case(
         "sm_90", "channel_decay_group_forward channel_decay_group_backward channel_decay_group_key_gradients sum_rows",
@@ -506,6 +524,7 @@ CASES = [
 def test_results(given, interpreted):
     torch.manual_seed(0)
     interpreted.use(given.arch)
+    interpreted.multiprocessors = given.multiprocessors
     given.call()
     assert {launch.template for launch in interpreted.launches} == {*given.templates}
 
