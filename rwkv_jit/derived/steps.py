@@ -88,7 +88,7 @@ def most_shared_bytes(case: Case, chunk_len: int) -> int:
 
 
 def _sides(has: Constants) -> int:
-    """Return what of a state a token has to do with: what it reads, and with a delta what it erases."""
+    """Return how many tiles there are of gradients of rows: of what is read, and with a delta of what is erased."""
     return 1 + bool(has["HAS_DELTA"])
 
 

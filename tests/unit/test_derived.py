@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import rwkv_jit
+from rwkv_jit import tensors
+from rwkv_jit.derived import channel_decays, head_decays
 from rwkv_jit.derived.table import OPS
 
 CASES = pytest.mark.parametrize(("op", "how"), derived_cases.ALL)
@@ -523,3 +525,23 @@ def test_a_flag_may_be_anything_that_is_true_or_false(op):
     assert torch.equal(case._replace(options={**case.options, "qk_norm": torch.tensor(True)}).run()[0], want)
     with pytest.raises(TypeError, match="qk_norm: expected True or False"):
         case._replace(options={**case.options, "qk_norm": ZEROS(2)}).run()
+
+
+# ---- several GPUs --------------------------------------------------------------------------------------------------
+
+
+@CASES
+def test_kernels_run_on_the_gpu_of_the_inputs_whichever_is_current(op, how, on_gpu, monkeypatch):
+    """The same call on one GPU after the other, of other architectures."""
+    for module in (channel_decays, head_decays):
+        monkeypatch.setattr(module, "LEAST_BLOCKS", 0)
+    monkeypatch.setattr(tensors, "_Guards", None)  # torch's own check sees that the memory is this machine's
+    for home in (1, 0, 1):
+        on_gpu.home, on_gpu.current = home, 1 - home
+        differentiate(make(op, how, (2, 70, 2, 2, 128, 128), torch.bfloat16, torch.float32, torch.float32))
+        launches = on_gpu.take()
+        assert launches
+        assert on_gpu.current == 1 - home
+        found = {(launch.current_device, launch.device, launch.stream) for launch in launches}
+        assert found == {(home, home, 100 + home)}
+        assert {launch.request.arch.removesuffix("a") for launch in launches} == {on_gpu.archs[home]}
