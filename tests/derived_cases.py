@@ -136,6 +136,49 @@ def make(
     return Case(op, inputs, parameters, options, state, bounds)
 
 
+def pooled(case, kind, pool, **options):
+    """Its y, as an update or of sequences of any lengths, whose states are in a pool."""
+    function = getattr(rwkv_jit, f"{case.op}_{kind}")
+    with torch.no_grad():
+        return function(pool, *case.inputs.values(), **case.parameters, **case.options, **options)
+
+
+def check_without_slots(op, how, kind, is_whole, null_index, dtype, device="cpu"):
+    """Rows without a slot get zeros and change no state, whatever their inputs are.
+
+    So do tokens of no sequence, and of sequences that are not active. A call that is not `is_whole` is without T or B.
+    """
+    slots = torch.tensor([2, null_index, 3, 1, null_index - 3, 4])
+    gone = slots <= null_index
+    sizes = (6, 2, 1, 2, 4, 6) if kind == "update" else (1, 14, 1, 2, 4, 6)
+    case = make(op, how, sizes, dtype, has_state=False, device=device)
+    options = {"state_indices": slots.to(device), "null_index": null_index}
+    if kind == "varlen":
+        lengths = torch.tensor([3, 2, 0, 4, 2, 1])
+        options["cu_seqlens"] = torch.tensor([0, *lengths.cumsum(0)], device=device)
+        options["num_active"] = torch.tensor([5], dtype=torch.int32, device=device)
+        gone[5] = True
+        gone = torch.cat([gone.repeat_interleave(lengths), torch.tensor([True, True])])
+        gone = (slice(None), gone) if is_whole else gone
+    if not is_whole:
+        case = case.part((slice(None), 0) if kind == "update" else 0)
+    pool = torch.randn(5, *((2, 6, 4) if OPS[op].state_layout == "vk" else (2, 4, 6)), device=device)
+    want_pool = pool.clone()
+    want = pooled(case, kind, want_pool, **options)
+    fixed = {id(x) for x in (case.inputs | case.parameters).values()}
+    case = case.part(slice(None))  # what belongs to rows or tokens is a view now
+    for x in (case.inputs | case.parameters).values():
+        if id(x) not in fixed:
+            x[gone] = float("nan")
+    for out in (None, torch.full_like(want, float("nan"))):
+        own = pool.clone()
+        found = pooled(case, kind, own, **options, out=out)
+        assert out is None or found is out
+        assert not found[gone].any()
+        assert torch.equal(found, want)
+        assert torch.equal(own, want_pool)
+
+
 def with_decays(case, log_decays):
     """The same call with raw gates that make these log-decays: A_log is 0, and what is added is taken off before."""
     g = case.inputs["g"]

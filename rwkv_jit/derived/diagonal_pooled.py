@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
+from rwkv_jit import tensors
 from rwkv_jit.derived import arguments
 from rwkv_jit.derived.diagonal import (
     behind,
@@ -183,9 +186,7 @@ def ssd_update(
     own, gate = check_behind(x, D, z)
     steps, decays = steps_of(x, dt, A, dt_bias, dt_softplus, dt_limit)
     operands = of_states(x, steps, decays, B, C)
-    y = call.run(gla_update, state, operands)
-    made = behind(y, x, own, gate)
-    return made if "out" not in options or made is y else y.copy_(made)
+    return _with_own(call.run(gla_update, state, operands), x, own, gate, state, options)
 
 
 # ---- sequences of any lengths -------------------------------------------------------------------------------------
@@ -348,6 +349,39 @@ def ssd_varlen(
     own, gate = check_behind(x, D, z)
     steps, decays = steps_of(x, dt, A, dt_bias, dt_softplus, dt_limit)
     operands = of_states(x, steps, decays, B, C)
-    y = call.run(gla_varlen, state, operands)
-    made = behind(y, x, own, gate)
-    return made if "out" not in options or made is y else y.copy_(made)
+    return _with_own(call.run(gla_varlen, state, operands), x, own, gate, state, options)
+
+
+# ---- what comes behind the states --------------------------------------------------------------------------------
+
+
+def _with_own(
+    y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None, state: Any, options: Mapping[str, Any]
+) -> Tensor:
+    """Return outputs with what they have of the input itself, behind their gate; zeros where there is no slot."""
+    made = behind(y, x, D, z)
+    if made is y:
+        return y
+    there = _are_there(y, tensors.from_any("state", state).shape[0], options)
+    if there is not None:
+        made = made.masked_fill_(~there, 0)
+    return made if options.get("out") is None else y.copy_(made)
+
+
+def _are_there(y: Tensor, slots: int, options: Mapping[str, Any]) -> Tensor | None:
+    """Return which rows of an update have a slot, or which tokens of sequences, beside y; None where all rows have."""
+    indices, active, there = options.get("state_indices"), options.get("num_active"), None
+    if indices is not None:
+        indices = tensors.from_any("state_indices", indices)
+        there = (indices > max(options.get("null_index", -1), -1)) & (indices < slots)  # [B], or [sequences]
+    if options.get("cu_seqlens") is None:
+        return there if there is None else there.view(-1, *[1] * (y.dim() - 1))
+    bounds = tensors.from_any("cu_seqlens", options["cu_seqlens"])
+    places = torch.arange(y.shape[-3], dtype=bounds.dtype, device=y.device)
+    owner = torch.searchsorted(bounds, places, right=True) - 1  # the sequence of each token [T]
+    inside = (owner >= 0) & (owner < bounds.shape[0] - 1)
+    if active is not None:
+        inside &= owner < tensors.from_any("num_active", active)
+    if there is not None:
+        inside &= there[owner.clamp(0, there.shape[0] - 1)]
+    return inside[:, None, None]  # [T, 1, 1]

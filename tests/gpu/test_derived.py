@@ -4,7 +4,7 @@ import comparing
 import derived_cases
 import pytest
 import torch
-from derived_cases import LIMITS, differentiate, error_of, exactly, limit_of, make
+from derived_cases import LIMITS, differentiate, error_of, exactly, limit_of, make, pooled
 
 import rwkv_jit
 
@@ -136,12 +136,6 @@ def test_under_autocast(op, name, how):
 # ---- over a pool -------------------------------------------------------------------------------------------------
 
 
-def pooled(case, kind, pool, **options):
-    function = getattr(rwkv_jit, f"{case.op}_{kind}")
-    with torch.no_grad():
-        return function(pool, *case.inputs.values(), **case.parameters, **case.options, **options)
-
-
 @CASES
 @pytest.mark.parametrize("sizes", [(5, 1, 2, 4, 64, 64), (3, 4, 1, 3, 40, 24), (2, 3, 2, 4, 128, 128)], ids=str)
 def test_updates(op, name, how, sizes, guarded_memory):
@@ -155,6 +149,13 @@ def test_updates(op, name, how, sizes, guarded_memory):
         y = pooled(asked, "update", pool, state_indices=slots)
         assert comparing.relative(y.view(want.shape), want) < LIMITS[kind[0]]
         assert comparing.relative(pool[slots.long()], want_final) < LIMITS[kind[0]]
+
+
+@CASES
+@pytest.mark.parametrize("kind", ["update", "varlen"])
+def test_what_has_no_slot_gets_zeros(op, name, how, kind, guarded_memory):
+    for is_whole, null_index, dtype in ((True, -1, torch.float32), (False, 0, torch.bfloat16)):
+        derived_cases.check_without_slots(name, how, kind, is_whole, null_index, dtype, "cuda")
 
 
 @CASES

@@ -3,7 +3,18 @@
 import derived_cases
 import pytest
 import torch
-from derived_cases import DELTA, WAYS, differentiate, error_of, exactly, is_of_heads, limit_of, make, usual_sizes
+from derived_cases import (
+    DELTA,
+    WAYS,
+    differentiate,
+    error_of,
+    exactly,
+    is_of_heads,
+    limit_of,
+    make,
+    pooled,
+    usual_sizes,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -246,12 +257,6 @@ def test_what_is_left_of_a_sum_changes_no_limit():
 # ---- over a pool -------------------------------------------------------------------------------------------------
 
 
-def pooled(case, kind, pool, **options):
-    function = getattr(rwkv_jit, f"{case.op}_{kind}")
-    with torch.no_grad():
-        return function(pool, *case.inputs.values(), **case.parameters, **case.options, **options)
-
-
 @CASES
 @pytest.mark.parametrize("state_type", [torch.float64, torch.float32])
 def test_updates_token_by_token_are_the_op(op, how, state_type):
@@ -298,6 +303,14 @@ def test_sequences_of_any_lengths_are_the_op(op, how):
     assert found is out
     is_close(found, want, 1e-10)
     is_close(again[slots[2:]], want_final[2:], 1e-10)
+
+
+@CASES
+@pytest.mark.parametrize("kind", ["update", "varlen"])
+@pytest.mark.parametrize("is_whole", [True, False], ids=["all dimensions", "without T or B"])
+@pytest.mark.parametrize(("null_index", "dtype"), [(-1, torch.float64), (0, torch.bfloat16)])
+def test_what_has_no_slot_gets_zeros(op, how, kind, is_whole, null_index, dtype):
+    derived_cases.check_without_slots(op, how, kind, is_whole, null_index, dtype)
 
 
 @EACH
