@@ -138,6 +138,14 @@ def of_layers(device, world):
     assert apart.placements == (Shard(0),)
     mean = apart.full_tensor().sum() / (targets.full_tensor() >= 0).sum()
     check_close(mean, rwkv_jit.cross_entropy(logits, targets), "mean")
+    none = {
+        name: [_placed(*x, 0, mesh) for x in cases[name][:-1]] for name in ("cross_entropy", "linear_cross_entropy")
+    }
+    for name, inputs in none.items():  # rows of which none counts, on any rank
+        loss = getattr(rwkv_jit, name)(*inputs, torch.full_like(targets, -100))
+        assert loss.isnan(), name
+        for x, grad in zip(inputs, torch.autograd.grad(loss, inputs), strict=True):
+            assert torch.equal(whole(grad), torch.zeros_like(whole(x))), name
     # A matrix in parts beside plain rows, of which there may be fewer than ranks.
     matrix = [x.requires_grad_() for x in (new(11, 32), new(11))]
     for count in (1, 3):

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from rwkv_jit import tensors
 from rwkv_jit.inference import arguments
-from rwkv_jit.layers import calls, functions, registry
+from rwkv_jit.layers import calls, functions, placed, registry
 from rwkv_jit.layers.gradient_steps import RESULTS
 from rwkv_jit.layers.steps import OPS, SHIFTS
 
 _EPS_OF_HEADS = 64e-5
 _L2_WRAP, _IGNORED = 1e-4, -100
+_MEAN = {"ignore_index": _IGNORED, "reduction": "mean"}
 _PARAMETERS = {
     "x_r", "x_w", "x_k", "x_v", "x_a", "x_g", "k_k", "k_a", "r_k", "weight", "bias", "a0", "v0",
 }  # fmt: skip
@@ -329,7 +330,7 @@ def loss_forward(logits: Tensor, targets: Tensor) -> list[Tensor]:
     rows, aims = _loss_rows("logits", logits, targets)
     losses, lse, argmax = registry.find("cross_entropy_fwd")(rows, aims, _IGNORED, _L2_WRAP)
     most = rows.gather(1, argmax.to(torch.int64).unsqueeze(1)).squeeze(1).to(lse.dtype)
-    return [losses.sum() / _count(aims), lse, most, argmax]
+    return [placed.reduced(losses.sum(), aims, _MEAN), lse, most, argmax]
 
 
 @_alone
@@ -360,8 +361,8 @@ def head_forward(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_rows: in
     total, of_hidden, of_weight, _ = registry.find("linear_cross_entropy_fwd")(
         rows, weight, None, aims, _IGNORED, _L2_WRAP, max(chunk_rows, 0), True, True, False
     )
-    count = _count(aims)
-    return [total / count, of_hidden.div_(count).view(hidden.shape), of_weight.div_(count).to(weight.dtype)]
+    count, mean = _count(aims), placed.reduced(total, aims, _MEAN)
+    return [mean, of_hidden.div_(count).view(hidden.shape), of_weight.div_(count).to(weight.dtype)]
 
 
 def _loss_rows(name: str, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -375,4 +376,5 @@ def _loss_rows(name: str, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _count(targets: Tensor) -> Tensor:
-    return (targets != _IGNORED).sum()
+    """Return what sums over rows are divided by: gradients are zeros where no row counts, and not NaN."""
+    return (targets != _IGNORED).sum().clamp(min=1)

@@ -50,7 +50,7 @@ def cross_entropy(
         Rows with this target do not count: their loss is 0, their gradient is zeros, also that of `l2_wrap`, and "mean"
         leaves them out.
     reduction : {"mean", "sum", "none"}, default "mean"
-        "mean" is over the rows that count, and NaN where there are none.
+        "mean" is over the rows that count. Where there are none it is NaN, and gradients are zeros.
 
     Returns
     -------
@@ -119,7 +119,7 @@ def cross_entropy(
     loss, *_ = registry.find("cross_entropy_fwd")(rows, flat, ignore_index, float(l2_wrap))
     if reduction == "none":
         return loss.view(targets.shape)  # type: ignore[no-any-return]
-    return _reduced(loss.sum(), targets, ignore_index, reduction)
+    return placed.reduced(loss.sum(), targets, {"ignore_index": ignore_index, "reduction": reduction})
 
 
 def linear_cross_entropy(
@@ -231,11 +231,7 @@ def linear_cross_entropy(
         hidden.reshape(-1, channels), weight, biases[0] if biases else None, targets.reshape(-1).contiguous(),
         ignore_index, float(l2_wrap), rows, *wanted,
     )  # fmt: skip
-    return _reduced(total, targets, ignore_index, reduction)
-
-
-def _reduced(total: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
-    return total if reduction == "sum" else total / (targets != ignore_index).sum()
+    return placed.reduced(total, targets, {"ignore_index": ignore_index, "reduction": reduction})
 
 
 # ---- checks ------------------------------------------------------------------------------------------------------

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rwkv_jit import tensors
@@ -73,11 +75,16 @@ def loss_of_logits(
     (rows,) = sharding.run(of_rank, {"logits": (logits, roles), "targets": (targets, roles)}, "logits", (roles,))
     if options["reduction"] == "none":
         return rows  # type: ignore[no-any-return]
-    total: Tensor = rows.sum().full_tensor()
+    return reduced(rows.sum().full_tensor(), targets, options)
+
+
+def reduced(total: Tensor, targets: Tensor, options: Mapping[str, Any]) -> Tensor:
+    """Return a sum of losses, or the mean of rows that count: NaN where there are none, with a gradient of zeros."""
     if options["reduction"] == "sum":
         return total
-    count: Tensor = (targets != options["ignore_index"]).sum().full_tensor()
-    return total / count
+    count: Any = (targets != options["ignore_index"]).sum()
+    count = getattr(count, "full_tensor", lambda: count)()
+    return torch.where(count > 0, total / count.clamp(min=1), math.nan)
 
 
 def loss_of_rows(
@@ -122,8 +129,4 @@ def loss_of_rows(
     for name in [name for name in given if name not in local]:  # in one order on all ranks, as they wait for each other
         local[name] = given[name].redistribute(placements=whole).to_local(grad_placements=summed)
     total = linear_cross_entropy(**local, **{**options, "reduction": "sum"})
-    total = DTensor.from_local(total, mesh, summed, run_check=False).full_tensor()
-    if options["reduction"] == "sum":
-        return total
-    count: Tensor = (targets != options["ignore_index"]).sum().full_tensor()
-    return total / count
+    return reduced(DTensor.from_local(total, mesh, summed, run_check=False).full_tensor(), targets, options)

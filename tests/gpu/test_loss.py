@@ -250,6 +250,16 @@ def test_gradients_of_a_mean_stay_in_the_range_of_float16(op):
         check(weight.grad, torch.stack([-want, want])[:, None].cuda(), 2)
 
 
+@pytest.mark.parametrize("rows", [0, 40])
+@DTYPE
+def test_hidden_states_without_any_target(op, rows, dtype, guarded_memory):
+    given, targets = make_linear(dtype, rows, 64, 999), make_targets(rows, classes=999, ignored=rows)
+    loss = rwkv_jit.linear_cross_entropy(**given, targets=targets, l2_wrap=0.1, chunk_rows=16)
+    loss.backward()
+    assert bool(loss.isnan())
+    assert not any(x.grad.any() for x in given.values())
+
+
 @DTYPE
 def test_chunks_give_what_all_logits_do(op, dtype):
     """With the largest logits pulled, which the rounding of products may have elsewhere in float64."""

@@ -394,6 +394,20 @@ def test_loss_of_a_head(chunk_rows, dtype):
     assert [(x.dtype, x.requires_grad) for x in made] == [(x, False) for x in (torch.float32, dtype, dtype)]
 
 
+def test_losses_without_any_target():
+    """Their mean is NaN, and gradients are zeros."""
+    logits, hidden, weight = (rows(*shape).requires_grad_() for shape in ((2, 7, 11), (2, 7, 6), (11, 6)))
+    targets = torch.full((2, 7), -100)
+    for loss in (
+        Loss.apply(load("rwkv7_l2wrap_ce_bf16_v2"), logits, targets),
+        HeadLoss.apply(load("rwkv7_head_l2wrap_ce_bf16_v4"), hidden, weight, targets, 4),
+    ):
+        assert loss.isnan()
+        loss.backward()
+    for x in (logits, hidden, weight):
+        assert torch.equal(x.grad, torch.zeros_like(x))
+
+
 # ---- a block -----------------------------------------------------------------------------------------------------
 
 

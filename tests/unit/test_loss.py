@@ -130,18 +130,26 @@ def test_rows_that_do_not_count_are_not_looked_at():
     assert not logits.grad[:2].any()
 
 
-def test_without_rows():
-    logits, targets = make_logits((0, V)), make_targets((0,))
-    for reduction, want in (("sum", 0.0), ("mean", math.nan)):
-        linear = make_linear(shape=(0,))
-        for loss, inputs in (
-            (rwkv_jit.cross_entropy(logits, targets, reduction=reduction, l2_wrap=0.1), {"logits": logits}),
-            (rwkv_jit.linear_cross_entropy(**linear, targets=targets, reduction=reduction), linear),
-        ):
-            torch.testing.assert_close(loss, torch.tensor(want), equal_nan=True)
+@DTYPE
+@pytest.mark.parametrize("shape", [(0,), (B, T)], ids=["no rows", "no targets"])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_without_rows_that_count(shape, dtype, is_compiled):
+    """As torch has it: the mean is NaN, and its gradient zeros, so that such a micro-batch leaves a step as it is."""
+    torch._dynamo.reset()
+    targets = make_targets(shape, ignored=B * T)
+    for name, inputs in (
+        ("cross_entropy", {"logits": make_logits((*shape, V), dtype)}),
+        ("linear_cross_entropy", make_linear(dtype, shape)),
+    ):
+        function = getattr(rwkv_jit, name)
+        function = torch.compile(function, fullgraph=True, backend="aot_eager") if is_compiled else function
+        for reduction, want in (("sum", 0.0), ("mean", math.nan)):
+            loss = function(**inputs, targets=targets, reduction=reduction, l2_wrap=0.1)
+            want = torch.tensor(want, dtype=torch.promote_types(dtype, torch.float32))
+            torch.testing.assert_close(loss, want, equal_nan=True)
             for x, grad in zip(inputs.values(), torch.autograd.grad(loss, [*inputs.values()]), strict=True):
-                assert grad.shape == x.shape
-    assert rwkv_jit.cross_entropy(logits, targets, reduction="none").shape == (0,)
+                assert torch.equal(grad, torch.zeros_like(x)), (name, reduction)
+    assert rwkv_jit.cross_entropy(make_logits((0, V)), make_targets((0,)), reduction="none").shape == (0,)
 
 
 def test_logits_that_lie_elsewhere():

@@ -148,6 +148,19 @@ def test_loss_is_that_of_the_logits_and_checkpointing_keeps_less(name):
     all_close(again, found, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("name", ["RWKV5", "RWKV6", "RWKV7"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_tokens_without_any_target_change_no_gradient(name, checkpointing):
+    model = make(name, checkpointing=checkpointing)
+    tokens, targets = make_tokens(), make_tokens(seed=5)
+    model.loss(tokens, targets).backward()
+    before = [x.grad.clone() for x in model.parameters()]
+    loss = model.loss(tokens, torch.full_like(targets, -100))
+    loss.backward()
+    assert loss.isnan()
+    assert all(torch.equal(x.grad, y) for x, y in zip(model.parameters(), before, strict=True))
+
+
 # ---- decoding ----------------------------------------------------------------------------------------------------
 
 
