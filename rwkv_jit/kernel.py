@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import _thread
+import atexit
 import copy
 import os
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -14,6 +18,8 @@ from rwkv_jit import cache, compiler, cuda, env, identity, stats
 from rwkv_jit.cache import Compiled, Resources
 from rwkv_jit.errors import CompileError, NvrtcNotFoundError, RwkvJitError, UnsupportedConfigError, brief
 from rwkv_jit.template import Parameter, Rendered, Template
+
+_PATIENCE_SECONDS = 5.0  # with a thread that does not begin
 
 
 class Request(NamedTuple):
@@ -117,6 +123,63 @@ class Kernel:
 # ---- what this process holds -------------------------------------------------------------------------------------
 
 
+class _Workers:
+    """Threads that find or compile what waits. Where no thread can be had, whoever asks for a kernel compiles it.
+
+    Where memory is short a thread may end before it begins, and threading.Thread waits for its begin for ever.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: deque[tuple[Future[Kernel], Request]] = deque()
+        self.count = 0  # of those that work
+        self.changed = threading.Condition()
+
+    def submit(self, request: Request) -> Future[Kernel]:
+        """Let a thread serve a request, where fewer work than may."""
+        future: Future[Kernel] = Future()
+        with self.changed:
+            self.waiting.append((future, request))
+            if self.count >= env.workers():
+                return future
+            self.count += 1
+        place, begun = threading.Lock(), threading.Event()
+        with suppress(RuntimeError, MemoryError):  # as many as there may be, or the interpreter is about to end
+            _thread.start_new_thread(self._begin, (place, begun))
+            begun.wait(_PATIENCE_SECONDS)
+        if place.acquire(blocking=False):
+            self._work()
+        return future
+
+    def _begin(self, place: threading.Lock, begun: threading.Event) -> None:
+        if place.acquire(blocking=False):  # else another thread works here already
+            try:
+                begun.set()
+            finally:
+                self._work()
+
+    def _work(self) -> None:
+        while taken := self._next():
+            future, request = taken
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(get(request))
+                except BaseException as error:
+                    future.set_exception(error)
+
+    def _next(self) -> tuple[Future[Kernel], Request] | None:
+        with self.changed:
+            if self.waiting:
+                return self.waiting.popleft()
+            self.count -= 1
+            self.changed.notify_all()
+            return None
+
+    def finish(self) -> None:
+        """Wait until nothing is left to do."""
+        with self.changed:
+            self.changed.wait_for(lambda: not self.count)
+
+
 class _Process:
     """The state of the service that a forked child starts anew."""
 
@@ -126,7 +189,7 @@ class _Process:
         self.locks: dict[Any, threading.Lock] = {}  # one thread at a time finds or compiles one kernel
         self.registry_lock = threading.Lock()
         self.load_lock = threading.Lock()
-        self.pool: ThreadPoolExecutor | None = None
+        self.workers = _Workers()
         self.has_used_cuda = False
         self.forked_from_cuda = forked_from_cuda
 
@@ -141,6 +204,7 @@ def _reset_after_fork() -> None:
     cache.reset_after_fork()
 
 
+atexit.register(lambda: _process.workers.finish())  # a thread that is stopped inside NVRTC would end the process badly
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_reset_after_fork)
 
@@ -232,22 +296,7 @@ def _wait(requests: Sequence[Request], served: Sequence[Kernel | Future[Kernel] 
 
 def get_async(request: Request) -> Future[Kernel]:
     """Find or compile a kernel in the background; in this thread where none can be started."""
-    try:
-        return _pool().submit(get, request)
-    except RuntimeError:  # as many as there may be, or the interpreter is about to end
-        future: Future[Kernel] = Future()
-        try:
-            future.set_result(get(request))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-
-def _pool() -> ThreadPoolExecutor:
-    with _process.registry_lock:
-        if _process.pool is None:
-            _process.pool = ThreadPoolExecutor(env.workers(), thread_name_prefix="rwkv_jit")
-        return _process.pool
+    return _process.workers.submit(request)
 
 
 def is_loaded(request: Request, device: int) -> bool:

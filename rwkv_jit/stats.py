@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -82,14 +83,17 @@ def say_once(message: str, *, key: str | None = None) -> None:
 def say_if_slow(message: str) -> Iterator[None]:
     """Warn with one line when the work inside has taken a second: a silent program looks hung."""
     configure_logging()
-    timer = threading.Timer(_QUIET_SECONDS, logger.warning, [message])
-    timer.daemon = True
-    with suppress(RuntimeError):  # no thread can be had: then without the message
-        timer.start()
-    try:
+    works = threading.Lock()
+    with works:
+        # threading.Thread waits until a thread runs, for ever where memory was too short for it.
+        with suppress(RuntimeError, MemoryError):  # no thread can be had: then without the message
+            _thread.start_new_thread(_say_if_held, (works, message))
         yield
-    finally:
-        timer.cancel()
+
+
+def _say_if_held(works: threading.Lock, message: str) -> None:
+    if not works.acquire(timeout=_QUIET_SECONDS):
+        logger.warning(message)
 
 
 def configure_logging() -> None:

@@ -151,9 +151,8 @@ def fresh_service(tmp_path, temporaries, monkeypatch):
 
     forget()
     yield cache_dir
-    if kernel._process.pool is not None:  # what nobody has waited for must not run into the next test
-        kernel._process.pool.shutdown(cancel_futures=True)
-        kernel._process.pool = None
+    kernel._process.workers.waiting.clear()  # what nobody has waited for must not run into the next test
+    kernel._process.workers.finish()
     monkeypatch.undo()
     forget()
 

@@ -354,5 +354,5 @@ def test_progress_that_raises_stops_what_has_not_begun(cores, tiny, monkeypatch)
         with pytest.raises(KeyboardInterrupt):
             ahead.compile_all([tiny(size) for size in range(3)], stop)
         go.set()
-        kernel._process.pool.shutdown()
+        kernel._process.workers.finish()
     assert stats.snapshot()["compiled"] <= 1

@@ -1,5 +1,6 @@
 """What the service tells of itself: counters, hooks, messages, kept sources and line numbers."""
 
+import _thread
 import contextlib
 import logging
 import os
@@ -8,11 +9,12 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 
 import pytest
 
 from rwkv_jit import cache, compiler, cuda, demo, identity, kernel, stats
-from rwkv_jit.cache import bundle
+from rwkv_jit.cache import bundle, lock
 from rwkv_jit.errors import CompileError, NvrtcNotFoundError
 from rwkv_jit.template import Template, read
 
@@ -125,16 +127,18 @@ def test_slow_compile_is_one_line_that_says_where_the_kernel_will_be(
 
 def test_quick_compile_is_silent_but_for_one_line_of_information(tiny, caplog, monkeypatch):
     monkeypatch.setattr(stats, "_QUIET_SECONDS", 600)
+    threads = _thread._count()
     with caplog.at_level(logging.INFO, logger="rwkv_jit"):
         made = kernel.get(tiny())
         kernel.get(tiny())
         kernel.forget()
         kernel.get(tiny())
     assert caplog.messages == [f"compiled tiny for sm_90 in {1e3 * made.compile_seconds:.0f} ms"]
-    timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
-    for timer in timers:  # one that was cancelled may not have ended yet
-        timer.join(30)
-    assert [timer for timer in timers if timer.is_alive()] == []
+    for _ in range(3000):  # what would speak of it may not have ended yet
+        if _thread._count() == threads:
+            break
+        time.sleep(0.01)
+    assert _thread._count() == threads
 
 
 # ---- kept sources ------------------------------------------------------------------------------------------------
@@ -271,16 +275,42 @@ def test_command_of_an_error_runs_and_fails_alike(tiny, fresh_service):
 # ---- threads -----------------------------------------------------------------------------------------------------
 
 
-def test_kernels_are_compiled_where_no_thread_can_be_started(tiny, monkeypatch):
-    def refuse(_):
-        raise RuntimeError("can't start new thread")
+def refuse(error):
+    def start(*_):
+        raise error
 
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    monkeypatch.setattr(kernel._process, "pool", None)
+    return start
+
+
+# A thread that dies before it begins has a number, and says nothing else.
+@pytest.mark.parametrize(
+    "start",
+    [refuse(RuntimeError("can't start new thread")), refuse(MemoryError()), lambda *_: 1],
+    ids=["too many", "no memory", "dies unborn"],
+)
+def test_kernels_are_compiled_where_no_thread_comes_to_life(start, tiny, monkeypatch, fresh_service):
+    monkeypatch.setattr(kernel, "_PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(_thread, "start_new_thread", start)
+    monkeypatch.setattr(threading.Thread, "start", lambda _: pytest.fail("it waits for a thread"))
     assert [each.origin for each in kernel.get_all([tiny(1), tiny(2)])] == ["compiled", "compiled"]
     assert kernel.get_async(tiny(3)).result().origin == "compiled"
     with pytest.raises(CompileError):
         kernel.get_all([tiny(4, text=BROKEN), tiny(5, text=BROKEN)])
+    assert kernel._process.workers.count == 0
+    assert not any(held.locked() for held in kernel._process.locks.values())
+    assert not lock._held
+
+
+def test_a_thread_that_begins_late_leaves_the_work_to_who_has_begun_it(tiny, monkeypatch):
+    late = []
+    monkeypatch.setattr(kernel, "_PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(_thread, "start_new_thread", lambda work, arguments: late.append((work, arguments)))
+    assert kernel.get_async(tiny(1)).result().origin == "compiled"
+    for work, arguments in late:
+        work(*arguments)
+    assert kernel._process.workers.count == 0
+    monkeypatch.undo()
+    assert kernel.get_async(tiny(2)).result(60).origin == "compiled"
 
 
 AT_EXIT = """

@@ -1,5 +1,6 @@
 """What the package needs of a machine, what it says where that is missing, and which module may import which."""
 
+import _thread
 import ast
 import os
 import re
@@ -265,11 +266,14 @@ def test_only_slow_work_is_spoken_of(monkeypatch, caplog):
     assert caplog.messages == ["slow"]
 
 
-def test_work_is_done_where_no_thread_can_be_started_to_speak_of_it(monkeypatch):
-    def refuse(_):
-        raise RuntimeError("can't start new thread")
+@pytest.mark.parametrize("fault", [RuntimeError("can't start new thread"), MemoryError(), None])
+def test_work_is_done_where_no_thread_comes_to_life_to_speak_of_it(fault, monkeypatch):
+    def start(*_):
+        if fault:
+            raise fault
 
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(_thread, "start_new_thread", start)
+    monkeypatch.setattr(threading.Thread, "start", lambda _: pytest.fail("it waits for a thread"))
     done = []
     with stats.say_if_slow("slow"):
         done.append("work")
