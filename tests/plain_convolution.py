@@ -35,8 +35,11 @@ def causal_conv1d(x, weight, bias=None, initial_state=None, cu_seqlens=None, act
     return torch.stack(made).view(x.shape), torch.stack(finals)
 
 
-def update(x, pool, weight, bias=None, activation=None, slots=None, null_index=-1, active=None):
-    """y of x [B, T, C], and the pool [slots, C, L] as it is then, in its dtype."""
+def update(x, pool, weight, bias=None, activation=None, slots=None, null_index=-1, active=None, cache_seqlens=None):
+    """y of x [B, T, C], and the pool [slots, C, L] as it is then, in its dtype.
+
+    With `cache_seqlens` token i of a row lies at i modulo L.
+    """
     pool, made = pool.clone(), []
     for row, tokens in enumerate(x):
         if active is not None and row >= active:
@@ -45,9 +48,12 @@ def update(x, pool, weight, bias=None, activation=None, slots=None, null_index=-
         slot = row if slots is None else int(slots[row])
         has_slot = (slots is None or slot > null_index) and 0 <= slot < len(pool)
         kept = list(pool[slot].unbind(1)) if has_slot else [pool.new_zeros(pool.shape[1])] * pool.shape[2]
+        end = 0 if cache_seqlens is None else int(cache_seqlens[row]) % pool.shape[2]
+        kept = kept[end:] + kept[:end]
         for token in tokens:
             made += convolve([*kept, token][-weight.shape[1] :], weight, bias, activation)
             kept = [*kept[1:], token.to(pool.dtype)]
+        end = 0 if cache_seqlens is None else (end + len(tokens)) % pool.shape[2]
         if has_slot:
-            pool[slot] = torch.stack(kept, 1)
+            pool[slot] = torch.stack(kept[len(kept) - end :] + kept[: len(kept) - end], 1)
     return torch.cat([y.view(-1, x.shape[2]) for y in made]).view(x.shape), pool

@@ -103,15 +103,16 @@ def causal_conv1d_update(
     x : torch.Tensor, shape (B, C) or (B, C, T)
         What is convolved.
     conv_state : torch.Tensor, shape (B, C, L) or (slots, C, L), L from W - 1 to 16
-        The last tokens before these, the last one last, and then those behind them.
+        The last tokens before these, the last one last, and then those behind them. With `cache_seqlens` L may be
+        larger.
     weight : torch.Tensor, shape (C, W), W from 2 to 8
         The taps, that of the token itself last.
     bias : torch.Tensor, shape (C,), optional
         Is added before the activation.
     activation : {"silu", "swish"}, optional
         What the sum goes through; "swish" is "silu".
-    cache_seqlens : None
-        Where states are rings. There are none.
+    cache_seqlens : torch.Tensor, shape (B,), int32, optional
+        How many tokens each row has had. States are ring buffers then: token i of a sequence lies at i modulo L.
     conv_state_indices : torch.Tensor, shape (B,), int32, optional
         The slot of each row. One below 0 is none: its row gets zeros.
 
@@ -125,22 +126,20 @@ def causal_conv1d_update(
     TypeError, ValueError
         An argument does not fit: its name, what was expected and what came. The states are as they were.
     UnsupportedConfigError
-        `cache_seqlens` is given, or states keep more than 16 tokens.
+        States keep more than 16 tokens, and there are no `cache_seqlens`.
     """
     x = _channels_of(x, (2, 3))
     weight, bias = _taps(x, weight, bias)
     chosen = _activation(activation)
     conv_state = tensors.from_any("conv_state", conv_state, in_place=True)
-    if cache_seqlens is not None:
-        raise UnsupportedConfigError("cache_seqlens: expected None, as states are no rings; their last token is last")
-    if conv_state.dim() == 3 and conv_state.shape[2] > MOST_STATE_LEN:
+    if cache_seqlens is None and conv_state.dim() == 3 and conv_state.shape[2] > MOST_STATE_LEN:
         raise UnsupportedConfigError(f"conv_state: keeps up to {MOST_STATE_LEN} tokens, got {conv_state.shape[2]}")
     indices = arguments.indices("conv_state_indices", conv_state_indices, x.shape[0], x)
     rows = x if x.dim() == 2 else x.transpose(1, 2)
     with torch.no_grad():
         y = convolution.causal_conv1d_update(
-            rows, conv_state, weight, bias, activation=chosen, state_indices=indices
-        )  # fmt: skip
+            rows, conv_state, weight, bias, activation=chosen, cache_seqlens=cache_seqlens, state_indices=indices
+        )
         if indices is not None:
             y.masked_fill_((indices < 0).view(-1, *[1] * (y.dim() - 1)), 0)
     return y if x.dim() == 2 else y.transpose(1, 2)

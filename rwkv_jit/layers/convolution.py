@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -133,6 +134,7 @@ def causal_conv1d_update(
     bias: Any = None,
     *,
     activation: str | None = None,
+    cache_seqlens: Any = None,
     state_indices: Any = None,
     null_index: int = -1,
     num_active: Any = None,
@@ -149,13 +151,15 @@ def causal_conv1d_update(
     conv_state : torch.Tensor, shape (slots, C, L), L from W - 1 to 16, float16, bfloat16 or float32
         The pool of the last tokens, the last one last, which is changed. The convolution takes W - 1 of them. A slot
         has no gaps, in the order of its dimensions or with the channels last in memory; between slots there may be
-        some.
+        some. With `cache_seqlens` L may be larger.
     weight : torch.Tensor, shape (C, W), W from 2 to 8, dtype of x or float32
         As in `causal_conv1d`.
     bias : torch.Tensor, shape (C,), dtype of x or float32, optional
         As in `causal_conv1d`.
     activation : {"silu"}, optional
         What the sum goes through.
+    cache_seqlens : torch.Tensor, shape (B,), int32, optional
+        How many tokens each row has had. Slots are ring buffers then: token i of a sequence lies at i modulo L.
     state_indices : torch.Tensor, shape (B,), int32 or int64, optional
         The slot of each row. Without it row i has slot i.
     null_index : int, default -1
@@ -201,7 +205,7 @@ def causal_conv1d_update(
     (torch.Size([2, 256]), True)
     """
     name = "causal_conv1d_update"
-    _refuse_distributed(name, (x, conv_state, weight, bias, state_indices, num_active, out))
+    _refuse_distributed(name, (x, conv_state, weight, bias, cache_seqlens, state_indices, num_active, out))
     x = tensors.from_any("x", x)
     if x.dim() not in (2, 3) or not x.shape[-1]:
         raise ValueError(f"x: expected shape [rows, channels] or [rows, tokens, channels], got {list(x.shape)}")
@@ -209,8 +213,12 @@ def causal_conv1d_update(
     chosen = _check_activation(activation)
     arguments.null_index(null_index)
     conv_state = tensors.from_any("conv_state", conv_state, in_place=True)
-    _check_pool(conv_state, x, weight.shape[1])
     rows = x.shape[0]
+    if cache_seqlens is not None:
+        cache_seqlens = tensors.from_any("cache_seqlens", cache_seqlens)
+        arguments.check_shape("cache_seqlens", cache_seqlens, (rows,))
+        arguments.check_dtype("cache_seqlens", cache_seqlens, (torch.int32,), x)
+    _check_pool(conv_state, x, weight.shape[1], MOST_STATE_LEN if cache_seqlens is None else sys.maxsize)
     indices = arguments.indices("state_indices", state_indices, rows, x)
     active = arguments.num_active(num_active, x)
     arguments.check_room("conv_state", conv_state, indices, rows)
@@ -224,7 +232,7 @@ def causal_conv1d_update(
         y = arguments.out(out, tuple(x.shape), x, " like x")
     if x.numel():
         tokens, target = (x, y) if x.dim() == 3 else (x.unsqueeze(1), y.unsqueeze(1))
-        given = tokens, conv_state, weight, bias, indices, active, target, null_index, chosen
+        given = tokens, conv_state, weight, bias, cache_seqlens, indices, active, target, null_index, chosen
         registry.find("causal_conv1d_update")(*given)
     return y if out is None else out
 
@@ -263,12 +271,11 @@ def _check_activation(activation: Any) -> str:
     return _ACTIVATIONS[activation]
 
 
-def _check_pool(pool: Tensor, x: Tensor, width: int) -> None:
+def _check_pool(pool: Tensor, x: Tensor, width: int, most: int) -> None:
     channels, least = x.shape[-1], width - 1
-    if pool.dim() != 3 or pool.shape[1] != channels or not least <= pool.shape[2] <= MOST_STATE_LEN:
-        raise ValueError(
-            f"conv_state: expected shape [slots, {channels}, {least} to {MOST_STATE_LEN}], got {list(pool.shape)}"
-        )
+    if pool.dim() != 3 or pool.shape[1] != channels or not least <= pool.shape[2] <= most:
+        legal = f"{least} to {most}" if most == MOST_STATE_LEN else f"at least {least}"
+        raise ValueError(f"conv_state: expected shape [slots, {channels}, {legal}], got {list(pool.shape)}")
     dtypes = [*tensors.STORAGE] if x.is_cuda else [*tensors.STORAGE, torch.float64]
     arguments.check_dtype("conv_state", pool, dtypes, x)
     arguments.check_memory("conv_state", pool.transpose(1, 2) if _has_channels_last(pool) else pool)
@@ -325,7 +332,8 @@ def _plan_of_update(named: Mapping[str, Tensor | None], null_index: int, activat
         index_bytes = 4 if indices is None else indices.element_size()
         rows = Sequences(y.shape[0], y.shape[1], 0, slots, stride, index_bytes, null_index)
         is_last = _has_channels_last(pool)
-        schedule = convolution_steps.update(given, rows, pool.shape[2], is_last, activation)
+        ring = named["cache_seqlens"] is not None
+        schedule = convolution_steps.update(given, rows, pool.shape[2], is_last, activation, ring)
         slot = one_slot(pool)
         bound = {**named, "conv_state": slot.t() if is_last else slot}
         plan = _plans.keep(key, Plan(schedule, convolution_steps.problem("update", given), bound))
@@ -445,21 +453,21 @@ def _backward() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def causal_conv1d_update_run(
-    x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None, state_indices: Tensor | None,
-    num_active: Tensor | None, y: Tensor, null_index: int, activation: str,
+    x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None, cache_seqlens: Tensor | None,
+    state_indices: Tensor | None, num_active: Tensor | None, y: Tensor, null_index: int, activation: str,
 ) -> None:  # fmt: skip
     """Run the update."""
     if x.is_cuda:
         named = {
-            "x": x, "weight": weight, "bias": bias, "conv_state": conv_state, "state_indices": state_indices,
-            "num_active": num_active, "y": y,
+            "x": x, "weight": weight, "bias": bias, "conv_state": conv_state, "cache_seqlens": cache_seqlens,
+            "state_indices": state_indices, "num_active": num_active, "y": y,
         }  # fmt: skip
         _plan_of_update(named, null_index, activation).run([*named.values()])
         return
     torch_op.say_reference("causal_conv1d_update", x)
     with tensors.exactly(x), torch.no_grad():
         plain.causal_conv1d_update(
-            x, conv_state, weight, bias, state_indices, num_active, y, null_index, activation
+            x, conv_state, weight, bias, cache_seqlens, state_indices, num_active, y, null_index, activation
         )  # fmt: skip
 
 

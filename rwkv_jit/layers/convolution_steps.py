@@ -79,12 +79,15 @@ def backward(given: Given, texts: Sequences, activation: str, wanted: Sequence[s
     return without(schedule, unwanted) if unwanted else schedule
 
 
-def update(given: Given, rows: Sequences, state_len: int, channels_last: bool, activation: str) -> Schedule:
+def update(
+    given: Given, rows: Sequences, state_len: int, channels_last: bool, activation: str, ring: bool = False
+) -> Schedule:
     """Return the launch of an update: the pool is bound to its first slot."""
-    vector = _vector(given, _MOST_TAPS, state_len + 1, given.types)
+    held = given.sizes[1] if ring else state_len
+    vector = _vector(given, _MOST_TAPS, held + 1, given.types)
     parameters, slices = _cut(given, vector, _UPDATE_THREADS, activation)
     parameters |= {
-        "STATE_LEN": state_len, "CHANNELS_LAST": channels_last, "INDEX_BYTES": rows.index_bytes,
+        "STATE_LEN": state_len, "CHANNELS_LAST": channels_last, "RING": ring, "INDEX_BYTES": rows.index_bytes,
         "T_STATE": given.types["conv_state"],
     }  # fmt: skip
     bind = {

@@ -260,8 +260,8 @@ def last_windows(x: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | N
 
 
 def causal_conv1d_update(
-    x: Tensor, pool: Tensor, weight: Tensor, bias: Tensor | None, state_indices: Tensor | None,
-    num_active: Tensor | None, y: Tensor, null_index: int, activation: str,
+    x: Tensor, pool: Tensor, weight: Tensor, bias: Tensor | None, cache_seqlens: Tensor | None,
+    state_indices: Tensor | None, num_active: Tensor | None, y: Tensor, null_index: int, activation: str,
 ) -> None:  # fmt: skip
     """Run `causal_conv1d_update`, which writes to the pool and to y."""
     rows = x.shape[0] if num_active is None else min(max(int(num_active), 0), x.shape[0])
@@ -272,10 +272,15 @@ def causal_conv1d_update(
     own, count = _wide(x[:rows]), pool.shape[2]
     before = pool.new_zeros(rows, *pool.shape[1:])
     before[is_kept] = pool[slots[is_kept]]
+    order = torch.arange(count).expand(rows, 1, count)  # of a slot, the oldest token first
+    if cache_seqlens is not None:
+        order = (order + cache_seqlens[:rows, None, None]) % count
+        before = before.gather(2, order.expand_as(before))
     kept = torch.cat([before, own.transpose(1, 2).to(pool.dtype)], -1)
     seen = kept.transpose(1, 2)[:, count - weight.shape[1] + 1 :].to(own.dtype)
     y[:rows] = _GATES[activation](_convolved(own, seen, weight, bias))
-    pool[slots[is_kept]] = kept[is_kept][..., -count:]
+    order = order if cache_seqlens is None else (order + x.shape[1]) % count
+    pool[slots[is_kept]] = before.scatter(2, order.expand_as(before), kept[..., -count:])[is_kept]
 
 
 _NORM_EPS = 1e-6

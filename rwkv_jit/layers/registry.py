@@ -68,8 +68,8 @@ _OPS = {
         "rwkv_jit.layers.convolution",
     ),
     "causal_conv1d_update": Entry(
-        "(Tensor x, Tensor(a!) conv_state, Tensor weight, Tensor? bias, Tensor? state_indices, Tensor? num_active, "
-        "Tensor(b!) y, int null_index, str activation) -> ()",
+        "(Tensor x, Tensor(a!) conv_state, Tensor weight, Tensor? bias, Tensor? cache_seqlens, Tensor? state_indices, "
+        "Tensor? num_active, Tensor(b!) y, int null_index, str activation) -> ()",
         "rwkv_jit.layers.convolution",
     ),
 }  # fmt: skip

@@ -20,14 +20,14 @@ TOKENS = 4096
 
 def request(
     direction, arch="sm_90", io="bf16", parameters="bf16", channels=2048, width=4, *, bias=True, state=False,
-    bound_bytes=0, activation="silu", kept=None, state_len=None, channels_last=False, alignment=16,
+    bound_bytes=0, activation="silu", kept=None, state_len=None, channels_last=False, ring=False, alignment=16,
 ):  # fmt: skip
     types = {"x": io, "weight": parameters} | ({"bias": parameters} if bias else {})
     given = Given(Gpu(arch), types, 2 * TOKENS, (channels, width), alignment)
     if direction == "update":
         given = given._replace(types={**types, "conv_state": kept or io})
         rows = Sequences(5, 1, slots=9, slot_stride=channels * (width - 1), index_bytes=4)
-        schedule = convolution_steps.update(given, rows, state_len or width - 1, channels_last, activation)
+        schedule = convolution_steps.update(given, rows, state_len or width - 1, channels_last, activation, ring)
         return schedule.launches[0].request(given.gpu)
     given = given._replace(types=types | ({"initial_state": io} if state else {}))
     texts = Sequences(5, 2 * TOKENS, bound_bytes) if bound_bytes else Sequences(2, TOKENS)
@@ -44,7 +44,7 @@ def request(
 @pytest.mark.parametrize("width", [2, 3, 4])
 @pytest.mark.parametrize(("arch", "direction", "types"), by_turns(ARCHS, DIRECTIONS, TYPES))
 def test_compiles_without_spills_everywhere(arch, direction, types, width):
-    ways = [{"channels_last": x, "state_len": width} for x in (False, True)]
+    ways = [{"channels_last": x, "state_len": width, "ring": ring} for x in (False, True) for ring in (False, True)]
     if direction != "update":
         ways = [{"state": state, "bound_bytes": size} for state, size in ((False, 0), (True, 0), (False, 8), (True, 4))]
     for way in ways:

@@ -237,12 +237,13 @@ def convolution(sizes, width, dtype, bounds=None):
     compare(call, partial(plain_convolution.causal_conv1d, activation="silu"), leaves, **packed)
 
 
-def convolution_update(sizes, width, dtype):
+def convolution_update(sizes, width, dtype, seen=None):
     batch, _, channels = sizes
     x, weight, pool = (torch.randn(x).to(dtype) for x in (sizes, (channels, width), (batch + 3, channels, width)))
     slots = torch.arange(batch) - 1  # one has none
-    wanted = plain_convolution.update(x, pool, weight, None, "silu", slots)
-    y = rwkv_jit.causal_conv1d_update(x, pool, weight, state_indices=slots, activation="silu")
+    seen = None if seen is None else torch.tensor(seen, dtype=torch.int32)
+    wanted = plain_convolution.update(x, pool, weight, None, "silu", slots, cache_seqlens=seen)
+    y = rwkv_jit.causal_conv1d_update(x, pool, weight, state_indices=slots, activation="silu", cache_seqlens=seen)
     is_close({"y": relative(y, wanted[0]), "pool": relative(pool, wanted[1])}, LIMITS[dtype])
 
 
@@ -503,6 +504,7 @@ CASES = [
         convolution, (1, 20, 7), 3, FP32, bounds=[0, 0, 2, 20],
     ),
     case("sm_80", "layer_convolution_update", convolution_update, (3, 2, 24), 4, BF16),
+    case("sm_80", "layer_convolution_update", convolution_update, (3, 6, 24), 4, BF16, seen=(7, 0, 1023)),
     case("sm_90", "layer_loss_forward layer_loss_backward", loss, 100, BF16),
     # Pools of states.
     case("sm_80", "update_states", update, "wkv7", 3, 32, 16),

@@ -180,7 +180,8 @@ def convolution(batch, tokens, channels, width, dtype=BF16, texts=None, channels
     slots = torch.arange(batch, device="cuda", dtype=torch.int32) - 1
     with torch.no_grad():
         pool = pool if channels_last else pool.contiguous()
-        rwkv_jit.causal_conv1d_update(leaves[0], pool, *leaves[1:3], state_indices=slots)
+        for seen in (None, slots + 1):
+            rwkv_jit.causal_conv1d_update(leaves[0], pool, *leaves[1:3], state_indices=slots, cache_seqlens=seen)
 
 
 def history_of(name, shape, dtype):

@@ -204,7 +204,14 @@ def test_more_blocks_than_a_dimension_of_16_bits_has(op):
 def test_rows_of_a_pool(op, channels, tokens, kind, guarded_memory):
     """Slots with room between them, which stays as it is, in both orders of their dimensions."""
     io, _, kept = (DTYPES[name] for name in kind)
-    for width, length, is_last in ((4, 3, False), (4, 4, True), (2, 1, False), (3, 5, False), (3, 2, True)):
+    for width, length, is_last in (
+        (4, 3, False),
+        (4, 4, True),
+        (2, 1, False),
+        (3, 5, False),
+        (3, 2, True),
+        (4, 16, False),
+    ):
         arguments = {n: x.detach() for n, x in make((5, tokens or 1, channels), kind, width, state=False).items()}
         x, weight, bias = arguments.values()
         memory = torch.full((SLOTS, channels * length + 8), torch.nan, device="cuda", dtype=kept)
@@ -213,12 +220,16 @@ def test_rows_of_a_pool(op, channels, tokens, kind, guarded_memory):
         pool = flat.view(SLOTS, length, channels).transpose(1, 2) if is_last else flat.view(SLOTS, channels, length)
         slots = torch.randperm(SLOTS, device="cuda")[:5]
         slots[1], slots[2] = -1, SLOTS
-        for indices, active in ((slots, None), (slots.to(torch.int32), 4), (None, None)):
+        seen = torch.randint(2**20, (5,), device="cuda", dtype=torch.int32)
+        for (indices, active), had in itertools.product(
+            ((slots, None), (slots.to(torch.int32), 4), (None, None)), (None, seen)
+        ):
             given = None if active is None else torch.tensor([active], device="cuda", dtype=torch.int32)
-            want, state = plain_convolution.update(x, pool, weight, bias, "silu", indices, -1, active)
+            want, state = plain_convolution.update(x, pool, weight, bias, "silu", indices, -1, active, had)
             y = rwkv_jit.causal_conv1d_update(
-                x if tokens else x[:, 0], pool, weight, bias, activation="silu", state_indices=indices, num_active=given
-            )
+                x if tokens else x[:, 0], pool, weight, bias, activation="silu", cache_seqlens=had,
+                state_indices=indices, num_active=given,
+            )  # fmt: skip
             assert y.dtype == io
             check(y.view(x.shape), want)
             assert torch.equal(pool, state)

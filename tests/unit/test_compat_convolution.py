@@ -1,5 +1,7 @@
 """The functions of the package causal-conv1d: against float64, token by token."""
 
+import itertools
+
 import plain_convolution
 import pytest
 import torch
@@ -99,7 +101,7 @@ def test_texts_that_have_numbers_go_without_states():
 
 
 @pytest.mark.parametrize("layout", ["channels", "tokens"])
-@pytest.mark.parametrize("length", [W - 1, W, W + 3])
+@pytest.mark.parametrize("length", [W - 1, W, W + 3, 16])
 @DTYPE
 def test_update(dtype, length, layout):
     _, weight, bias, _ = make(dtype)
@@ -108,11 +110,14 @@ def test_update(dtype, length, layout):
         if layout == "tokens":  # those of a slot first in memory
             pool = pool.transpose(1, 2).contiguous().transpose(1, 2)
         slots = torch.tensor([4, -1, 2], dtype=torch.int32)
-        for indices in (slots, None):
+        had = torch.tensor([0, 11, 1023], dtype=torch.int32)
+        for indices, seen in itertools.product((slots, None), (None, had)):
             before = pool.clone()
-            y = compat.causal_conv1d_update(x, pool, weight, bias, "silu", None, indices)
+            y = compat.causal_conv1d_update(x, pool, weight, bias, "silu", seen, indices)
             rows = x.view(B, C, -1).transpose(1, 2)
-            want, state = plain_convolution.update(rows, before, weight, bias, "silu", indices)
+            want, state = plain_convolution.update(
+                rows, before, weight, bias, "silu", indices, cache_seqlens=seen
+            )  # fmt: skip
             want = want.transpose(1, 2).reshape(shape)
             assert not y.requires_grad
             if indices is not None:
@@ -132,6 +137,19 @@ def test_update_goes_on_from_final_states():
     assert torch.equal(state, final)
 
 
+@pytest.mark.parametrize("length", [3, 5, 40])
+def test_ring_buffers_go_on(length):
+    """However far a sequence is, and however many tokens come at once."""
+    x, weight, bias, states = (each.detach() for each in make(tokens=30))
+    want = compat.causal_conv1d_fn(x, weight, bias, None, states)
+    ring, had = torch.zeros(B, C, length), torch.tensor([length, 7 * length - 1, 2**20], dtype=torch.int32)
+    for i in range(W - 1):
+        ring[range(B), :, (had - W + 1 + i).long() % length] = states[..., i]
+    for begin, end in itertools.pairwise([0, 1, 2, 9, 10, 30]):
+        y = compat.causal_conv1d_update(x[..., begin:end], ring, weight, bias, cache_seqlens=had + begin)
+        torch.testing.assert_close(y, want[..., begin:end])
+
+
 FAULTS = [
     (lambda f, g, x, w: f(x[0], w), ValueError, r"x: expected shape \[batch, channels, tokens\], got \[6, 9\]"),
     (lambda f, g, x, w: f(x, w[:5]), ValueError, r"weight: expected shape \[6, 2 to 8\], got \[5, 4\]"),
@@ -145,8 +163,16 @@ FAULTS = [
     (lambda f, g, x, w: g(x[0, 0], w, w), ValueError, r"x: expected shape \[batch, channels\] or \[batch, c"),
     (lambda f, g, x, w: g(x[..., 0], torch.zeros(B, C, 17), w), UnsupportedConfigError, "conv_state: keeps up to 16"),
     (
-        lambda f, g, x, w: g(x[..., 0], torch.zeros(B, C, 3), w, cache_seqlens=torch.zeros(B)), UnsupportedConfigError,
-        "cache_seqlens: expected None",
+        lambda f, g, x, w: g(x[..., 0], torch.zeros(B, C, 3), w, cache_seqlens=torch.zeros(B)), TypeError,
+        "cache_seqlens: expected torch.int32, got torch.float32",
+    ),
+    (
+        lambda f, g, x, w: g(x[..., 0], torch.zeros(B, C, 3), w, cache_seqlens=torch.zeros(1).int()), ValueError,
+        r"cache_seqlens: expected shape \[3\], got \[1\]",
+    ),
+    (
+        lambda f, g, x, w: g(x[..., 0], torch.zeros(B, C, 2), w, cache_seqlens=torch.zeros(B).int()), ValueError,
+        r"conv_state: expected shape \[slots, 6, at least 3\], got \[3, 6, 2\]",
     ),
     (lambda f, g, x, w: g(x[..., 0], torch.zeros(B, C, 2), w), ValueError, "conv_state: expected shape"),
     (

@@ -187,14 +187,17 @@ def test_rows_of_a_pool(data):
     if data.draw(st.booleans()):
         active = data.draw(st.integers(0, B))
         options["num_active"] = torch.tensor([active], dtype=torch.int32)
+    if data.draw(st.booleans()):
+        options["cache_seqlens"] = torch.tensor(data.draw(st.lists(st.integers(0, 99), min_size=B, max_size=B))).int()
     pool = arguments["conv_state"]
     if data.draw(st.booleans()):
         pool = pool.transpose(1, 2).contiguous().transpose(1, 2)
     own = arguments | {"x": arguments["x"].view(B, -1, C)}
     names = {n: own[n] for n in ("x", "weight", "bias") if n in own}
     wanted = plain_convolution.update(
-        **names, pool=pool, activation=options["activation"], slots=slots, null_index=null_index, active=active
-    )
+        **names, pool=pool, activation=options["activation"], slots=slots, null_index=null_index, active=active,
+        cache_seqlens=options.get("cache_seqlens"),
+    )  # fmt: skip
     out = torch.full(shape, torch.nan, dtype=dtype) if data.draw(st.booleans()) else None
     y = rwkv_jit.causal_conv1d_update(
         **(arguments | {"conv_state": pool}), state_indices=slots, null_index=null_index, out=out, **options
@@ -258,8 +261,10 @@ def test_torch_accepts_the_ops(packed):
         torch.library.opcheck(OPS.causal_conv1d_bwd.default, (grad, *plain, bounds, activation, wanted))
     slots, active = torch.tensor([5, 0, -1]), torch.tensor([2], dtype=torch.int32)
     own = make_update((B, 2, C))
-    given = own["x"], own["conv_state"], own["weight"], own["bias"], slots, active, torch.empty(B, 2, C), -1, "silu"
-    torch.library.opcheck(OPS.causal_conv1d_update.default, given)
+    behind = slots, active, torch.empty(B, 2, C), -1, "silu"
+    for seen in (None, torch.tensor([7, 0, 2], dtype=torch.int32)):
+        given = own["x"], own["conv_state"], own["weight"], own["bias"], seen, *behind
+        torch.library.opcheck(OPS.causal_conv1d_update.default, given)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -496,8 +501,13 @@ def test_the_update_gets_the_pool(on_gpu):
             assert (passed["state_indices"], passed["num_active"]) == (slots.data_ptr(), active.data_ptr())
             assert (passed["y"], passed["tokens"], passed["null_index"]) == (y.data_ptr(), 1, 0)
             assert (launch.parameters["STATE_LEN"], launch.parameters["CHANNELS_LAST"]) == (W, is_last)
+            assert (launch.parameters["RING"], passed["cache_seqlens"]) == (False, 0)
             assert launch.grid == (B, 1, 1)
             assert launch.overlaps
+            seen = torch.tensor([3, 0, 9], dtype=torch.int32)
+            rwkv_jit.causal_conv1d_update(**arguments, state_indices=slots, cache_seqlens=seen)
+            (launch,) = on_gpu.take()
+            assert (launch.parameters["RING"], launch.named["cache_seqlens"]) == (True, seen.data_ptr())
 
 
 @pytest.mark.parametrize("name", ["x", "weight", "bias"])

@@ -219,8 +219,8 @@ SIGNATURES = {
     "chunk_rows=None",
     "causal_conv1d": "x, weight, bias=None, *, initial_state=None, output_final_state=False, cu_seqlens=None, "
     "activation=None",
-    "causal_conv1d_update": "x, conv_state, weight, bias=None, *, activation=None, state_indices=None, null_index=-1, "
-    "num_active=None, out=None",
+    "causal_conv1d_update": "x, conv_state, weight, bias=None, *, activation=None, cache_seqlens=None, "
+    "state_indices=None, null_index=-1, num_active=None, out=None",
     "causal_conv1d_ref": "x, weight, bias=None, initial_state=None, output_final_state=False, cu_seqlens=None, "
     "activation=None",
     "wkv5_ref": f"r, k, v, w, u, {OF_SEQUENCES}, {OF_RWKV}",
