@@ -509,12 +509,17 @@ if not sys.argv[1:]:
 """
 
 
+def install_into(folder, root):
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copy(root / "rwkv_jit" / "compat" / "rwkv_jit.pth", folder)
+    (folder / "rwkv_jit").symlink_to(Path(rwkv_jit.__file__).parent, target_is_directory=True)
+
+
 @pytest.fixture
 def as_installed(root, tmp_path, monkeypatch):
     """Lets Python begin as where a wheel is installed: with the line that stands beside the package there."""
     folder = tmp_path / "packages"
-    folder.mkdir()
-    shutil.copy(root / "rwkv_jit" / "compat" / "rwkv_jit.pth", folder)
+    install_into(folder, root)
     begin = (Path(__file__).parent / "without_cupy" / "sitecustomize.py").read_text(encoding="utf-8")
     (tmp_path / "sitecustomize.py").write_text(f"{begin}\nimport site\nsite.addsitedir({str(folder)!r})\n", "utf-8")
     paths = map(str, (tmp_path, Path(rwkv_jit.__file__).parents[1]))
@@ -537,7 +542,9 @@ def test_run_a_script_that_starts_itself_again(tmp_path, as_installed):
         ({"RWKVJIT_COMPAT": "1"}, True, (True, False)),
         ({"RWKVJIT_FLA": "1"}, True, (False, True)),
         ({"RWKVJIT_COMPAT": "on", "RWKVJIT_FLA": "on"}, True, (True, True)),
-        ({"RWKVJIT_COMPAT": "off", "RWKVJIT_FLA": "0"}, True, (False, False)),
+        ({"RWKVJIT_COMPAT": "off", "RWKVJIT_FLA": "0"}, False, (False, False)),
+        ({"RWKVJIT_COMPAT": "", "RWKVJIT_FLA": ""}, False, (False, False)),
+        ({"RWKVJIT_COMPAT": "", "RWKVJIT_FLA": "TRUE"}, True, (False, True)),
     ],
 )
 def test_variables_are_enough(variables, loaded, installed, child, as_installed):
@@ -545,6 +552,54 @@ def test_variables_are_enough(variables, loaded, installed, child, as_installed)
     code += "from rwkv_jit import compat; from rwkv_jit.compat import fla;"
     code += f"assert (compat.is_installed, fla.is_installed) == {installed}"
     child(code, env=variables)
+
+
+@pytest.fixture
+def python(root, tmp_path, monkeypatch):
+    """Runs the Python of an environment that has nothing but this package; returns what is printed, and errors."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
+    (site_packages,) = (tmp_path / "venv").glob("[lL]ib/**/site-packages")
+    install_into(site_packages, root)
+    (program,) = (tmp_path / "venv").glob("[bS]*/python*[3e]")
+    monkeypatch.delenv("PYTHONPATH")
+
+    def run(code, *flags, **variables):
+        options = {"env": os.environ | variables, "capture_output": True, "text": True, "cwd": tmp_path}
+        done = subprocess.run([str(program), "-W", "error", *flags, "-c", code], check=True, **options)
+        return done.stdout.strip(), done.stderr.strip()
+
+    return run
+
+
+IS_INSTALLED = "import sys; c = sys.modules.get('rwkv_jit.compat'); print(c and (c.is_installed, c.__file__))"
+
+
+@pytest.mark.parametrize("flag", ["-E", "-I"])
+def test_a_variable_is_not_read_where_python_reads_none(python, flag):
+    assert python(IS_INSTALLED, flag, RWKVJIT_COMPAT="1") == ("None", "")
+
+
+def test_a_wrong_variable_is_one_line_and_python_goes_on(python):
+    out, said = python(IS_INSTALLED, RWKVJIT_COMPAT="banana", RWKVJIT_FLA="1")
+    assert out.startswith("(False, ")
+    assert said == "rwkv_jit: RWKVJIT_COMPAT: expected 0 or 1 (or false, no, off; true, yes, on), got 'banana'"
+    assert python("from rwkv_jit.compat import fla; print(fla.is_installed)", RWKVJIT_FLA="1") == ("True", "")
+
+
+@pytest.mark.parametrize("path", [".", "", os.pathsep, "x" + os.pathsep])
+def test_a_package_in_the_working_directory_is_not_the_one_that_begins(python, tmp_path, path):
+    planted = tmp_path / "rwkv_jit"
+    planted.mkdir()
+    (planted / "__init__.py").write_text("raise SystemExit('planted')")
+    found, said = python(IS_INSTALLED, PYTHONPATH=path, RWKVJIT_COMPAT="1")
+    assert (found.startswith("(True, "), str(planted) in found, said) == (True, False, "")
+    assert python("print(1)", PYTHONPATH=path, RWKVJIT_COMPAT="0") == ("1", "")
+
+
+def test_a_line_without_its_package_does_nothing(python, tmp_path):
+    (link,) = (tmp_path / "venv").glob("[lL]ib/**/rwkv_jit")
+    link.unlink()
+    assert python(IS_INSTALLED, RWKVJIT_COMPAT="1") == ("None", "")
 
 
 def test_run_what_is_no_file(capsys):
