@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import struct
 import sys
 import tempfile
 import time
@@ -15,14 +14,13 @@ from hashlib import sha256
 from pathlib import Path
 
 from rwkv_jit import cache, cuda, env, forks, stats
-from rwkv_jit.cache import Compiled, Resources
+from rwkv_jit.cache import Compiled, Resources, entry
 from rwkv_jit.errors import CompileError, UnsupportedConfigError, brief, short
 from rwkv_jit.identity import version
 from rwkv_jit.template import Parameter, Rendered
 
 _ARCH = re.compile(r"(sm|compute)_([1-9][0-9]{1,2})([af]?)")
 _FIRST_WITH = {"": 0, "a": 90, "f": 100}  # the suffixes: for one kind of GPU alone, for a family of them
-_NEWEST_THAT_ALL_KNOW = 90  # of the architectures, every NVRTC since the oldest
 _ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 _SPILL = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
@@ -81,7 +79,7 @@ def target_for(arch: str, newer: bool = True) -> str:
     known = [int(a) for a in cuda.nvrtc().getSupportedArchs()]
     if number in known:
         return arch
-    if newer and number > min(max(known), _NEWEST_THAT_ALL_KNOW):
+    if newer and number > min(max(known), entry.NEWEST_THAT_ALL_KNOW):
         target = f"compute_{max(older for older in known if older < number)}"
         stats.say_once(
             f"{arch} is newer than this NVRTC ({version()}): compiling PTX for {target}, from which the driver "
@@ -142,8 +140,7 @@ def _run(rendered: Rendered, target: str, parameters: Mapping[str, Parameter]) -
 
 def _whole(cubin: bytes) -> bytes:
     """Return the cubin with its last byte: CuPy's getCUBIN drops it, and it is zero."""
-    sections, segments = struct.unpack_from("<40xQ10xHH", cubin), struct.unpack_from("<32xQ14xHH", cubin)
-    missing = max(offset + size * count for offset, size, count in (sections, segments)) - len(cubin)
+    missing = entry.elf_bytes(cubin) - len(cubin)
     if missing not in (0, 1):
         raise CompileError(f"NVRTC {version()} returned a cubin with {missing} bytes missing")
     return cubin + bytes(missing)

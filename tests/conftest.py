@@ -13,6 +13,7 @@ import tempfile
 from hashlib import sha256
 from pathlib import Path
 
+import images
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -201,7 +202,8 @@ def make_entry():
 
     def make(number=0, size=100, name="made_up", arch="sm_90", compiler="12.9 0123abcd"):
         digest = sha256(f"{number} {name} {arch} {compiler}".encode()).hexdigest()
-        compiled = cache.Compiled(number.to_bytes(4, "little") * (size // 4), arch, {name: cache.Resources(32, 0, 64)})
+        code = images.image(number.to_bytes(4, "little") * (size // 4), arch)
+        compiled = cache.Compiled(code, arch, {name: cache.Resources(32, 0, 64)})
         about = {"name": name, "arch": arch, "compiler": compiler, "parameters": {"NUMBER": number}}
         return cache.file_name(name, arch, digest), cache.pack(digest, compiled, about), compiled, digest
 
@@ -218,7 +220,7 @@ def start(tmp_path):
 
         def start(code, *arguments, unprivileged=False, without_posix=False, cwd=None, env=(), remove=()):
             prefix = (DROP_CAPABILITIES if unprivileged else "") + (REMOVE_POSIX_NAMES if without_posix else "")
-            paths = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+            paths = os.pathsep.join(filter(None, [package, str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
             environment = {**os.environ, "PYTHONPATH": paths, **dict(env)}
             for name in remove:
                 environment.pop(name, None)

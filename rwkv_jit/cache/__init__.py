@@ -146,7 +146,8 @@ def get(name: str, arch: str, digest: str) -> tuple[Compiled, str] | None:
         if data is None:
             continue
         try:
-            compiled, _ = entry.unpack(data, digest)
+            compiled, manifest = entry.unpack(data, digest)
+            entry.check_name(file, manifest)
         except ValueError as error:
             path = layer.path / file
             stats.say_once(f"cache entry {path} is {error}: not used", key=str(path))

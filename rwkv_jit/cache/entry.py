@@ -20,7 +20,10 @@ _MAGIC = b"rwkvjit\0"
 _HEAD = struct.Struct("<8sII")
 _CHECKSUM_BYTES = 32
 _MANIFEST_BYTES = 1 << 20  # at most
-_ARCH = re.compile(r"(sm|compute)_[0-9]{1,4}[a-z]?")
+_ELF_BYTES = 64  # of its head
+_EM_CUDA = 190
+_ARCH = re.compile(r"(sm|compute)_([0-9]{1,4})[a-z]?")
+NEWEST_THAT_ALL_KNOW = 90  # of the architectures, every NVRTC since the oldest; newer GPUs may get PTX of an older one
 _FORMS = {  # of the texts that every manifest has
     "key": re.compile("[0-9a-f]{64}"),
     "target": _ARCH,
@@ -100,8 +103,12 @@ def unpack(data: bytes, digest: str | None = None) -> tuple[Compiled, dict[str, 
         raise ValueError(f"damaged ({fault})")
     if digest is not None and manifest["key"] != digest:
         raise ValueError("another kernel's")
+    image = data[_HEAD.size + length : end]
+    fault = _fault_of_image(image, manifest["target"], manifest["arch"])
+    if fault:
+        raise ValueError(f"damaged ({fault})")
     resources = {kernel: Resources(**used) for kernel, used in manifest["resources"].items()}
-    return Compiled(data[_HEAD.size + length : end], manifest["target"], resources), manifest
+    return Compiled(image, manifest["target"], resources), manifest
 
 
 def _fault(manifest: Any) -> str:
@@ -118,6 +125,33 @@ def _fault(manifest: Any) -> str:
         return "no parameters"
     others = manifest.keys() - {*_FORMS, "resources", "parameters"}
     return f"unknown {min(others)}" if others else ""
+
+
+def _fault_of_image(image: bytes, target: str, arch: str) -> str:
+    """Return what is wrong with machine code or PTX by its head, or an empty string."""
+    (kind, number), (_, own) = _parts(target), _parts(arch)
+    if target != arch and (kind != "compute" or own <= NEWEST_THAT_ALL_KNOW or number >= own):
+        return f"{target} does not serve {arch}"
+    if kind == "compute":
+        names = target.replace("compute_", "sm_").encode()
+        return "" if re.search(rb"^\.target %s\b" % names, image, re.MULTILINE) else f"no PTX for {target}"
+    if len(image) < _ELF_BYTES or not image.startswith(b"\x7fELF\2\1") or elf_bytes(image) != len(image):
+        return "no cubin"
+    abi, machine, flags = struct.unpack_from("<8xB9xH28xI", image)
+    made_for = {7: flags & 255, 8: flags >> 8 & 255}.get(abi, number)
+    return "" if (machine, made_for) == (_EM_CUDA, number) else f"no cubin for {target}"
+
+
+def _parts(arch: str) -> tuple[str, int]:
+    match = _ARCH.fullmatch(arch)
+    assert match is not None
+    return match[1], int(match[2])
+
+
+def elf_bytes(image: bytes) -> int:
+    """Return how many bytes an ELF file has by its head: NVRTC writes its tables last."""
+    sections, segments = struct.unpack_from("<40xQ10xHH", image), struct.unpack_from("<32xQ14xHH", image)
+    return int(max(offset + size * count for offset, size, count in (sections, segments)))
 
 
 def _is_resources(used: Any) -> bool:

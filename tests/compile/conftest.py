@@ -5,6 +5,7 @@ import os
 import pickle
 from hashlib import sha256
 
+import images
 import ptx_machine
 import pytest
 import torch
@@ -61,7 +62,7 @@ def _made_up(rendered, arch):
     """An image and resources that no compiler has made."""
     target = compiler.target_for(arch)
     used = {rendered.name: cache.Resources(32, 0, 0)} if target.startswith("sm_") else {}
-    return cache.Compiled(sha256(rendered.source.encode()).digest(), target, used)
+    return cache.Compiled(images.image(sha256(rendered.source.encode()).digest(), target), target, used)
 
 
 @pytest.fixture

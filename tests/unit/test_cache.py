@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import random
+import re
 import shlex
 import shutil
 import stat
@@ -15,6 +16,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
+from images import image
 
 import rwkv_jit
 from rwkv_jit import cache, compiler, env, identity, stats, template
@@ -602,6 +604,7 @@ def test_kernel_is_kept_though_tidying_up_fails(made, fill, monkeypatch):
 AS_ANOTHER = """
 import os, sys, tempfile
 from hashlib import sha256
+from images import image
 from rwkv_jit import cache, env, stats
 from rwkv_jit.cache import lock
 import fcntl  # what is imported late lies where this user may not look
@@ -614,9 +617,8 @@ def put(number):
     digest = sha256(bytes([number])).hexdigest()
     about = {"name": "made_up", "arch": "sm_90", "compiler": "x"}
     with cache.one_at_a_time(digest, "a kernel"):
-        cache.put(
-            cache.file_name("made_up", "sm_90", digest), cache.pack(digest, cache.Compiled(b"code", "sm_90", {}), about)
-        )
+        compiled = cache.Compiled(image(b"code"), "sm_90", {})
+        cache.put(cache.file_name("made_up", "sm_90", digest), cache.pack(digest, compiled, about))
 def get(number):
     found = cache.get("made_up", "sm_90", sha256(bytes([number])).hexdigest())
     return found and found[1]
@@ -675,12 +677,13 @@ def test_users_who_do_not_say_that_they_share_keep_to_themselves(group):
 
 WRITE = """
 import sys
+from images import image
 from rwkv_jit import cache
 from hashlib import sha256
 for turn in range(150):
     number = (turn + int(sys.argv[1])) % 12
     digest = sha256(bytes([number])).hexdigest()
-    compiled = cache.Compiled(bytes([number]) * 20_000, "sm_90", {})
+    compiled = cache.Compiled(image(bytes([number]) * 20_000), "sm_90", {})
     about = {"name": "made_up", "arch": "sm_90", "compiler": "x"}
     cache.put(cache.file_name("made_up", "sm_90", digest), cache.pack(digest, compiled, about))
     cache.forget()  # so that what it wrote may be evicted
@@ -703,7 +706,7 @@ def test_readers_see_whole_kernels_or_none_while_others_write_and_evict(start, t
     while any(writer.poll() is None for writer in others[:2]):
         for number in range(12):
             found = get(sha256(bytes([number])).hexdigest())
-            assert found in (None, (bytes([number]) * 20_000, "disk"))
+            assert found in (None, (image(bytes([number]) * 20_000), "disk"))
             seen, missed = seen + bool(found), missed + (not found)
     stop.touch()
     errors = [other.stderr.read() for other in others]
@@ -717,6 +720,47 @@ def test_readers_see_whole_kernels_or_none_while_others_write_and_evict(start, t
     cache.prune(60_000)
     assert 0 < cache.size() <= 60_000
     assert [each.fault for each in cache.stored()] == [""] * len(cache.entries())
+
+
+@pytest.mark.parametrize("origin", ["disk", "bundle"])
+@pytest.mark.parametrize(
+    ("target", "code"),
+    [("sm_90", b""), ("compute_80", image(b"", "compute_80")), ("sm_90", image(b"", "sm_80"))],
+    ids=["empty", "PTX", "another GPU's"],
+)
+def test_forged_kernel_with_a_right_checksum_is_a_miss_with_one_warning(
+    target, code, origin, make_entry, tmp_path, monkeypatch, caplog
+):
+    name, _, _, digest = make_entry(1)
+    about = {"name": "made_up", "arch": "sm_90", "compiler": "12.9 0123abcd"}
+    data = cache.pack(digest, cache.Compiled(code, target, {}), about)
+    if origin == "disk":
+        cache.put(name, data)
+    else:
+        path = tmp_path / "forged.bundle"
+        with monkeypatch.context() as patch:
+            patch.setattr(entry, "_fault_of_image", lambda *_: "")
+            bundle.write(path, [(name, data)])
+        with pytest.raises(rwkv_jit.CacheError, match="is not an intact rwkv_jit bundle: .* is damaged"):
+            cache.import_bundle(path)
+        monkeypatch.setenv("RWKVJIT_CACHE_PATH", str(path))
+    assert [get(digest), get(digest)] == [None, None]
+    (message,) = caplog.messages
+    assert re.match("cache entry .* is damaged .*: not used$", message)
+    name, data, compiled, digest = make_entry(1)
+    cache.put(name, data)
+    assert get(digest) == (compiled.image, "disk")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("name", "another"), ("arch", "sm_80")], ids=["another template's", "another architecture's"]
+)
+def test_kernel_that_lies_where_another_belongs_is_a_miss(field, value, make_entry):
+    name, _, _, digest = make_entry(1)
+    about = {"name": "made_up", "arch": "sm_90", "compiler": "12.9 0123abcd"} | {field: value}
+    arch = about["arch"]
+    cache.put(name, cache.pack(digest, cache.Compiled(image(b"code", arch), arch, {}), about))
+    assert get(digest) is None
 
 
 def test_pruning_a_directory_that_others_are_about_to_make_is_no_fault(fill, monkeypatch):

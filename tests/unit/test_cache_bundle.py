@@ -13,6 +13,7 @@ import zipfile
 from hashlib import sha256
 
 import pytest
+from images import image
 
 from rwkv_jit import cache, env
 from rwkv_jit.cache import bundle
@@ -86,10 +87,10 @@ bundle.write(Path("again.bundle"), reversed(list(bundle.Bundle(Path(sys.argv[1])
 
 
 def test_bundle_of_known_kernels_has_known_bytes():
-    compiled = cache.Compiled(b"code", "sm_90", {"f": cache.Resources(1, 2, 3)})
+    compiled = cache.Compiled(image(b"code"), "sm_90", {"f": cache.Resources(1, 2, 3)})
     data = cache.pack("0" * 64, compiled, {"name": "f", "arch": "sm_90", "compiler": "12.9 x"})
     assert sha256(bundle.pack({cache.file_name("f", "sm_90", "0" * 64): data})).hexdigest() == (
-        "ef248f433a02e72a5f1a988a0d805e77aefa402e8b87e05dda34805e4a1eb198"
+        "a755ccb9a7f8aaa4af715f70880e312bb1983d4e2c5c37fb7d8482ef705ba10f"
     )
 
 
@@ -125,7 +126,9 @@ def is_sparse(size, end=b""):
 
 def tells_lies(member, at, value):
     """A bundle whose table has another byte about a member; zipfile raises a different kind of error for each."""
-    packed = bytearray(bundle.pack({"sm_90/a.cubin": cache.pack("0" * 64, cache.Compiled(b"", "sm_90", {}), ABOUT)}))
+    packed = bytearray(
+        bundle.pack({"sm_90/a.cubin": cache.pack("0" * 64, cache.Compiled(image(b""), "sm_90", {}), ABOUT)})
+    )
     header = packed.index(b"PK\x01\x02")
     header = header if member == "bundle.json" else packed.index(b"PK\x01\x02", header + 4)
     packed[header + at] = value

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from images import image
 
 from rwkv_jit import cache, template
 from rwkv_jit.cache import Compiled, Resources, entry
@@ -22,7 +23,7 @@ ARCH, COMPILER = "sm_90", "12.9 0123abcd"
 
 DIGEST = sha256(b"a key").hexdigest()
 ABOUT = {"name": "wkv7_recurrent_forward", "arch": "sm_90", "compiler": COMPILER, "parameters": {"HEAD_SIZE": 48}}
-COMPILED = Compiled(b"\x7fELF machine code\0", "sm_90", {"wkv7_forward": Resources(128, 16, 4096)}, 0.5)
+COMPILED = Compiled(image(b"machine code\0"), "sm_90", {"wkv7_forward": Resources(128, 16, 4096)}, 0.5)
 ENTRY = cache.pack(DIGEST, COMPILED, ABOUT)
 MANIFEST = {"key": DIGEST, "target": "sm_90", "resources": {}, **ABOUT}
 
@@ -41,13 +42,16 @@ def seal(body):
     return body + sha256(body).digest()
 
 
-def sealed(manifest, image=b"code", magic=b"rwkvjit\0", schema=entry.SCHEMA):
+CODE = image(b"code")
+
+
+def sealed(manifest, code=CODE, magic=b"rwkvjit\0", schema=entry.SCHEMA):
     text = json.dumps(manifest).encode()
-    return seal(struct.pack("<8sII", magic, schema, len(text)) + text + image)
+    return seal(struct.pack("<8sII", magic, schema, len(text)) + text + code)
 
 
 def sealed_text(text):
-    return seal(struct.pack("<8sII", b"rwkvjit\0", entry.SCHEMA, len(text)) + text + b"code")
+    return seal(struct.pack("<8sII", b"rwkvjit\0", entry.SCHEMA, len(text)) + text + image(b"code"))
 
 
 def of_resources(**used):
@@ -143,7 +147,7 @@ def test_entry_reads_back_as_it_was_written():
 def test_equal_kernels_give_equal_bytes_whatever_compiling_took():
     slower = Compiled(COMPILED.image, COMPILED.target, COMPILED.resources, 9.0)
     assert cache.pack(DIGEST, slower, dict(reversed(ABOUT.items()))) == ENTRY
-    assert sha256(ENTRY).hexdigest() == "07b439a426d2bfa5ced38dea4d2563143f7bfff33b8e7f99ecce04397a911ad9"
+    assert sha256(ENTRY).hexdigest() == "290647d31510a1e8eef92cd870303ae75f182c6ba13c4fde9e57d242dbf6aa41"
 
 
 FAULTS = {
@@ -172,6 +176,32 @@ FAULTS = {
     "an unknown field": (sealed({**MANIFEST, "nested": [[[]]]}), r"damaged \(unknown nested\)"),
     "nested a hundred thousand times": (sealed_text(b"[" * 100_000), "damaged"),
     "nested in a field": (sealed_text(b'{"key": ' + b'{"a":' * 100_000), "damaged"),
+    "no machine code": (sealed(MANIFEST, b""), r"damaged \(no cubin\)"),
+    "another machine's": (sealed(MANIFEST, CODE[:18] + b"\x3e" + CODE[19:]), r"damaged \(no cubin for sm_90\)"),
+    "another GPU's": (sealed(MANIFEST, image(b"code", "sm_80")), r"damaged \(no cubin for sm_90\)"),
+    "cut machine code": (sealed(MANIFEST, CODE[:-1]), r"damaged \(no cubin\)"),
+    "half a head": (sealed(MANIFEST, CODE[:40]), r"damaged \(no cubin\)"),
+    "more than machine code": (sealed(MANIFEST, CODE + b"?"), r"damaged \(no cubin\)"),
+    "machine code for another target": (
+        sealed({**MANIFEST, "target": "sm_80"}, image(b"", "sm_80")),
+        r"damaged \(sm_80 does not serve sm_90\)",
+    ),
+    "PTX for a GPU that every compiler knows": (
+        sealed({**MANIFEST, "target": "compute_80"}, image(b"", "compute_80")),
+        r"damaged \(compute_80 does not serve sm_90\)",
+    ),
+    "PTX of a newer GPU": (
+        sealed({**MANIFEST, "arch": "sm_103", "target": "compute_120"}, image(b"", "compute_120")),
+        r"damaged \(compute_120 does not serve sm_103\)",
+    ),
+    "PTX of another GPU": (
+        sealed({**MANIFEST, "arch": "compute_80", "target": "compute_80"}, image(b"", "compute_90")),
+        r"damaged \(no PTX for compute_80\)",
+    ),
+    "no PTX": (
+        sealed({**MANIFEST, "arch": "compute_80", "target": "compute_80"}, b""),
+        r"damaged \(no PTX for compute_80\)",
+    ),
     "a manifest longer than the entry": (seal(struct.pack("<8sII", b"rwkvjit\0", 1, 2**31) + b"{}"), "damaged"),
     **{f"no {field}": (sealed(without(field)), "damaged") for field in MANIFEST if field != "parameters"},
 }
@@ -182,6 +212,17 @@ def test_faulty_entry_is_refused_with_what_it_is(fault):
     data, message = FAULTS[fault]
     with pytest.raises(ValueError, match=f"^{message}"):
         entry.unpack(data, DIGEST)
+
+
+@pytest.mark.parametrize(
+    ("arch", "target"),
+    [("sm_90a", "sm_90a"), ("sm_120", "sm_120"), ("compute_80", "compute_80"), ("sm_103", "compute_100"),
+     ("compute_130", "compute_121"), ("sm_121a", "compute_120a")],
+)  # fmt: skip
+def test_entry_of_what_nvrtc_makes_for_an_architecture_is_read(arch, target):
+    code = image(b"code", target)
+    found, _ = entry.unpack(sealed({**MANIFEST, "arch": arch, "target": target}, code), DIGEST)
+    assert (found.image, found.target) == (code, target)
 
 
 @settings(max_examples=300, deadline=None)

@@ -12,6 +12,7 @@ from datetime import datetime
 from hashlib import sha256
 
 import pytest
+from images import image
 
 import rwkv_jit
 from rwkv_jit import cache, cli, commands, env, listing, report, sass
@@ -23,7 +24,9 @@ def put(head_size=48, arch="sm_90", name="wkv7_recurrent_forward", **parameters)
     """Store a kernel nobody compiled; return its file."""
     parameters = {"HEAD_SIZE": head_size, "VALUE_SIZE": head_size, "T_IO": "bf16", **parameters}
     digest = sha256(repr((name, arch, parameters)).encode()).hexdigest()
-    compiled = Compiled(b"\x7fELF code", arch, {"first": Resources(40, 0, 1024), "second": Resources(128, 16, 512)})
+    compiled = Compiled(
+        image(b"code", arch), arch, {"first": Resources(40, 0, 1024), "second": Resources(128, 16, 512)}
+    )
     about = {"name": name, "arch": arch, "parameters": parameters, "compiler": "12.9 0123abcd"}
     file = cache.file_name(name, arch, digest)
     cache.put(file, cache.pack(digest, compiled, about))
@@ -265,11 +268,11 @@ def test_list(run, data, tmp_path, monkeypatch):
     assert [re.split("  +", line.strip()) for line in printed.splitlines()] == [
         ["name", "arch", "direction", "head size", "dtype", "threads", "chunk len", "layer", "bytes", "last used",
          "registers", "spill B", "state"],
-        ["my_template", "sm_80", "-", "8", "fp16", "-", "-", "disk", "438", "2026-03-04 15:06", "128", "16", "ok"],
-        ["wkv7_join", "sm_90", "-", "-", "-", "-", "-", "disk", "438", "2026-03-04 15:06", "-", "-", "damaged"],
-        ["wkv7_join", "sm_90a", "backward", "48x64", "bf16", "64", "-", "disk", "477", "2026-03-04 15:06", "128", "16",
+        ["my_template", "sm_80", "-", "8", "fp16", "-", "-", "disk", "497", "2026-03-04 15:06", "128", "16", "ok"],
+        ["wkv7_join", "sm_90", "-", "-", "-", "-", "-", "disk", "497", "2026-03-04 15:06", "-", "-", "damaged"],
+        ["wkv7_join", "sm_90a", "backward", "48x64", "bf16", "64", "-", "disk", "536", "2026-03-04 15:06", "128", "16",
          "ok"],
-        ["my_template", "sm_80", "-", "8", "fp16", "-", "-", "bundle", "438", "-", "128", "16", "ok"],
+        ["my_template", "sm_80", "-", "8", "fp16", "-", "-", "bundle", "497", "-", "128", "16", "ok"],
         [""],
         ["4 kernels (disk 3, bundle 1)"],
     ]  # fmt: skip
@@ -414,7 +417,7 @@ def test_export_and_import_go_around(run, data, tmp_path, fresh_service):
     assert imported.read_bytes() == file.read_bytes()
     assert stat.S_IMODE(imported.parent.stat().st_mode) == 0o700
     kernel, origin = cache.get(stored.manifest["name"], "sm_90", stored.manifest["key"])
-    assert (kernel.image, origin) == (b"\x7fELF code", "bundle")
+    assert (kernel.image, origin) == (image(b"code"), "bundle")
 
 
 # ---- tables ------------------------------------------------------------------------------------------------------
