@@ -77,6 +77,9 @@ class Plan:
         Bytes of the buffers in "saved", in the order of memory.
     soon : sequence of kernel.Request
         Kernels that compile beside those of the schedule, as they will be wanted soon.
+    copies : sequence of int, optional
+        The places of the tensors that every run copies. By default those that kernels cannot read in place, as the
+        tensors here show: of a pool, pass one slot, which has no gaps.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class Plan:
         arrays: Mapping[str, Tensor | None],
         kept: Mapping[str, int] | None = None,
         soon: Sequence[kernel.Request] = (),
+        copies: Sequence[int] | None = None,
     ):
         kernel.check_not_forked()
         self._schedule, self._problem, self._kept = schedule, problem, kept or {}
@@ -95,10 +99,14 @@ class Plan:
         segments = max((step.segments for step in schedule.launches), default=1)
         inputs = [(i, name, x) for i, (name, x) in enumerate(arrays.items()) if x is not None and name in self._dims]
         vectors = {name: schedule.vectors.get(name, 1) for name in self._dims}
-        self._copies = tuple(
-            index for index, (name, x) in enumerate(arrays.items())
-            if x is not None and _needs_copy(x, self._dims.get(name, ""), vectors.get(name, 1), segments)
-        )  # fmt: skip
+        if copies is None:
+            copies = [
+                index for index, (name, x) in enumerate(arrays.items())
+                if x is not None and _needs_copy(x, self._dims.get(name, ""), vectors.get(name, 1), segments)
+            ]  # fmt: skip
+        self._copies = tuple(copies)
+        written = schedule.written()
+        self._written = {index for index, name in enumerate(self._names) if name in written}
         # What addresses must be multiples of, and the largest of that.
         self._alignments = tuple((index, tensors.alignment(x, vectors[name])) for index, name, x in inputs)
         self._alignment = max((multiple for _, multiple in self._alignments), default=1)
@@ -122,17 +130,21 @@ class Plan:
 
         Where the schedule pauses, `at_pause` is called with the results, as far as they are there.
         """
-        if self._copies:
-            arrays = list(arrays)
-            for index in self._copies:
-                arrays[index] = arrays[index].contiguous()  # type: ignore[union-attr]
-        values = [0 if x is None else x.data_ptr() for x in arrays]
-        if math.gcd(*values[self._first : self._last]) % self._alignment and self._is_misaligned(values):
-            return self._run_copies(arrays, at_pause)
         index = self.device.index
         if torch._C._cuda_getDevice() != index:
             with torch.cuda.device(index):
                 return self.run(arrays, at_pause)
+        given = arrays
+        if self._copies:
+            arrays = list(arrays)
+            for place in self._copies:
+                arrays[place] = arrays[place].contiguous()  # type: ignore[union-attr]
+        values = [0 if x is None else x.data_ptr() for x in arrays]
+        if math.gcd(*values[self._first : self._last]) % self._alignment and self._is_misaligned(values):
+            results = self._run_copies(arrays, at_pause)
+            if self._copies:
+                self._write_back(given, arrays)
+            return results
         results = []
         for shape, strides, dtype in self._results:
             made = tensors.new(shape, strides, dtype)
@@ -160,7 +172,16 @@ class Plan:
         else:
             for step in self._launches:
                 step.launch(stream, values)
+        if self._copies:
+            self._write_back(given, arrays)
         return results
+
+    def _write_back(self, given: Sequence[Tensor | None], copies: Sequence[Tensor | None]) -> None:
+        """Write what kernels have changed in copies to the tensors of the caller."""
+        for place in self._written:
+            x, copy = given[place], copies[place]
+            if x is not None and copy is not None and x is not copy:
+                x.data.copy_(copy)
 
     def _launch_beside(self, stream: int, values: Sequence[int]) -> None:
         """Launch on two streams, as the schedule says."""
@@ -181,7 +202,10 @@ class Plan:
     def _run_copies(
         self, arrays: Sequence[Tensor | None], at_pause: Callable[[list[Tensor]], None] | None
     ) -> list[Tensor]:
-        """Run with copies of all inputs, as some begin at addresses that kernels cannot read."""
+        """Run with copies of all inputs, as some begin at addresses that kernels cannot read.
+
+        Where other tensors lie the kernels know from when they were chosen: which of these need a copy is as it was.
+        """
         own = {index for index, _ in self._alignments}
         copies = [
             x.clone(memory_format=torch.contiguous_format) if index in own and x is not None else x
@@ -189,8 +213,11 @@ class Plan:
         ]
         if self._plan_of_copies is None:
             named = dict(zip(self._names, copies, strict=True))
-            self._plan_of_copies = Plan(self._schedule, self._problem, named, self._kept)
-        return self._plan_of_copies.run(copies, at_pause)
+            others = [index for index in self._copies if index not in own]
+            self._plan_of_copies = Plan(self._schedule, self._problem, named, self._kept, copies=others)
+        results = self._plan_of_copies.run(copies, at_pause)
+        self._write_back(arrays, copies)
+        return results
 
     # ---- bind ----
 

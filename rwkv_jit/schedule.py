@@ -134,6 +134,14 @@ class Schedule:
         """Return the steps that are kernels."""
         return tuple(step for step in self.steps if isinstance(step, Step))
 
+    def written(self) -> set[Any]:
+        """Return the names of what launches may write: what they take through pointers that are not const."""
+        return {
+            step.bind.get(argument.name, argument.name)
+            for step in self.launches for argument in step.arguments()
+            if argument.type.endswith("*") and not argument.is_read_alone
+        }  # fmt: skip
+
     def requests(self, gpu: Gpu) -> list[kernel.Request]:
         """Return the kernels of all steps."""
         return [step.request(gpu) for step in self.launches]

@@ -71,10 +71,7 @@ class Template:
 
     def arguments(self, entry: str) -> tuple[Argument, ...] | None:
         """Return the arguments of a kernel in their order; None where the text does not show them plainly."""
-        kernel = re.search(rf"\b__global__\b[^;{{}}]*?\b{re.escape(entry)}\s*\(([^(){{}}]*)\)\s*\{{", _code(self.body))
-        if kernel is None:
-            return None
-        return tuple(_argument(declared) for declared in kernel[1].split(",") if declared.strip())
+        return _arguments(self.body, entry)
 
     def check(self, parameters: Mapping[str, Parameter]) -> None:
         """Check that the template has all these parameters: words it uses and does not define itself.
@@ -89,6 +86,12 @@ class Template:
         for parameter in parameters:
             if parameter not in known:
                 raise ValueError(f"template {self.name} has no parameter {short(parameter)}")
+
+
+@cache
+def _arguments(text: str, entry: str) -> tuple[Argument, ...] | None:
+    kernel = re.search(rf"\b__global__\b[^;{{}}]*?\b{re.escape(entry)}\s*\(([^(){{}}]*)\)\s*\{{", _code(text))
+    return None if kernel is None else tuple(_argument(x) for x in kernel[1].split(",") if x.strip())
 
 
 def _argument(declared: str) -> Argument:

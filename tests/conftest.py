@@ -109,16 +109,6 @@ def root():
     return ROOT
 
 
-@pytest.fixture(scope="session", autouse=True)
-def arguments_read_once():
-    """A text is looked through for the arguments of its kernel once, however many tests ask for them."""
-    from rwkv_jit.template import Template
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Template, "arguments", functools.cache(Template.arguments))
-        yield
-
-
 @pytest.fixture(scope="session")
 def temporaries(tmp_path_factory):
     """Folders, each for one test. `mktemp` would look at all that are there, and they are thousands."""

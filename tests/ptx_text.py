@@ -17,7 +17,7 @@ _ARRAY = r"\.align (\d+) \.(\w+) ([\w$]+)\[(\d*)\]"
 _SHARED = re.compile(rf"(\.extern )?\.shared {_ARRAY};")
 _CONSTANT = re.compile(rf"\.(?:global|const) {_ARRAY} = \{{([^}}]*)\}};")
 _LOCAL = re.compile(rf"\.local {_ARRAY};")
-_POINTER = r"\.ptr (?:\.\w+ )*(?:\.align \d+ )?"
+_POINTER = r"\.ptr (?:\.(?!align)\w+ )*(?:\.align \d+ )?"
 _PARAMETER = re.compile(rf"\.param (?:\.align \d+ )?\.(\w+) (?:{_POINTER})?([\w$]+)(?:\[(\d+)\])?")
 _REGISTER = re.compile(r"([\w%$]+)(?:<(\d+)>)?")
 _ADDRESS = re.compile(r"\[ ?([^\]+ ]+?) ?(?:\+ ?(-?\w+))? ?\]")

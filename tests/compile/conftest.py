@@ -129,10 +129,11 @@ def interpreted(on_gpu, compiled_once, monkeypatch):  # noqa: F811
 
     def run(launch):
         request = launch.request
-        machine = machines.get((id(request), launch.entry))
+        machine, _ = machines.get((id(request), launch.entry), (None, None))
         if machine is None:
             text = compiler.ptx(request.template.render(request.parameters), request.arch, request.parameters)
-            machine = machines[id(request), launch.entry] = ptx_machine.Machine(text, launch.entry)
+            machine = ptx_machine.Machine(text, launch.entry)
+            machines[id(request), launch.entry] = machine, request  # which no other one takes the place of
         machine.launch(launch.grid, launch.block, launch.shared_bytes, launch.arguments, memory_of(launch))
 
     def memory_of(launch):
@@ -147,6 +148,6 @@ def interpreted(on_gpu, compiled_once, monkeypatch):  # noqa: F811
     on_gpu.while_running = run
     gc.disable()  # instructions are many, and none is garbage before the test ends
     yield on_gpu
-    for machine in machines.values():
+    for machine, _ in machines.values():
         vars(machine).clear()  # its instructions know it
     gc.enable()

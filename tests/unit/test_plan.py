@@ -203,6 +203,54 @@ def test_address_that_cannot_be_read_has_all_inputs_copied_by_one_plan(on_gpu):
     assert on_gpu.launches[-1].named["x"] == shifted.data_ptr()
 
 
+CHANGES = f"{MIX}, float* state, const float* __restrict__ w0"
+
+
+def _adds_one_to(name, count):
+    """What a kernel does that changes so many numbers."""
+
+    def run(launch):
+        numbers = (ctypes.c_float * count).from_address(launch.named[name])
+        numbers[:] = [x + 1 for x in numbers]
+
+    return run
+
+
+def test_a_pool_with_gaps_is_changed_in_place_also_beside_inputs_that_are_copied(on_gpu):
+    """A plan is bound to one slot; the one for copies of the inputs takes the pool itself all the same."""
+    on_gpu.while_running = _adds_one_to("state", 5)
+    pool = torch.zeros(3, 7)[:, :5]
+    arrays = {**make(), "state": pool[0], "w0": torch.randn(4, 2)[:, 0]}
+    plan = plan_of(schedule(step(CHANGES), vectors={"x": 4}), arrays)
+    shifted = torch.randn(B * T * H * K + 1)[1:].view(B, T, H, K)
+    for count, x in enumerate((arrays["x"], shifted, shifted, arrays["x"]), 1):
+        plan.run([x, arrays["u"], pool, arrays["w0"]])
+        named = on_gpu.launches[-1].named
+        assert named["state"] == pool.data_ptr()
+        assert named["w0"] != arrays["w0"].data_ptr()  # which is read alone, and has gaps
+        assert (pool[0] == count).all()
+    assert not pool[1:].any()
+
+
+@pytest.mark.parametrize("how", ["has gaps", "lies apart", "both"])
+def test_what_kernels_change_in_a_copy_is_written_back(how, on_gpu):
+    """An input that is changed in place, as the rows of an activation."""
+    on_gpu.while_running = _adds_one_to("x", B * T * H * K)
+    arrays = make()
+    memory = torch.zeros(B * T * H * 2 * K + 1)
+    x = memory[1 if how != "has gaps" else 0 :][: B * T * H * 2 * K].view(B, T, H, K, 2)
+    x = x[..., 0] if how != "lies apart" else x.flatten()[: B * T * H * K].view(B, T, H, K)
+    made = schedule(step(MIX.replace("const float* __restrict__ x", "float* x")), vectors={"x": 4})
+    plan = plan_of(
+        made, {**arrays, "x": x if how == "has gaps" else arrays["x"]}, {}, (), None if how != "both" else [0]
+    )
+    for count in (1, 2):
+        plan.run([x, arrays["u"]])
+        assert on_gpu.launches[-1].named["x"] != x.data_ptr()
+        assert (x == count).all()
+    assert memory.sum() == 2 * x.numel()
+
+
 # ---- results and memory ------------------------------------------------------------------------------------------
 
 
