@@ -274,17 +274,8 @@ def _given(draw, op, p, batch, tokens, bounds):
     of_state = (heads, p.V, p.K) if p.layout == "vk" else (heads, p.K, p.V)
     wide = FP32 if p.wide else p.dtype
     if op in BASE:
-        given = comparing.make_inputs(
-            op,
-            p.dtype,
-            batch,
-            tokens,
-            heads,
-            p.K,
-            p.V,
-            draw.choice(["usual", "usual", "none", "mixed"]),
-            p.decay or None,
-        )
+        decays = draw.choice(["usual", "usual", "none", "mixed"])
+        given = comparing.make_inputs(op, p.dtype, batch, tokens, heads, p.K, p.V, decays, p.decay or None, wide)
         tensors = {name: x.detach() for name, x in given.items()}
         options = {"state_layout": p.layout, **({"decay": p.decay} if p.decay else {})}
         if op in ("gla", "linear_attention"):
@@ -305,7 +296,7 @@ def _given(draw, op, p, batch, tokens, bounds):
 
 def _sequences(draw, op, verb, p, most):
     tokens, bounds = tokens_of(draw, most), None
-    batch = draw.choice([1, 1, 2, 3])
+    batch = draw.choice([0, 1, 1, 1, 2, 2, 3])
     if draw.random() < 0.4:
         batch, bounds = 1, bounds_of(draw, tokens)
     tensors, arguments, of_state = _given(draw, op, p, batch, tokens, bounds)
@@ -391,7 +382,9 @@ def _pooled(draw, op, verb, p, most):
             tensors["has_initial_state"] = torch.tensor(begins, device=DEVICE)
     lengths = [end - begin for begin, end in pairwise(bounds)] if is_packed else [tokens] * rows
     done = [row for row in range(active) if slots.read[row] is not None and lengths[row]]
-    names = {"state_indices", "write_indices", "cu_seqlens", "num_active", "has_initial_state"}
+    names = {"state_indices", "write_indices", "cu_seqlens", "num_active", "has_initial_state", "w0"}
+    if op in BASE and p.decay and draw.random() < 0.3:
+        tensors["w0"] = (0.1 * torch.randn(tensors["k"].shape[2:], device=DEVICE)).to(FP32 if p.wide else p.dtype)
     v = tensors["x" if op == "ssd" else "v"]
     places = {"state": lay_pool, "out": lay_whole, "cu_seqlens": lambda draw, x: lay(draw, x, False)}
     if draw.random() < 0.4:
@@ -407,7 +400,6 @@ def _pooled(draw, op, verb, p, most):
 
     def exactly(given):
         pool = given["state"].clone()
-        inputs, options = arguments(given)
         y = torch.zeros(v.shape, dtype=torch.float64, device=DEVICE)
         of_tokens = {name for name, x in tensors.items() if x.dim() > 1 and tuple(x.shape[:2]) == (batch, tokens)}
         fixed = {"A", "D", "A_log", "dt_bias", *(comparing.FIXED.get(op, "") if op in BASE else "")}
@@ -417,6 +409,8 @@ def _pooled(draw, op, verb, p, most):
                 name: x[span[0] : span[0] + 1, span[1]] if name in of_tokens - fixed - {"state"} else x
                 for name, x in given.items()
             }
+            if "w0" in given:
+                part["w"] = part["w"] + given["w0"]
             inputs, options = arguments(part)
             state = given["state"][slots.read[row]][None]
             state = state if begins[row] else torch.zeros_like(state)
