@@ -49,7 +49,7 @@ def _run(arguments: list[str]) -> int:
     if parsed.command == "run":
         return _run_script(parsed)
     from rwkv_jit import commands, stats
-    from rwkv_jit.errors import RwkvJitError
+    from rwkv_jit.errors import RwkvJitError, printable
 
     try:
         stats.configure_logging()
@@ -62,7 +62,7 @@ def _run(arguments: list[str]) -> int:
     except BrokenPipeError:
         raise
     except (RwkvJitError, TypeError, ValueError, OSError) as error:
-        print(f"{parsed.program}: {_in_options(str(error), parsed, arguments)}", file=sys.stderr)
+        print(f"{parsed.program}: {printable(_in_options(str(error), parsed, arguments))}", file=sys.stderr)
         return 2
     return 0 if result.get("passed", True) else 1
 
@@ -218,6 +218,11 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precision", choices=("high",), help=text)
     text = "the kernels for parts of sequences on several GPUs too, as rwkv_jit.parallel takes them"
     parser.add_argument("--shards", action="store_true", help=text)
+    _add_verbose(parser)
+
+
+def _add_verbose(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--verbose", action="store_true", help="registers and parameters of each kernel too")
 
 
 def _add_show(parser: argparse.ArgumentParser) -> None:
@@ -245,7 +250,7 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
 
 def _add_cache(commands: Any) -> None:
     _add(commands, "path", "print the directory of the kernels")
-    _add(commands, "list", "list all kernels that can be read")
+    _add_verbose(_add(commands, "list", "list all kernels that can be read"))
     show = _add(commands, "show", "print all that is stored of a kernel")
     show.add_argument("name", help="beginning of the name, the key or the file of one kernel or several")
     _add(commands, "verify", "read every kernel and say which are damaged")

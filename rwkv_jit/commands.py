@@ -11,13 +11,14 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rwkv_jit import cache, env, listing, report
 from rwkv_jit.cache import bundle, files
-from rwkv_jit.errors import CacheError, RwkvJitError
+from rwkv_jit.errors import CacheError, RwkvJitError, printable
 
 if TYPE_CHECKING:
     from rwkv_jit.kernel import Kernel, Request
@@ -70,7 +71,7 @@ def tune(parsed: argparse.Namespace) -> Outcome:
     if parsed.forget:
         deleted, path = tuned.delete(), str(tuned.path())
         text = f"{path} deleted" if deleted else f"there is no {path}"
-        return {"path": path, "deleted": deleted}, lambda _: print(text)
+        return {"path": path, "deleted": deleted}, lambda _: report.say(text)
     if not parsed.dry_run:
         _check_writable(None, "store nothing with --dry-run")
     return tune.run(parsed), tune.show
@@ -88,15 +89,7 @@ def info(parsed: argparse.Namespace) -> Outcome:
 def _show_sections(result: dict[str, Any]) -> None:
     for title, entries in result.items():
         print(title)
-        report.table((), [(name.replace("_", " "), _text(value)) for name, value in entries.items()])
-
-
-def _text(value: object) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{name}={item}" for name, item in value.items()) or "none"
-    if isinstance(value, list):
-        return ", ".join(map(str, value)) or "none"
-    return str(value)
+        report.table((), [(name.replace("_", " "), report.text(value)) for name, value in entries.items()])
 
 
 # ---- kernels -----------------------------------------------------------------------------------------------------
@@ -125,7 +118,7 @@ def build(parsed: argparse.Namespace) -> Outcome:
         "path": parsed.output or str(env.cache_dir()),
         "bytes": written,
         **_digest(parsed, parsed.output),
-    }, _show_built
+    }, partial(_show_built, is_verbose=parsed.verbose)
 
 
 def _asked_for(parsed: argparse.Namespace) -> list[Request]:
@@ -198,17 +191,16 @@ def _compile(requests: list[Request], alike: bool) -> list[Kernel]:
 
 def _about(kernel: Kernel) -> dict[str, Any]:
     about = {name: getattr(kernel, name) for name in ("name", "arch", "target", "parameters", "compiler", "origin")}
+    about["bytes"] = len(kernel.entry()[1])
     for name in ("registers", "spill_bytes", "shared_bytes"):  # not known of PTX
         about[name] = getattr(kernel, name) if kernel.resources else None
     return about | listing.described(kernel.name, kernel.parameters)
 
 
-def _show_built(result: dict[str, Any]) -> None:
-    resources = ("registers", "spill_bytes", "shared_bytes")
-    listing.show(result["kernels"], ("name", "arch", *listing.NAMED, *resources, "origin"))
-    size = "" if result["bytes"] is None else f", {result['bytes']} bytes"
-    where, compiled_by = f"{result['path']}{size}", result["compiler"].split()[0]
-    report.say(f"\n{len(result['kernels'])} kernels in {where}, by NVRTC {compiled_by}")
+def _show_built(result: dict[str, Any], is_verbose: bool) -> None:
+    kernels, compiled_by = result["kernels"], result["compiler"].split()[0]
+    listing.show(kernels, {"origin": "{origin}"}, is_verbose)
+    report.say(f"\n{len(kernels)} kernels, {listing.size(kernels)}, in {result['path']}, by NVRTC {compiled_by}")
     _show_digest(result)
 
 
@@ -246,7 +238,7 @@ def show(parsed: argparse.Namespace) -> Outcome:
 
 def _show_resources(result: dict[str, Any]) -> None:
     report.say(f"{result['name']} for {result['target']}, by NVRTC {result['compiler'].split()[0]}: {result['origin']}")
-    report.say(f"{_text(result['parameters'])}\n")
+    report.say(f"{report.text(result['parameters'])}\n")
     report.table(
         ("kernel", "registers", "spill B", "shared B"),
         [(name, *used.values()) for name, used in result["resources"].items()],
@@ -258,12 +250,13 @@ def _show_resources(result: dict[str, Any]) -> None:
 
 def cache_path(parsed: argparse.Namespace) -> Outcome:
     """Return the user's directory."""
-    return {"path": str(env.cache_dir())}, lambda result: print(result["path"])
+    return {"path": str(env.cache_dir())}, lambda result: print(printable(result["path"]))
 
 
 def cache_list(parsed: argparse.Namespace) -> Outcome:
     """Return what is stored."""
-    return {"on": env.cache_is_on(), "entries": [_row(kernel) for kernel in cache.stored()]}, _show_list
+    show = partial(_show_list, is_verbose=parsed.verbose)
+    return {"on": env.cache_is_on(), "entries": [_row(kernel) for kernel in cache.stored()]}, show
 
 
 def _row(kernel: cache.Stored) -> dict[str, Any]:
@@ -287,15 +280,16 @@ def _row(kernel: cache.Stored) -> dict[str, Any]:
     }
 
 
-def _show_list(result: dict[str, Any]) -> None:
+def _show_list(result: dict[str, Any], is_verbose: bool) -> None:
     if not result["on"]:
         report.say(env.cache_fault() or "RWKVJIT_CACHE=0 turns the cache off")
     elif not result["entries"]:
         print("no kernels")
     else:
-        known = ("layer", "bytes", "last_used", "registers", "spill_bytes", "state")
-        listing.show(result["entries"], ("name", "arch", *listing.NAMED, *known))
-        report.say(f"\n{_counted([row['layer'] for row in result['entries']])}")
+        rows, more = result["entries"], {"unused": "{age}"}
+        more |= {name: f"{{{name}}}" for name in ("layer", "state") if {row[name] for row in rows} - {"disk", "ok"}}
+        listing.show(rows, more, is_verbose)
+        report.say(f"\n{_counted([row['layer'] for row in rows])}, {listing.size(rows)}")
 
 
 def _counted(layers: Sequence[str]) -> str:
@@ -328,7 +322,7 @@ def _is_meant(kernel: cache.Stored, given: str) -> bool:
 def _show_manifests(result: dict[str, Any]) -> None:
     for entry in result["entries"]:
         report.say(f"{entry['path']}: {entry['state']}")
-        report.table((), [(name, _text(value)) for name, value in entry["manifest"].items()])
+        report.table((), [(name, report.text(value)) for name, value in entry["manifest"].items()])
 
 
 def cache_verify(parsed: argparse.Namespace) -> Outcome:
@@ -379,19 +373,8 @@ def _show_exported(result: dict[str, Any]) -> None:
 
 
 def _is_chosen(manifest: dict[str, Any], ops: Iterable[str] | None, archs: Iterable[str] | None) -> bool:
-    return (not ops or any(_is_of(op, manifest) for op in ops)) and (not archs or manifest["arch"] in archs)
-
-
-def _is_of(op: str, manifest: dict[str, Any]) -> bool:
-    """Return whether calls of an op may take a kernel: its templates, which ops can share, with its parameters."""
-    from rwkv_jit import template
-    from rwkv_jit.ops import table
-
-    entry, name, parameters = table.OPS.get(op), manifest["name"], manifest.get("parameters", {})
-    if entry is None or name not in template.names():
-        return f"{name}_".startswith(f"{op}_")
-    constants = {**entry.constants, **entry.backward_constants}
-    return table.takes(entry, name) and all(parameters.get(key, value) == value for key, value in constants.items())
+    kernel = manifest["name"], manifest.get("parameters", {})
+    return (not ops or any(listing.is_of(op, *kernel) for op in ops)) and (not archs or manifest["arch"] in archs)
 
 
 def cache_import(parsed: argparse.Namespace) -> Outcome:

@@ -42,7 +42,7 @@ def show(result: dict[str, Any]) -> None:
     report.records({"check": "{name}", "state": "{state}", "found": "{text}"}, findings)
     for finding in findings:
         if finding["mend"]:
-            print("\n{name}: {text}\n    {mend}".format(**finding))
+            report.say("\n{name}: {text}\n    {mend}".format(**finding))
     states = Counter(finding["state"] for finding in findings)
     print(f"\nErrors: {states['error']}, warnings: {states['warning']}.")
 

@@ -21,6 +21,13 @@ def brief(value: object, most: int = 200) -> str:
         return f"a value of type {type(value).__name__} that cannot be printed"
 
 
+def printable(text: str) -> str:
+    """Return a text for a terminal, which would obey the control characters of a name: they are written as escapes."""
+    if text.isprintable():
+        return text
+    return "".join(x if x.isprintable() or x in "\n\t" else x.encode("unicode_escape").decode() for x in text)
+
+
 def reason(error: OSError) -> str:
     """Return what the system says of an error, without number and path."""
     return error.strerror or str(error)

@@ -1,28 +1,52 @@
-"""How commands list kernels: with what tells one from another."""
+"""How commands list kernels: a line for each, by the ops that take it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from functools import cache
-from operator import itemgetter
 from typing import Any
 
 from rwkv_jit import report, template
+from rwkv_jit.ops import table
 
-NAMED = ("direction", "head_size", "dtype", "threads", "chunk_len")
-SPARE = ("origin", "shared_bytes", "bytes", "last_used", "spill_bytes", "registers")  # in a narrow terminal
+_OF_NO_OP = ("layer_", "head_decay_", "channel_decay_")  # how names of templates begin
+_COLUMNS = {"op": "{op}", "direction": "{direction}", "sizes": "{head_size}", "dtype": "{dtype}", "arch": "{arch}",
+            "KB": "{kilobytes}"}  # fmt: skip
+_DETAILS = {"threads": "{threads}", "chunk len": "{chunk_len}", "registers": "{registers}",
+            "spill B": "{spill_bytes}", "parameters": "{constants}"}  # fmt: skip
 
 
 def described(name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the columns of NAMED say of a kernel, by its template; None for what it does not have."""
+    """Return what a list says of a kernel, by its template; None for what it does not have."""
     sizes = [str(parameters[size]) for size in ("HEAD_SIZE", "VALUE_SIZE") if size in parameters]
     return {
+        "op": _called_by(name, parameters),
         "direction": _direction(name, parameters) if parameters and name in _library() else None,
         "head_size": "x".join(dict.fromkeys(sizes)) or None,
         "dtype": parameters.get("T_IO"),
         "threads": parameters.get("NUM_THREADS"),
         "chunk_len": parameters.get("CHUNK_LEN"),
     }
+
+
+def is_of(op: str, name: str, parameters: Mapping[str, Any]) -> bool:
+    """Return whether calls of an op may take a kernel: its templates, which ops can share, with its parameters."""
+    entry = table.OPS.get(op)
+    if entry is None or name not in _library():
+        return f"{name}_".startswith(f"{op}_")
+    if "HEAD_SIZE" in parameters and not entry.has_heads:
+        return False
+    of_op = {**entry.constants, **entry.backward_constants, "DELTA": entry.family == "delta"}
+    return table.takes(entry, name) and all(parameters.get(key, value) == value for key, value in of_op.items())
+
+
+def _called_by(name: str, parameters: Mapping[str, Any]) -> str:
+    """Return the ops that take a kernel; of one that is no op's its template."""
+    ops = [op for op in table.OPS if is_of(op, name, parameters)] if parameters else []
+    if not 0 < len(ops) < 5 or name.startswith(_OF_NO_OP):
+        return name
+    return ", ".join(ops) if len(ops) < 3 else f"{ops[0]} and {len(ops) - 1} more"
 
 
 def _direction(name: str, parameters: Mapping[str, Any]) -> str:
@@ -40,27 +64,27 @@ def _library() -> frozenset[str]:
     return frozenset(template.names())
 
 
-def show(kernels: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
-    """Print a table of kernels, with a column for what else tells those apart whose rows are alike.
-
-    Each kernel has its `parameters`, and everything that `columns` names.
-    """
-    telling = itemgetter(*(name for name in columns if name in ("layer", "arch", "name", *NAMED)))
-    alike: dict[object, list[Mapping[str, Any]]] = {}
-    for kernel in kernels:
-        alike.setdefault(telling(kernel), []).append(kernel["parameters"])
-    rows = [{**kernel, "with": _differences(kernel["parameters"], alike[telling(kernel)])} for kernel in kernels]
-    if any(row["with"] for row in rows):
-        columns = [*columns, "with"]
-    report.records({_title(name): f"{{{name}}}" for name in columns}, rows, list(map(_title, SPARE)))
-
-
-def _differences(own: Mapping[str, Any], alike: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the parameters of a kernel that are not those of all others of the same row."""
-    names = sorted({name for parameters in alike for name in parameters})
-    differing = [name for name in names if any(own.get(name) != other.get(name) for other in alike)]
-    return ", ".join(f"{name.lower()} {own.get(name)}" for name in differing) or None
+def show(kernels: Sequence[Mapping[str, Any]], more: Mapping[str, str], is_verbose: bool) -> None:
+    """Print a line for each kernel, with the columns of `more` behind those of all lists; `is_verbose` adds details."""
+    rows = [
+        {
+            **kernel,
+            "kilobytes": -(-kernel["bytes"] // 1024),
+            "age": _age(kernel["last_used"]) if kernel.get("last_used") else None,
+            "constants": report.text(kernel["parameters"]),
+        }
+        for kernel in kernels
+    ]
+    columns = {**_COLUMNS, **more, "kernel": "{name}", **(_DETAILS if is_verbose else {})}
+    report.records(columns, rows, ["kernel", *more])
 
 
-def _title(column: str) -> str:
-    return column.replace("_bytes", " B").replace("_", " ")
+def size(kernels: Sequence[Mapping[str, Any]]) -> str:
+    """Return the size of kernels together."""
+    return f"{sum(kernel['bytes'] for kernel in kernels) / 2**20:.3g} MB"
+
+
+def _age(since: str) -> str:
+    minutes = max(0, int((datetime.now() - datetime.fromisoformat(since)).total_seconds()) // 60)
+    units = (("d", 1440), ("h", 60), ("min", 1))
+    return next(f"{minutes // one} {unit}" for unit, one in units if minutes >= one or one == 1)

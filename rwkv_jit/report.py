@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from rwkv_jit.errors import printable
+
 _STYLES = {"error": "red", "warning": "yellow", "ok": "green"}
 _INDENT = _GAP = "  "
 _PIECE = re.compile(r"\s*[^\s/]+/*|\s*/+")  # a word, or a part of a path: a line may end behind it
@@ -25,7 +27,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]], spare: Sequence
     becomes a list of records. `head` is empty for a table without names of columns. A column of numbers is set to the
     right.
     """
-    texts = [[" ".join(str(cell).splitlines()) for cell in row] for row in rows]
+    texts = [[printable(" ".join(str(cell).splitlines())) for cell in row] for row in rows]
     if not head and not texts:
         return
     columns: list[Column] = list(zip(head or [""] * len(texts[0]), *texts, strict=True))
@@ -34,6 +36,15 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]], spare: Sequence
         return
     for line in _lines(columns, [max(map(len, column)) for column in columns]):
         print(line)
+
+
+def text(value: object) -> str:
+    """Return what a cell shows of a value."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}={item}" for name, item in value.items()) or "none"
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return str(value)
 
 
 class _Formatter(string.Formatter):
@@ -52,7 +63,7 @@ def records(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]], spare
 
 def say(text: str) -> None:
     """Print sentences, on a terminal in lines that it need not break."""
-    for line in text.split("\n"):
+    for line in printable(text).split("\n"):
         # A command stands on a line of its own, with spaces before it, and stays whole.
         is_whole = line.startswith(" ") or not sys.stdout.isatty()
         print(line if is_whole else "\n".join(broken(line, shutil.get_terminal_size().columns)))
@@ -166,9 +177,10 @@ def _print_styled(lines: Sequence[str]) -> None:
     from rich.text import Text
 
     console = Console(highlight=False)
-    for line in lines:
+    begin = next((place for place, line in enumerate(lines) if line.startswith(f"{_INDENT}─")), 0)
+    for place, line in enumerate(lines):
         text = Text(line)
-        for word, style in _STYLES.items():  # as a cell of its own
+        for word, style in _STYLES.items() if place >= begin else ():  # as a whole cell, and not as a column's name
             text.highlight_regex(rf"(?:(?<=  )|^){word}(?=  |$)", style)
         console.print(text, soft_wrap=True)
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from rwkv_jit import env
+from rwkv_jit.errors import printable
 
 logger = logging.getLogger("rwkv_jit")
 _lock = threading.Lock()
@@ -76,7 +77,7 @@ def say_once(message: str, *, key: str | None = None) -> None:
             return
         _said.add(key or message)
     configure_logging()
-    logger.warning(message)
+    logger.warning(printable(message))
 
 
 @contextmanager
@@ -93,7 +94,7 @@ def say_if_slow(message: str) -> Iterator[None]:
 
 def _say_if_held(works: threading.Lock, message: str) -> None:
     if not works.acquire(timeout=_QUIET_SECONDS):
-        logger.warning(message)
+        logger.warning(printable(message))
 
 
 def configure_logging() -> None:

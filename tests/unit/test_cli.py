@@ -8,7 +8,7 @@ import stat
 import subprocess
 import sys
 from contextlib import contextmanager
-from datetime import datetime
+from datetime import datetime, timedelta
 from hashlib import sha256
 
 import pytest
@@ -18,6 +18,7 @@ import rwkv_jit
 from rwkv_jit import cache, cli, commands, env, listing, report, sass
 from rwkv_jit.cache import Compiled, Resources, bundle
 from rwkv_jit.errors import RwkvJitError
+from rwkv_jit.ops.table import OPS
 
 
 def put(head_size=48, arch="sm_90", name="wkv7_recurrent_forward", **parameters):
@@ -261,26 +262,38 @@ def test_list(run, data, tmp_path, monkeypatch):
     damage(damaged)
     more = {"VALUE_SIZE": 64, "NUM_THREADS": 64, "BACKWARD": True}
     for path in (damaged, other, put(48, name="wkv7_join", arch="sm_90a", **more)):
-        used = datetime(2026, 3, 4, 15, 6).timestamp()
+        used = int((datetime.now() - timedelta(hours=50)).timestamp())
         os.utime(path, (used, used))
     code, printed, said = run("cache", "list")
     assert (code, said) == (0, "")
-    assert [re.split("  +", line.strip()) for line in printed.splitlines()] == [
-        ["name", "arch", "direction", "head size", "dtype", "threads", "chunk len", "layer", "bytes", "last used",
-         "registers", "spill B", "state"],
-        ["my_template", "sm_80", "-", "8", "fp16", "-", "-", "disk", "497", "2026-03-04 15:06", "128", "16", "ok"],
-        ["wkv7_join", "sm_90", "-", "-", "-", "-", "-", "disk", "497", "2026-03-04 15:06", "-", "-", "damaged"],
-        ["wkv7_join", "sm_90a", "backward", "48x64", "bf16", "64", "-", "disk", "536", "2026-03-04 15:06", "128", "16",
-         "ok"],
-        ["my_template", "sm_80", "-", "8", "fp16", "-", "-", "bundle", "497", "-", "128", "16", "ok"],
+    lines = [
+        ["op", "direction", "sizes", "dtype", "arch", "KB", "unused", "layer", "state", "kernel"],
+        ["my_template", "-", "8", "fp16", "sm_80", "1", "2 d", "disk", "ok", "my_template"],
+        ["wkv7_join", "-", "-", "-", "sm_90", "1", "2 d", "disk", "damaged", "wkv7_join"],
+        ["wkv7", "backward", "48x64", "bf16", "sm_90a", "1", "2 d", "disk", "ok", "wkv7_join"],
+        ["my_template", "-", "8", "fp16", "sm_80", "1", "-", "bundle", "ok", "my_template"],
         [""],
-        ["4 kernels (disk 3, bundle 1)"],
-    ]  # fmt: skip
+        ["4 kernels (disk 3, bundle 1), 0.00193 MB"],
+    ]
+    assert [re.split("  +", line.strip()) for line in printed.splitlines()] == lines
+    of_details = [
+        ["threads", "chunk len", "registers", "spill B", "parameters"],
+        ["-", "-", "128", "16", "HEAD_SIZE=8, T_IO=fp16, VALUE_SIZE=8"],
+        ["-", "-", "-", "-", "none"],
+        ["64", "-", "128", "16", "BACKWARD=True, HEAD_SIZE=48, NUM_THREADS=64, T_IO=bf16, VALUE_SIZE=64"],
+        ["-", "-", "128", "16", "HEAD_SIZE=8, T_IO=fp16, VALUE_SIZE=8"],
+    ]
+    printed = run("cache", "list", "--verbose")[1].splitlines()
+    found = [re.split("  +", line.strip()) for line in printed[:5]]
+    assert found == [own + more for own, more in zip(lines, of_details, strict=False)]
+    assert printed[5:] == ["", *lines[-1]]
     rows = data("cache", "list")["entries"]
     assert [row["state"] for row in rows] == ["ok", "damaged", "ok", "ok"]
     assert rows[0] == {
-        "layer": "disk", "arch": "sm_80", "name": "my_template", "direction": None, "head_size": "8", "dtype": "fp16",
-        "threads": None, "chunk_len": None, "bytes": other.stat().st_size, "last_used": "2026-03-04 15:06",
+        "layer": "disk", "arch": "sm_80", "name": "my_template", "op": "my_template", "direction": None,
+        "head_size": "8", "dtype": "fp16",
+        "threads": None, "chunk_len": None, "bytes": other.stat().st_size,
+        "last_used": datetime.fromtimestamp(used).isoformat(" ", "minutes"),
         "registers": 128, "spill_bytes": 16, "state": "ok", "path": str(other),
         "parameters": {"HEAD_SIZE": 8, "VALUE_SIZE": 8, "T_IO": "fp16"},
     }  # fmt: skip
@@ -385,7 +398,7 @@ def test_counts_agree_where_kernels_lie_in_a_bundle_too(run, tmp_path, fresh_ser
     put(3)
     run("cache", "import", tmp_path / "x.bundle")
     count = "5 kernels (disk 3, bundle 2)"
-    assert run("cache", "list")[1].splitlines()[-1] == count
+    assert run("cache", "list")[1].splitlines()[-1] == f"{count}, 0.00242 MB"
     assert run("cache", "verify")[1] == f"{count} read, 0 faults\n"
     assert run("cache", "clear")[1] == f"{count} deleted from {fresh_service}\n"
     assert run("cache", "verify")[1] == "0 kernels (none) read, 0 faults\n"
@@ -463,20 +476,37 @@ def test_table_on_a_terminal(monkeypatch):
     assert "y" * 120 in text
 
 
+def test_colours_are_for_states_and_not_for_columns_that_are_called_so(monkeypatch):
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    printed = []
+    for _ in range(2):
+        terminal = Terminal()
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", terminal)
+            patch.setenv("TERM", "xterm")
+            report.table(("op", "error", "ok"), [("wkv7", "1e-3", "error"), ("wkv6", "1e-3", "ok")])
+        printed.append(terminal.getvalue().splitlines())
+        monkeypatch.setenv("NO_COLOR", "1")
+    coloured, plain = printed
+    assert [("\x1b[" in line) for line in coloured] == [False, False, True, True]
+    assert plain == ["  op    error  ok", "  ────  ─────  ─────", "  wkv7   1e-3  error", "  wkv6   1e-3  ok"]
+
+
 KERNELS = [
     {
-        "name": name, "arch": "sm_90a", "direction": way, "head_size": "128x256", "dtype": "bf16", "threads": threads,
-        "chunk_len": 64, "registers": 1234567 + threads, "spill_bytes": 0, "shared_bytes": 7654321,
+        "name": name, "op": op, "arch": arch, "direction": way, "head_size": "128x256", "dtype": "bf16",
+        "threads": threads, "chunk_len": 64, "registers": 1234567 + threads, "spill_bytes": 0, "bytes": 654321,
         "origin": "compiled",
-        "parameters": {"FOR_GROUPS": groups, "NUM_THREADS": threads},
+        "parameters": {f"A_LONG_CONSTANT_{number}": number for number in range(20)} | {"FOR_GROUPS": groups},
     }
-    for name, way, threads, groups in [
-        ("wkv7_recurrent_backward", "backward", 128, False), ("gla_scan", "forward", 384, True),
-        ("gla_scan", "forward", 384, False), ("gla_group_key_gradients", "backward", 1024, False),
+    for name, op, arch, way, threads, groups in [
+        ("wkv7_recurrent_backward", "wkv7", "sm_90a", "backward", 128, False),
+        ("gla_scan", "gla, linear_attention", "sm_120a", "forward", 384, True),
+        ("gla_scan", "wkv5 and 3 more", "sm_90a", "forward", 384, False),
+        ("gla_group_key_gradients", "gla", "sm_90a", "backward", 1024, False),
     ]
 ]  # fmt: skip
-COLUMNS = ("name", "arch", "direction", "head_size", "dtype", "threads", "chunk_len", "registers", "spill_bytes",
-           "shared_bytes", "origin")  # fmt: skip
 
 
 def shown(columns, monkeypatch, show):
@@ -495,14 +525,60 @@ def shown(columns, monkeypatch, show):
 @pytest.mark.parametrize("columns", [60, 80, 120])
 def test_table_fits_the_terminal_and_breaks_no_word(columns, monkeypatch):
     shown(columns, monkeypatch, lambda: cli.main(["info"]))
-    lines = shown(columns, monkeypatch, lambda: listing.show(KERNELS, COLUMNS))
+    lines = shown(columns, monkeypatch, lambda: listing.show(KERNELS, {"origin": "{origin}"}, is_verbose=True))
     words = {word.strip(",.") for line in lines for word in line.split()}
     always = {"wkv7_recurrent_backward", "gla_scan", "gla_group_key_gradients", "backward", "forward", "sm_90a",
-              "128x256", "bf16", "128", "384", "1024", "64", "for_groups", "True", "False"}  # fmt: skip
+              "128x256", "bf16", "128", "384", "1024", "64", "FOR_GROUPS=True", "FOR_GROUPS=False",
+              "A_LONG_CONSTANT_19=19"}  # fmt: skip
     assert always <= words
-    whole = {str(each[name]) for each in KERNELS for name in COLUMNS} | {"0", "-"}
-    assert {word for word in words if re.search(r"\d|_", word)} <= whole | {"for_groups"}
-    assert sum(line.lstrip().startswith("gla_scan") for line in lines) == 2
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_kernel_takes_one_line(columns, monkeypatch):
+    lines = shown(columns, monkeypatch, lambda: listing.show(KERNELS, {"origin": "{origin}"}, is_verbose=False))
+    rows = [re.split("  +", line.strip()) for line in lines[-4:]]
+    if columns == 80:
+        assert lines[0] == "  In every row: sizes 128x256, dtype bf16, KB 639, origin compiled."
+        assert rows == [[each[name] for name in ("op", "direction", "arch", "name")] for each in KERNELS]
+    else:
+        names = ("op", "direction", "head_size", "dtype", "arch")
+        assert rows == [[*(each[name] for name in names), "639", "compiled", each["name"]] for each in KERNELS]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_kernels_are_listed_by_the_ops_that_take_them(op):
+    """The constants of an op are in its kernels, and whatever names no op names its template."""
+    entry, sizes = OPS[op], {"HEAD_SIZE": 8} if OPS[op].has_heads else {"T_IO": "bf16"}
+    found = listing.described(
+        f"{entry.stem}_recurrent_backward", {**entry.constants, **entry.backward_constants, **sizes}
+    )
+    assert op in found["op"].split(", ")
+    assert not listing.is_of("wkv7" if op == "gla" else "gla", "update_states", {"DELTA": op != "gla", **sizes})
+    for name in ("copy_states", "layer_gated_norm", "head_decay_forward", "mine"):
+        assert listing.described(name, {"HEAD_SIZE": 8})["op"] == name
+    assert listing.described("gla_join", {"HEAD_SIZE": 8})["op"] == "wkv5 and 3 more"
+
+
+HOSTILE = "a\x1b[31mb\x9b2J\u202ec\x07\rd\udcff"
+ESCAPED = r"a\x1b[31mb\x9b2J\u202ec\x07\rd\udcff"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["cache", "list"], ["cache", "path"], ["cache", "verify"], ["cache", "show", "k"], ["info"], ["doctor"],
+     ["cache", "import", HOSTILE], ["cache", "show", HOSTILE], ["show", HOSTILE],
+     ["build", "--model", f"{HOSTILE}.json"], ["build", "--op", HOSTILE], ["cache", "clear"], ["run", HOSTILE]],
+    ids=" ".join,
+)  # fmt: skip
+def test_a_terminal_does_not_obey_names(command, run, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("RWKVJIT_CACHE_DIR", str(tmp_path / HOSTILE))
+    damage(put(name=f"k{HOSTILE}"))
+    put(name="k2")
+    monkeypatch.setenv("RWKVJIT_CACHE_PATH", str(tmp_path / f"no {HOSTILE}"))
+    _, printed, said = run(*command)
+    text = printed + said + "".join(caplog.messages)
+    assert not re.search(r"[^\n -~…─\u2026]", text.replace("→", "")), ascii(text)
+    assert r"\x1b[31mb" in text
 
 
 def test_what_all_rows_share_is_said_once_where_there_is_little_room(monkeypatch):

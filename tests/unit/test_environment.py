@@ -432,11 +432,11 @@ def test_counts_of_many_threads_add_up():
 
 # Every module imports from lines above its own alone.
 ORDER = """
-errors after report signatures gpu reference dlpack bench.timing ops algorithms inference derived
-env template models sass derived.reference
-stats problem listing cache.files cache.entry
+errors after signatures gpu reference dlpack bench.timing ops algorithms inference derived
+env template models sass derived.reference report
+stats problem cache.files cache.entry
 forks cache.lock cache.owned ops.table derived.table
-cuda cache.claim cache.bundle
+cuda cache.claim cache.bundle listing
 cache.installed
 cache
 identity
