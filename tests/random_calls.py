@@ -647,7 +647,8 @@ def _convolution(draw, p, most):
 def _convolution_update(draw, p, most):
     rows, tokens, channels, width = (draw.choice(x) for x in ([1, 3, 5], [1, 1, 2, 4], [1, 7, 24, 64], [2, 3, 4, 8]))
     slots = _slots(draw, rows, False)
-    length, fixed = width - 1 + draw.choice([0, 0, 1, 3]), FP32 if p.wide else p.dtype
+    is_ring = draw.random() < 0.3
+    length, fixed = width - 1 + draw.choice([0, 0, 1, 3, 20 * is_ring]), FP32 if p.wide else p.dtype
     is_last, activation = draw.random() < 0.4, draw.choice([None, "silu"])
     tensors = {"x": torch.randn(rows, tokens, channels, device=DEVICE).to(p.dtype)}
     tensors["weight"] = torch.randn(channels, width, device=DEVICE).to(fixed)
@@ -656,6 +657,8 @@ def _convolution_update(draw, p, most):
     of_slot = (length, channels) if is_last else (channels, length)
     tensors["conv_state"] = torch.randn(slots.count, *of_slot, device=DEVICE).to(p.state)
     tensors |= slots.options
+    if is_ring:
+        tensors["cache_seqlens"] = torch.tensor([draw.randrange(50) for _ in range(rows)], device=DEVICE).int()
     if draw.random() < 0.4:
         tensors["out"] = torch.randn_like(tensors["x"])
 
@@ -669,7 +672,8 @@ def _convolution_update(draw, p, most):
         pool = given["conv_state"].transpose(1, 2) if is_last else given["conv_state"]
         indices = torch.tensor([-1 if slot is None else slot for slot in slots.read])
         rounded = pool.to(p.state)  # tokens are rounded as the pool has them
-        y, pool = plain_convolution.update(given["x"], rounded, given["weight"], given.get("bias"), activation, indices)
+        more = {"slots": indices, "cache_seqlens": given.get("cache_seqlens")}
+        y, pool = plain_convolution.update(given["x"], rounded, given["weight"], given.get("bias"), activation, **more)
         return [y, pool.double().transpose(1, 2) if is_last else pool.double()]
 
     written = {"conv_state": sorted(x for x in slots.read if x is not None), "out": ...}

@@ -321,7 +321,7 @@ def _plan_of_update(named: Mapping[str, Tensor | None], null_index: int, activat
     slots = pool.shape[0]
     stride = pool.stride(0) if slots > 1 else 0
     address = 16 | stride * pool.element_size()
-    for name in ("x", "weight", "bias", "conv_state", "y"):  # inputs too: a plan that copies these would copy the pool
+    for name in ("x", "weight", "bias", "conv_state", "y"):  # inputs too, which need no copy then
         x = named[name]
         address |= 0 if x is None else x.data_ptr()
     alignment = address & -address
