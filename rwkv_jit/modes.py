@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import get_args
 
 import torch
 
-_PRECISIONS = "medium", "high"
-
+from rwkv_jit.legal import Precision
 
 # What a call goes by: the types of rows that the tensor cores take as float16, and whether results may not depend on
 # the batch. A call looks at it once, as another thread may change it meanwhile.
@@ -25,7 +25,7 @@ products_of_float32: Callable[[], str] = (
 )
 _FAST = "tf32", "high", "medium"  # what these answer where torch allows fewer digits
 
-_bfloat16_precision = "medium"
+_bfloat16_precision: Precision = "medium"
 _exact: Modes = USUAL  # where torch wants all digits of float32 products
 _fast: Modes = ("fp32",), False  # where it does not
 
@@ -51,7 +51,7 @@ def high() -> Iterator[None]:
         _exact, _fast = before
 
 
-def _set(precision: str, is_batch_invariant: bool) -> None:
+def _set(precision: Precision, is_batch_invariant: bool) -> None:
     global _bfloat16_precision, _exact, _fast
     narrow: tuple[str, ...] = ("bf16",) if precision == "high" else ()
     several: tuple[Modes, Modes] = (narrow, False), (("fp32", *narrow), False)
@@ -60,7 +60,7 @@ def _set(precision: str, is_batch_invariant: bool) -> None:
     _bfloat16_precision, (_exact, _fast) = precision, several
 
 
-def set_bfloat16_precision(precision: str) -> None:
+def set_bfloat16_precision(precision: Precision) -> None:
     """Say how exact the tensor cores are on bfloat16 tensors, in the words of `torch.set_float32_matmul_precision`.
 
     With "medium" products are made of bfloat16 numbers, with 8 bits, and y and gradients are 2 to 5e-3 off. With "high"
@@ -86,12 +86,12 @@ def set_bfloat16_precision(precision: str) -> None:
     >>> rwkv_jit.get_bfloat16_precision()
     'high'
     """
-    if precision not in _PRECISIONS:
+    if precision not in get_args(Precision):
         raise ValueError(f"precision: expected 'medium' or 'high', got {precision!r}")
     _set(precision, is_batch_invariant())
 
 
-def get_bfloat16_precision() -> str:
+def get_bfloat16_precision() -> Precision:
     """Return how exact the tensor cores are on bfloat16 tensors.
 
     Returns

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from rwkv_jit.gpu import Gpu
+from rwkv_jit.legal import Backend, Decay
 
 if TYPE_CHECKING:
     from rwkv_jit.template import Parameter
+
 
 STATE = "initial_state"  # what stands beside the inputs of an op
 BYTES = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
@@ -69,8 +71,8 @@ class Op:
     output: str = "BTHV"
     lead: int = 0
     decay: str = "raw"
-    decays: tuple[str, ...] = ("raw", "sigmoid", "log", "direct")
-    backends: tuple[str, ...] = ("auto", "recurrent", "chunked", "split", "reference")
+    decays: tuple[str, ...] = get_args(Decay)
+    backends: tuple[str, ...] = get_args(Backend)
     scale: float | None = 1.0
     wide: tuple[str, ...] = ("w", "u")
     constants: Mapping[str, Parameter] = field(default_factory=dict)

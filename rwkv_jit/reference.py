@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rwkv_jit.legal import Decay, StateLayout, Wkv4Decay
+
 SIGMOID_RATE = 0.6065306597126334  # e^(-1/2)
 # Stronger raw decays give factors of 0 too. With w above it, e^w is infinite and the gradient 0 inf, which is NaN.
 STRONGEST_RAW = 88.0
@@ -94,9 +96,9 @@ def wkv7_ref(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     scale: float = 1.0,
-    decay: str = "raw",
+    decay: Decay = "raw",
     decay_bound: float | None = None,
-    state_layout: str = "vk",
+    state_layout: StateLayout = "vk",
 ) -> tuple[Tensor, Tensor | None]:
     """RWKV-7 time mixing in plain torch; see `rwkv_jit.wkv7` for the arguments.
 
@@ -184,9 +186,9 @@ def wkv6_ref(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     scale: float = 1.0,
-    decay: str = "raw",
+    decay: Decay = "raw",
     decay_bound: float | None = None,
-    state_layout: str = "vk",
+    state_layout: StateLayout = "vk",
 ) -> tuple[Tensor, Tensor | None]:
     """RWKV-6 time mixing in plain torch; see `rwkv_jit.wkv6` for the arguments.
 
@@ -238,9 +240,9 @@ def wkv5_ref(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     scale: float = 1.0,
-    decay: str = "raw",
+    decay: Decay = "raw",
     decay_bound: float | None = None,
-    state_layout: str = "vk",
+    state_layout: StateLayout = "vk",
 ) -> tuple[Tensor, Tensor | None]:
     """RWKV-5 time mixing in plain torch; see `rwkv_jit.wkv5` for the arguments.
 
@@ -290,9 +292,9 @@ def gla_ref(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     scale: float | None = None,
-    decay: str = "log",
+    decay: Decay = "log",
     decay_bound: float | None = None,
-    state_layout: str = "kv",
+    state_layout: StateLayout = "kv",
 ) -> tuple[Tensor, Tensor | None]:
     """Gated linear attention in plain torch; see `rwkv_jit.gla` for the arguments.
 
@@ -340,7 +342,7 @@ def linear_attention_ref(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     scale: float | None = None,
-    state_layout: str = "kv",
+    state_layout: StateLayout = "kv",
     normalize: bool = False,
 ) -> tuple[Tensor, Any]:
     """Linear attention in plain torch; see `rwkv_jit.linear_attention` for the arguments.
@@ -394,7 +396,7 @@ def wkv4_ref(
     v: Tensor,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
-    decay: str = "raw",
+    decay: Wkv4Decay = "raw",
 ) -> tuple[Tensor, Tensor | None]:
     """RWKV-4 time mixing in plain torch; see `rwkv_jit.wkv4` for the arguments.
 

@@ -6,7 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,16 @@ from rwkv_jit.launch import Launch
 MOST_TOKEN_STRIDE = 2**26 - 1
 _MOST_SHAPES = 1024  # of packings to remember
 STORAGE = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+class SupportsDLPack(Protocol):
+    """An array of another library that shows its memory through DLPack: of CuPy, NumPy, JAX and others."""
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a capsule of its memory."""
+
+
+Array = Tensor | SupportsDLPack  # what calls take for tensors
 
 
 def from_any(name: str, array: Any, in_place: bool = False) -> Tensor:

@@ -184,7 +184,7 @@ def _timex_of_template(compiled: kernel.Kernel, given: Sequence[Tensor]) -> Form
     return Form(compiled, forward)
 
 
-def _timex_of_backend(backend: str, given: Sequence[Tensor]) -> Form:
+def _timex_of_backend(backend: Any, given: Sequence[Tensor]) -> Form:
     """Return what calls of the op run, or of torch's convolution."""
 
     def run(w: Tensor, k: Tensor) -> Tensor:

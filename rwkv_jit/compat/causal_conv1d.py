@@ -15,6 +15,7 @@ from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.inference import arguments
 from rwkv_jit.layers import convolution
 from rwkv_jit.layers.convolution_steps import MOST_STATE_LEN
+from rwkv_jit.legal import Activation
 from rwkv_jit.ops import checks
 
 
@@ -163,14 +164,14 @@ def _taps(x: Tensor, weight: Any, bias: Any) -> tuple[Tensor, Tensor | None]:
     return several[0], several[1]  # type: ignore[return-value]
 
 
-def _activation(activation: Any) -> str | None:
+def _activation(activation: Any) -> Activation | None:
     if activation is None:
         return None
     checks.check_name("activation", activation, ("silu", "swish"))
     return "silu"
 
 
-def _of_texts(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Any, activation: str | None) -> Tensor:
+def _of_texts(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Any, activation: Activation | None) -> Tensor:
     """Return y of texts that stand one behind another in each row."""
     batch, channels, tokens = x.shape
     seq_idx = tensors.from_any("seq_idx", seq_idx)

@@ -107,8 +107,8 @@ def mamba_chunk_scan_combined(
                     f"got {list(state.shape)}"
                 )
             state = state.new_zeros(len(bounds) - 1, *state.shape[1:]).index_copy(0, first, state)
-        rows = (None if t is None else t.flatten(0, 1).unsqueeze(0) for t in (x, dt, B, C, z))
-        x1, dt1, B1, C1, z1 = rows
+        x1, dt1, B1, C1 = (t.flatten(0, 1).unsqueeze(0) for t in (x, dt, B, C))
+        z1 = None if z is None else z.flatten(0, 1).unsqueeze(0)
         out, final = ssd(x1, dt1, A, B1, C1, state, return_final_states, bounds, D=D, z=z1, **options)
         out, final = out.view(x.shape), None if final is None else final.index_select(0, last)
     return out if final is None else (out, final)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from rwkv_jit.derived import arguments, channel_decays, head_decays
 from rwkv_jit.derived.operands import of_delta_rule
 from rwkv_jit.derived.table import OPS
+from rwkv_jit.legal import BetaMap
 from rwkv_jit.ops.wkv7 import wkv7
+from rwkv_jit.tensors import Array
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -18,20 +20,20 @@ if TYPE_CHECKING:
 
 
 def kda(
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any,
-    beta: Any,
-    initial_state: Any = None,
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    initial_state: Array | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Any = None,
+    cu_seqlens: Array | None = None,
     *,
-    A_log: Any = None,
-    dt_bias: Any = None,
+    A_log: Array | None = None,
+    dt_bias: Array | None = None,
     lower_bound: float | None = None,
     qk_norm: bool = False,
-    beta_map: str = "identity",
+    beta_map: BetaMap = "identity",
     **options: Unpack[DecayOptions],
 ) -> tuple[Tensor, Tensor | None]:
     r"""Kimi Delta Attention over sequences, with gradients to every input and to the initial state.
@@ -129,19 +131,19 @@ def kda(
 
 
 def gated_delta_rule(
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any,
-    beta: Any,
-    initial_state: Any = None,
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    initial_state: Array | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Any = None,
+    cu_seqlens: Array | None = None,
     *,
-    A_log: Any = None,
-    dt_bias: Any = None,
+    A_log: Array | None = None,
+    dt_bias: Array | None = None,
     qk_norm: bool = False,
-    beta_map: str = "identity",
+    beta_map: BetaMap = "identity",
     **options: Unpack[CallOptions],
 ) -> tuple[Tensor, Tensor | None]:
     r"""The gated delta rule over sequences, with gradients to every input and to the initial state.
@@ -235,16 +237,16 @@ def gated_delta_rule(
 
 
 def delta_rule(
-    q: Any,
-    k: Any,
-    v: Any,
-    beta: Any,
-    initial_state: Any = None,
+    q: Array,
+    k: Array,
+    v: Array,
+    beta: Array,
+    initial_state: Array | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Any = None,
+    cu_seqlens: Array | None = None,
     *,
     qk_norm: bool = False,
-    beta_map: str = "identity",
+    beta_map: BetaMap = "identity",
     **options: Unpack[CallOptions],
 ) -> tuple[Tensor, Tensor | None]:
     r"""The delta rule over sequences, with gradients to every input and to the initial state.
@@ -330,18 +332,18 @@ def delta_rule(
 
 
 def gated_delta_rule2(
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any,
-    beta: Any,
-    write_gate: Any,
-    initial_state: Any = None,
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    write_gate: Array,
+    initial_state: Array | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Any = None,
+    cu_seqlens: Array | None = None,
     *,
-    A_log: Any = None,
-    dt_bias: Any = None,
+    A_log: Array | None = None,
+    dt_bias: Array | None = None,
     lower_bound: float | None = None,
     qk_norm: bool = False,
     **options: Unpack[DecayOptions],

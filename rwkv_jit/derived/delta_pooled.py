@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -12,6 +12,8 @@ from rwkv_jit.derived.table import OPS
 from rwkv_jit.inference.options import UpdateOptions, VarlenOptions
 from rwkv_jit.inference.update import wkv7_update
 from rwkv_jit.inference.varlen import wkv7_varlen
+from rwkv_jit.legal import BetaMap
+from rwkv_jit.tensors import Array
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -21,18 +23,18 @@ if TYPE_CHECKING:
 
 
 def kda_update(
-    state: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any,
-    beta: Any,
+    state: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
     *,
-    A_log: Any = None,
-    dt_bias: Any = None,
+    A_log: Array | None = None,
+    dt_bias: Array | None = None,
     lower_bound: float | None = None,
     qk_norm: bool = False,
-    beta_map: str = "identity",
+    beta_map: BetaMap = "identity",
     **options: Unpack[UpdateOptions],
 ) -> Tensor:
     r"""Kimi Delta Attention of one or a few tokens, which changes states of a pool in place: for decoding.
@@ -88,17 +90,17 @@ def kda_update(
 
 
 def gated_delta_rule_update(
-    state: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any,
-    beta: Any,
+    state: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
     *,
-    A_log: Any = None,
-    dt_bias: Any = None,
+    A_log: Array | None = None,
+    dt_bias: Array | None = None,
     qk_norm: bool = False,
-    beta_map: str = "identity",
+    beta_map: BetaMap = "identity",
     **options: Unpack[UpdateOptions],
 ) -> Tensor:
     r"""The gated delta rule of one or a few tokens, which changes states of a pool in place: for decoding.
@@ -150,14 +152,14 @@ def gated_delta_rule_update(
 
 
 def delta_rule_update(
-    state: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    beta: Any,
+    state: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    beta: Array,
     *,
     qk_norm: bool = False,
-    beta_map: str = "identity",
+    beta_map: BetaMap = "identity",
     **options: Unpack[UpdateOptions],
 ) -> Tensor:
     r"""The delta rule of one or a few tokens, which changes states of a pool in place: for decoding.
@@ -206,16 +208,16 @@ def delta_rule_update(
 
 
 def gated_delta_rule2_update(
-    state: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any,
-    beta: Any,
-    write_gate: Any,
+    state: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    write_gate: Array,
     *,
-    A_log: Any = None,
-    dt_bias: Any = None,
+    A_log: Array | None = None,
+    dt_bias: Array | None = None,
     lower_bound: float | None = None,
     qk_norm: bool = False,
     **options: Unpack[UpdateOptions],
@@ -273,18 +275,18 @@ def gated_delta_rule2_update(
 
 
 def kda_varlen(
-    state: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any,
-    beta: Any,
+    state: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
     *,
-    A_log: Any = None,
-    dt_bias: Any = None,
+    A_log: Array | None = None,
+    dt_bias: Array | None = None,
     lower_bound: float | None = None,
     qk_norm: bool = False,
-    beta_map: str = "identity",
+    beta_map: BetaMap = "identity",
     **options: Unpack[VarlenOptions],
 ) -> Tensor:
     r"""Kimi Delta Attention of sequences of any lengths, which changes states of a pool in place.
@@ -341,17 +343,17 @@ def kda_varlen(
 
 
 def gated_delta_rule_varlen(
-    state: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any,
-    beta: Any,
+    state: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
     *,
-    A_log: Any = None,
-    dt_bias: Any = None,
+    A_log: Array | None = None,
+    dt_bias: Array | None = None,
     qk_norm: bool = False,
-    beta_map: str = "identity",
+    beta_map: BetaMap = "identity",
     **options: Unpack[VarlenOptions],
 ) -> Tensor:
     r"""The gated delta rule of sequences of any lengths, which changes states of a pool in place.
@@ -404,14 +406,14 @@ def gated_delta_rule_varlen(
 
 
 def delta_rule_varlen(
-    state: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    beta: Any,
+    state: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    beta: Array,
     *,
     qk_norm: bool = False,
-    beta_map: str = "identity",
+    beta_map: BetaMap = "identity",
     **options: Unpack[VarlenOptions],
 ) -> Tensor:
     r"""The delta rule of sequences of any lengths, which changes states of a pool in place.
@@ -461,16 +463,16 @@ def delta_rule_varlen(
 
 
 def gated_delta_rule2_varlen(
-    state: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any,
-    beta: Any,
-    write_gate: Any,
+    state: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    write_gate: Array,
     *,
-    A_log: Any = None,
-    dt_bias: Any = None,
+    A_log: Array | None = None,
+    dt_bias: Array | None = None,
     lower_bound: float | None = None,
     qk_norm: bool = False,
     **options: Unpack[VarlenOptions],

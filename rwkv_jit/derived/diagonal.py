@@ -15,6 +15,7 @@ from rwkv_jit.derived.operands import for_heads
 from rwkv_jit.derived.table import OPS, Core
 from rwkv_jit.ops import checks
 from rwkv_jit.ops.gla import gla
+from rwkv_jit.tensors import Array
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -26,13 +27,13 @@ if TYPE_CHECKING:
 
 
 def simple_gla(
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any,
-    initial_state: Any = None,
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    initial_state: Array | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Any = None,
+    cu_seqlens: Array | None = None,
     **options: Unpack[CallOptions],
 ) -> tuple[Tensor, Tensor | None]:
     r"""Scalar-gated linear attention over sequences, with gradients to every input and to the initial state.
@@ -111,12 +112,12 @@ def simple_gla(
 
 
 def hgrn2(
-    q: Any,
-    g: Any,
-    v: Any,
-    initial_state: Any = None,
+    q: Array,
+    g: Array,
+    v: Array,
+    initial_state: Array | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Any = None,
+    cu_seqlens: Array | None = None,
     **options: Unpack[DecayOptions],
 ) -> tuple[Tensor, Tensor | None]:
     r"""HGRN2 over sequences, with gradients to every input and to the initial state.
@@ -185,18 +186,18 @@ def hgrn2(
 
 
 def ssd(
-    x: Any,
-    dt: Any,
-    A: Any,
-    B: Any,
-    C: Any,
-    initial_state: Any = None,
+    x: Array,
+    dt: Array,
+    A: Array,
+    B: Array,
+    C: Array,
+    initial_state: Array | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Any = None,
+    cu_seqlens: Array | None = None,
     *,
-    D: Any = None,
-    z: Any = None,
-    dt_bias: Any = None,
+    D: Array | None = None,
+    z: Array | None = None,
+    dt_bias: Array | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, math.inf),
     **options: Unpack[CallOptions],

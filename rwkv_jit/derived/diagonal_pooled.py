@@ -24,6 +24,7 @@ from rwkv_jit.derived.table import OPS
 from rwkv_jit.inference.options import UpdateOptions, VarlenOptions
 from rwkv_jit.inference.update import gla_update
 from rwkv_jit.inference.varlen import gla_varlen
+from rwkv_jit.tensors import Array
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -33,11 +34,11 @@ if TYPE_CHECKING:
 
 
 def simple_gla_update(
-    state: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any,
+    state: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
     **options: Unpack[UpdateOptions],
 ) -> Tensor:
     r"""Scalar-gated linear attention of one or a few tokens, which changes states of a pool in place: for decoding.
@@ -81,10 +82,10 @@ def simple_gla_update(
 
 
 def hgrn2_update(
-    state: Any,
-    q: Any,
-    g: Any,
-    v: Any,
+    state: Array,
+    q: Array,
+    g: Array,
+    v: Array,
     **options: Unpack[UpdateOptions],
 ) -> Tensor:
     r"""HGRN2 of one or a few tokens, which changes states of a pool in place: for decoding.
@@ -125,16 +126,16 @@ def hgrn2_update(
 
 
 def ssd_update(
-    state: Any,
-    x: Any,
-    dt: Any,
-    A: Any,
-    B: Any,
-    C: Any,
+    state: Array,
+    x: Array,
+    dt: Array,
+    A: Array,
+    B: Array,
+    C: Array,
     *,
-    D: Any = None,
-    z: Any = None,
-    dt_bias: Any = None,
+    D: Array | None = None,
+    z: Array | None = None,
+    dt_bias: Array | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, math.inf),
     **options: Unpack[UpdateOptions],
@@ -193,11 +194,11 @@ def ssd_update(
 
 
 def simple_gla_varlen(
-    state: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any,
+    state: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
     **options: Unpack[VarlenOptions],
 ) -> Tensor:
     r"""Scalar-gated linear attention of sequences of any lengths, which changes states of a pool in place.
@@ -242,10 +243,10 @@ def simple_gla_varlen(
 
 
 def hgrn2_varlen(
-    state: Any,
-    q: Any,
-    g: Any,
-    v: Any,
+    state: Array,
+    q: Array,
+    g: Array,
+    v: Array,
     **options: Unpack[VarlenOptions],
 ) -> Tensor:
     r"""HGRN2 of sequences of any lengths, which changes states of a pool in place.
@@ -287,16 +288,16 @@ def hgrn2_varlen(
 
 
 def ssd_varlen(
-    state: Any,
-    x: Any,
-    dt: Any,
-    A: Any,
-    B: Any,
-    C: Any,
+    state: Array,
+    x: Array,
+    dt: Array,
+    A: Array,
+    B: Array,
+    C: Array,
     *,
-    D: Any = None,
-    z: Any = None,
-    dt_bias: Any = None,
+    D: Array | None = None,
+    z: Array | None = None,
+    dt_bias: Array | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, math.inf),
     **options: Unpack[VarlenOptions],

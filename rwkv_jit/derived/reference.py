@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from rwkv_jit.legal import BetaMap, StateLayout
 from rwkv_jit.reference import scan
 
 Result = tuple[Tensor, Tensor | None]
@@ -18,7 +19,7 @@ def kda_ref(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None = None,
     output_final_state: bool = False, cu_seqlens: Tensor | None = None, A_log: Tensor | None = None,
     dt_bias: Tensor | None = None, lower_bound: float | None = None, qk_norm: bool = False,
-    beta_map: str = "identity", scale: float | None = None, state_layout: str = "kv",
+    beta_map: BetaMap = "identity", scale: float | None = None, state_layout: StateLayout = "kv",
 ) -> Result:  # fmt: skip
     """Kimi Delta Attention in plain torch; see `rwkv_jit.kda` for the recurrence and the arguments.
 
@@ -53,8 +54,8 @@ def kda_ref(
 def gated_delta_rule_ref(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None = None,
     output_final_state: bool = False, cu_seqlens: Tensor | None = None, A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None, qk_norm: bool = False, beta_map: str = "identity", scale: float | None = None,
-    state_layout: str = "kv",
+    dt_bias: Tensor | None = None, qk_norm: bool = False, beta_map: BetaMap = "identity", scale: float | None = None,
+    state_layout: StateLayout = "kv",
 ) -> Result:  # fmt: skip
     """The gated delta rule in plain torch; see `rwkv_jit.gated_delta_rule` for the recurrence and the arguments.
 
@@ -83,7 +84,7 @@ def gated_delta_rule_ref(
 def delta_rule_ref(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, initial_state: Tensor | None = None,
     output_final_state: bool = False, cu_seqlens: Tensor | None = None, qk_norm: bool = False,
-    beta_map: str = "identity", scale: float | None = None, state_layout: str = "kv",
+    beta_map: BetaMap = "identity", scale: float | None = None, state_layout: StateLayout = "kv",
 ) -> Result:  # fmt: skip
     """The delta rule in plain torch; see `rwkv_jit.delta_rule` for the recurrence and the arguments.
 
@@ -111,7 +112,7 @@ def gated_delta_rule2_ref(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, write_gate: Tensor,
     initial_state: Tensor | None = None, output_final_state: bool = False, cu_seqlens: Tensor | None = None,
     A_log: Tensor | None = None, dt_bias: Tensor | None = None, lower_bound: float | None = None,
-    qk_norm: bool = False, scale: float | None = None, state_layout: str = "kv",
+    qk_norm: bool = False, scale: float | None = None, state_layout: StateLayout = "kv",
 ) -> Result:  # fmt: skip
     """The gated delta rule by channels in plain torch; see `rwkv_jit.gated_delta_rule2` for the arguments.
 
@@ -148,7 +149,7 @@ def gated_delta_rule2_ref(
 def simple_gla_ref(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state: Tensor | None = None,
     output_final_state: bool = False, cu_seqlens: Tensor | None = None, scale: float | None = None,
-    state_layout: str = "kv",
+    state_layout: StateLayout = "kv",
 ) -> Result:  # fmt: skip
     """Scalar-gated linear attention in plain torch; see `rwkv_jit.simple_gla` for the recurrence and the arguments.
 
@@ -174,7 +175,7 @@ def simple_gla_ref(
 
 def hgrn2_ref(
     q: Tensor, g: Tensor, v: Tensor, initial_state: Tensor | None = None, output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None, scale: float = 1.0, state_layout: str = "kv",
+    cu_seqlens: Tensor | None = None, scale: float = 1.0, state_layout: StateLayout = "kv",
 ) -> Result:  # fmt: skip
     """HGRN2 in plain torch; see `rwkv_jit.hgrn2` for the recurrence and the arguments.
 
@@ -201,7 +202,7 @@ def ssd_ref(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, initial_state: Tensor | None = None,
     output_final_state: bool = False, cu_seqlens: Tensor | None = None, D: Tensor | None = None,
     z: Tensor | None = None, dt_bias: Tensor | None = None, dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, math.inf), scale: float = 1.0, state_layout: str = "vk",
+    dt_limit: tuple[float, float] = (0.0, math.inf), scale: float = 1.0, state_layout: StateLayout = "vk",
 ) -> Result:  # fmt: skip
     """The state space of Mamba-2 in plain torch; see `rwkv_jit.ssd` for the recurrence and the arguments.
 

@@ -6,8 +6,9 @@ Key heads, G, are those of q and k; H are those of v, and a multiple of them.
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, get_args
 
+from rwkv_jit.legal import BetaMap
 from rwkv_jit.problem import Op
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 _QUERY_KEY, _VALUE, _CHANNELS, _HEADS = "BTGK", "BTHV", "BTHK", "BTH"
 # As the templates count them.
-RATE_MAPS = ("identity", "sigmoid", "twice_sigmoid")
+RATE_MAPS: tuple[str, ...] = get_args(BetaMap)
 GATES = ("given", "softplus", "bounded")
 _LOGARITHMS = ("log",)  # decays have no map to choose; those of channels may have a bound, which is a hint
 

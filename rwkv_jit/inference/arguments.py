@@ -6,17 +6,18 @@ Each raises TypeError or ValueError: the argument, what was expected and what ca
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from rwkv_jit import env, tensors
 from rwkv_jit.errors import brief
+from rwkv_jit.legal import Rounding
 from rwkv_jit.ops import checks
 from rwkv_jit.problem import Op
 
-ROUNDINGS = ("nearest", "stochastic")
+ROUNDINGS: tuple[str, ...] = get_args(Rounding)
 INDEX_TYPES = (torch.int32, torch.int64)
 
 

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, TypedDict
+
+from rwkv_jit.legal import Decay, Rounding, StateLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from typing_extensions import Required
+
+    from rwkv_jit.tensors import Array
 
 
 class PoolOptions(TypedDict, total=False):
@@ -58,13 +66,13 @@ class PoolOptions(TypedDict, total=False):
     graph it must have come before. CPU tensors run plain torch, with one notice.
     """
 
-    state_indices: Any
+    state_indices: Array | None
     null_index: int
-    out: Any
+    out: Array | None
     scale: float
-    state_layout: str
-    rounding: str
-    seed: Any
+    state_layout: StateLayout
+    rounding: Rounding
+    seed: int | Tensor | None
 
 
 class UpdateOptions(PoolOptions, total=False):
@@ -81,7 +89,7 @@ class UpdateOptions(PoolOptions, total=False):
     Long prompts are for `wkv7` or `wkv7_varlen` and their like: tokens go one after another here.
     """
 
-    write_indices: Any
+    write_indices: Array | None
 
 
 class DecayUpdateOptions(UpdateOptions, total=False):
@@ -95,8 +103,8 @@ class DecayUpdateOptions(UpdateOptions, total=False):
         Is added to w (g) before the map that `decay` names, in float32.
     """
 
-    decay: str
-    w0: Any
+    decay: Decay
+    w0: Array | None
 
 
 class VarlenOptions(UpdateOptions, total=False):
@@ -134,12 +142,12 @@ class VarlenOptions(UpdateOptions, total=False):
     take any values of cu_seqlens and indices without a stray access.
     """
 
-    cu_seqlens: Any
-    has_initial_state: Any
-    num_active: Any
+    cu_seqlens: Required[Array]
+    has_initial_state: Array | None
+    num_active: Array | None
     max_seqlen: int | None
-    checkpoint_offsets: Any
-    checkpoint_indices: Any
+    checkpoint_offsets: Array | None
+    checkpoint_indices: Array | None
 
 
 class DecayVarlenOptions(VarlenOptions, total=False):
@@ -153,9 +161,9 @@ class DecayVarlenOptions(VarlenOptions, total=False):
         A hint, as in `DecayOptions`.
     """
 
-    decay: str
+    decay: Decay
     decay_bound: float | None
-    w0: Any
+    w0: Array | None
 
 
 class ReplayOptions(PoolOptions, total=False):
@@ -184,8 +192,8 @@ class ReplayOptions(PoolOptions, total=False):
     Whether a row's state is written is decided there, too. No slot may come twice in a call.
     """
 
-    decay: str
-    w0: Any
+    decay: Decay
+    w0: Array | None
 
 
 class FlushOptions(TypedDict, total=False):
@@ -194,8 +202,8 @@ class FlushOptions(TypedDict, total=False):
     `ring` is the `ReplayRing` of the pool, as `ReplayOptions` says. A row without a slot is left alone.
     """
 
-    state_indices: Any
+    state_indices: Array | None
     null_index: int
-    state_layout: str
-    rounding: str
-    seed: Any
+    state_layout: StateLayout
+    rounding: Rounding
+    seed: int | Tensor | None

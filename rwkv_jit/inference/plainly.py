@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from rwkv_jit.inference import rounding
+from rwkv_jit.legal import Wkv4Decay
 from rwkv_jit.ops import plain
 from rwkv_jit.problem import Op
 from rwkv_jit.reference import decay_factor, gla_ref, linear_attention_ref, wkv4_ref, wkv5_ref, wkv6_ref, wkv7_ref
 
 
-def _wkv4(k: Tensor, v: Tensor, w: Tensor, u: Tensor, state: Tensor, *_: Any, decay: str, **__: Any) -> Any:
+def _wkv4(k: Tensor, v: Tensor, w: Tensor, u: Tensor, state: Tensor, *_: Any, decay: Wkv4Decay, **__: Any) -> Any:
     return wkv4_ref(w, u, k, v, state, True, decay)
 
 

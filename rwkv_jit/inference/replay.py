@@ -10,7 +10,7 @@ So a step reads the state and its entries, and adds an entry. Drafts are entries
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from rwkv_jit.inference import calls
 from rwkv_jit.inference.replay_calls import COMMIT, DRAFT, FLUSH, STEP, op_of
 from rwkv_jit.inference.ring import ReplayRing
 from rwkv_jit.ops.table import OPS
+from rwkv_jit.tensors import Array
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -29,8 +30,9 @@ if TYPE_CHECKING:
 
 
 def wkv7_replay(
-    state: Any, ring: ReplayRing, r: Any, w: Any, k: Any, v: Any, a: Any, b: Any, **options: Unpack[ReplayOptions]
-) -> Tensor:
+    state: Array, ring: ReplayRing, r: Array, w: Array, k: Array, v: Array, a: Array, b: Array,
+    **options: Unpack[ReplayOptions],
+) -> Tensor:  # fmt: skip
     r"""RWKV-7 time mixing of one or a few tokens, which reads states and writes them once in `ring.length` + 1 tokens.
 
         sa = S a;   S <- S diag(d(w)) + sa b^T + v k^T;   y = scale S r
@@ -72,8 +74,9 @@ def wkv7_replay(
 
 
 def wkv7_verify(
-    state: Any, ring: ReplayRing, r: Any, w: Any, k: Any, v: Any, a: Any, b: Any, **options: Unpack[ReplayOptions]
-) -> Tensor:
+    state: Array, ring: ReplayRing, r: Array, w: Array, k: Array, v: Array, a: Array, b: Array,
+    **options: Unpack[ReplayOptions],
+) -> Tensor:  # fmt: skip
     """RWKV-7 time mixing of drafted tokens in one pass over the states, none of which counts until `replay_commit`.
 
     y is that of `wkv7_replay`. The drafts are written behind the entries of each slot; cursors and states stay as they
@@ -105,7 +108,7 @@ def wkv7_verify(
 
 
 def wkv6_replay(
-    state: Any, ring: ReplayRing, r: Any, k: Any, v: Any, w: Any, u: Any, **options: Unpack[ReplayOptions]
+    state: Array, ring: ReplayRing, r: Array, k: Array, v: Array, w: Array, u: Array, **options: Unpack[ReplayOptions]
 ) -> Tensor:
     r"""RWKV-6 time mixing of one or a few tokens, which reads states and writes them once in a while.
 
@@ -145,7 +148,7 @@ def wkv6_replay(
 
 
 def wkv6_verify(
-    state: Any, ring: ReplayRing, r: Any, k: Any, v: Any, w: Any, u: Any, **options: Unpack[ReplayOptions]
+    state: Array, ring: ReplayRing, r: Array, k: Array, v: Array, w: Array, u: Array, **options: Unpack[ReplayOptions]
 ) -> Tensor:
     r"""RWKV-6 time mixing of drafted tokens, none of which counts until `replay_commit`.
 
@@ -177,7 +180,7 @@ def wkv6_verify(
 
 
 def wkv5_replay(
-    state: Any, ring: ReplayRing, r: Any, k: Any, v: Any, w: Any, u: Any, **options: Unpack[ReplayOptions]
+    state: Array, ring: ReplayRing, r: Array, k: Array, v: Array, w: Array, u: Array, **options: Unpack[ReplayOptions]
 ) -> Tensor:
     r"""RWKV-5 time mixing of one or a few tokens, which reads states and writes them once in a while.
 
@@ -215,7 +218,7 @@ def wkv5_replay(
 
 
 def wkv5_verify(
-    state: Any, ring: ReplayRing, r: Any, k: Any, v: Any, w: Any, u: Any, **options: Unpack[ReplayOptions]
+    state: Array, ring: ReplayRing, r: Array, k: Array, v: Array, w: Array, u: Array, **options: Unpack[ReplayOptions]
 ) -> Tensor:
     r"""RWKV-5 time mixing of drafted tokens, none of which counts until `replay_commit`.
 
@@ -247,7 +250,7 @@ def wkv5_verify(
 
 
 def gla_replay(
-    state: Any, ring: ReplayRing, q: Any, k: Any, v: Any, g: Any, **options: Unpack[ReplayOptions]
+    state: Array, ring: ReplayRing, q: Array, k: Array, v: Array, g: Array, **options: Unpack[ReplayOptions]
 ) -> Tensor:
     r"""Gated linear attention of one or a few tokens, which reads states and writes them once in a while.
 
@@ -285,7 +288,7 @@ def gla_replay(
 
 
 def gla_verify(
-    state: Any, ring: ReplayRing, q: Any, k: Any, v: Any, g: Any, **options: Unpack[ReplayOptions]
+    state: Array, ring: ReplayRing, q: Array, k: Array, v: Array, g: Array, **options: Unpack[ReplayOptions]
 ) -> Tensor:
     r"""Gated linear attention of drafted tokens, none of which counts until `replay_commit`.
 
@@ -317,7 +320,7 @@ def gla_verify(
 
 
 def linear_attention_replay(
-    state: Any, ring: ReplayRing, q: Any, k: Any, v: Any, **options: Unpack[ReplayOptions]
+    state: Array, ring: ReplayRing, q: Array, k: Array, v: Array, **options: Unpack[ReplayOptions]
 ) -> Tensor:
     r"""Linear attention of one or a few tokens, which reads states and writes them once in a while.
 
@@ -352,7 +355,7 @@ def linear_attention_replay(
 
 
 def linear_attention_verify(
-    state: Any, ring: ReplayRing, q: Any, k: Any, v: Any, **options: Unpack[ReplayOptions]
+    state: Array, ring: ReplayRing, q: Array, k: Array, v: Array, **options: Unpack[ReplayOptions]
 ) -> Tensor:
     r"""Linear attention of drafted tokens, none of which counts until `replay_commit`.
 
@@ -382,7 +385,7 @@ def linear_attention_verify(
     return calls.call(DRAFT, OPS["linear_attention"], state, (q, k, v), options, ring)
 
 
-def replay_commit(state: Any, ring: ReplayRing, accept_lens: Any, **options: Unpack[FlushOptions]) -> None:
+def replay_commit(state: Array, ring: ReplayRing, accept_lens: Array, **options: Unpack[FlushOptions]) -> None:
     """Let the first drafts of each row count, as many as were accepted, after `wkv7_verify` or its like.
 
     Cursors move on. Where a slot has more than `ring.length` entries then, its state is written with all of them, and
@@ -408,7 +411,7 @@ def replay_commit(state: Any, ring: ReplayRing, accept_lens: Any, **options: Unp
     calls.call(COMMIT, op_of(ring), state, (accept_lens,), options, ring)
 
 
-def replay_flush(state: Any, ring: ReplayRing, **options: Unpack[FlushOptions]) -> None:
+def replay_flush(state: Array, ring: ReplayRing, **options: Unpack[FlushOptions]) -> None:
     """Write the states of slots with all their entries, and leave the slots without any.
 
     Then the pool alone says what the texts are: for `StatePool.fork`, `copy` and `save`, and for calls that know of no

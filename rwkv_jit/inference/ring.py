@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -10,9 +11,10 @@ from torch import Tensor
 from rwkv_jit import tensors
 from rwkv_jit.errors import brief
 from rwkv_jit.inference import arguments, replay_steps
+from rwkv_jit.legal import ReplayOp
 from rwkv_jit.ops.table import OPS
 
-OP_NAMES = ("wkv5", "wkv6", "wkv7", "gla", "linear_attention")
+OP_NAMES: tuple[str, ...] = get_args(ReplayOp)
 _DTYPES = (*tensors.STORAGE, torch.float64)
 MOST_ENTRIES = 16
 _LEAST_BYTES = 2**24  # of the states of a call, from which replay pays: measured on an H100
@@ -97,7 +99,7 @@ class ReplayRing:
     def __init__(
         self,
         slots: int,
-        op: str,
+        op: ReplayOp,
         heads: int,
         head_size: int,
         value_size: int | None = None,

@@ -16,6 +16,7 @@ from rwkv_jit.ops.table import OPS
 from rwkv_jit.plan import Plan
 from rwkv_jit.problem import Op
 from rwkv_jit.signatures import BySignature
+from rwkv_jit.tensors import Array
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def wkv7_update(
-    state: Any, r: Any, w: Any, k: Any, v: Any, a: Any, b: Any, **options: Unpack[DecayUpdateOptions]
+    state: Array, r: Array, w: Array, k: Array, v: Array, a: Array, b: Array, **options: Unpack[DecayUpdateOptions]
 ) -> Tensor:
     r"""RWKV-7 time mixing of one or a few tokens, which changes states of a pool in place: for decoding.
 
@@ -65,7 +66,9 @@ def wkv7_update(
     return calls.call(_KIND, OPS["wkv7"], state, (r, w, k, v, a, b), options)
 
 
-def wkv6_update(state: Any, r: Any, k: Any, v: Any, w: Any, u: Any, **options: Unpack[DecayUpdateOptions]) -> Tensor:
+def wkv6_update(
+    state: Array, r: Array, k: Array, v: Array, w: Array, u: Array, **options: Unpack[DecayUpdateOptions]
+) -> Tensor:
     r"""RWKV-6 time mixing of one or a few tokens, which changes states of a pool in place: for decoding.
 
         y = scale (S r + (sum_j u_j r_j k_j) v);   S <- S diag(d(w)) + v k^T
@@ -103,7 +106,9 @@ def wkv6_update(state: Any, r: Any, k: Any, v: Any, w: Any, u: Any, **options: U
     return calls.call(_KIND, OPS["wkv6"], state, (r, k, v, w, u), options)
 
 
-def wkv5_update(state: Any, r: Any, k: Any, v: Any, w: Any, u: Any, **options: Unpack[DecayUpdateOptions]) -> Tensor:
+def wkv5_update(
+    state: Array, r: Array, k: Array, v: Array, w: Array, u: Array, **options: Unpack[DecayUpdateOptions]
+) -> Tensor:
     r"""RWKV-5 time mixing of one or a few tokens, which changes states of a pool in place: for decoding.
 
         y = scale (S r + (sum_j u_j r_j k_j) v);   S <- S diag(d(w)) + v k^T
@@ -140,7 +145,7 @@ def wkv5_update(state: Any, r: Any, k: Any, v: Any, w: Any, u: Any, **options: U
     return calls.call(_KIND, OPS["wkv5"], state, (r, k, v, w, u), options)
 
 
-def gla_update(state: Any, q: Any, k: Any, v: Any, g: Any, **options: Unpack[DecayUpdateOptions]) -> Tensor:
+def gla_update(state: Array, q: Array, k: Array, v: Array, g: Array, **options: Unpack[DecayUpdateOptions]) -> Tensor:
     r"""Gated linear attention of one or a few tokens, which changes states of a pool in place: for decoding.
 
         S <- S diag(d(g)) + v k^T;   y = scale S q
@@ -177,7 +182,7 @@ def gla_update(state: Any, q: Any, k: Any, v: Any, g: Any, **options: Unpack[Dec
     return calls.call(_KIND, OPS["gla"], state, (q, k, v, g), options)
 
 
-def linear_attention_update(state: Any, q: Any, k: Any, v: Any, **options: Unpack[UpdateOptions]) -> Tensor:
+def linear_attention_update(state: Array, q: Array, k: Array, v: Array, **options: Unpack[UpdateOptions]) -> Tensor:
     r"""Linear attention of one or a few tokens, which changes states of a pool in place: for decoding.
 
         S <- S + v k^T;   y = scale S q

@@ -19,6 +19,7 @@ from rwkv_jit.ops.table import OPS
 from rwkv_jit.plan import Plan
 from rwkv_jit.problem import Op, Problem
 from rwkv_jit.signatures import BySignature
+from rwkv_jit.tensors import Array
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def wkv7_varlen(
-    state: Any, r: Any, w: Any, k: Any, v: Any, a: Any, b: Any, **options: Unpack[DecayVarlenOptions]
+    state: Array, r: Array, w: Array, k: Array, v: Array, a: Array, b: Array, **options: Unpack[DecayVarlenOptions]
 ) -> Tensor:
     r"""RWKV-7 time mixing of sequences of any lengths, which changes states of a pool in place: prompts beside decodes.
 
@@ -69,7 +70,9 @@ def wkv7_varlen(
     return calls.call(_KIND, OPS["wkv7"], state, (r, w, k, v, a, b), options)
 
 
-def wkv6_varlen(state: Any, r: Any, k: Any, v: Any, w: Any, u: Any, **options: Unpack[DecayVarlenOptions]) -> Tensor:
+def wkv6_varlen(
+    state: Array, r: Array, k: Array, v: Array, w: Array, u: Array, **options: Unpack[DecayVarlenOptions]
+) -> Tensor:
     r"""RWKV-6 time mixing of sequences of any lengths, which changes states of a pool in place.
 
         y = scale (S r + (sum_j u_j r_j k_j) v);   S <- S diag(d(w)) + v k^T
@@ -108,7 +111,9 @@ def wkv6_varlen(state: Any, r: Any, k: Any, v: Any, w: Any, u: Any, **options: U
     return calls.call(_KIND, OPS["wkv6"], state, (r, k, v, w, u), options)
 
 
-def wkv5_varlen(state: Any, r: Any, k: Any, v: Any, w: Any, u: Any, **options: Unpack[DecayVarlenOptions]) -> Tensor:
+def wkv5_varlen(
+    state: Array, r: Array, k: Array, v: Array, w: Array, u: Array, **options: Unpack[DecayVarlenOptions]
+) -> Tensor:
     r"""RWKV-5 time mixing of sequences of any lengths, which changes states of a pool in place.
 
         y = scale (S r + (sum_j u_j r_j k_j) v);   S <- S diag(d(w)) + v k^T
@@ -146,7 +151,7 @@ def wkv5_varlen(state: Any, r: Any, k: Any, v: Any, w: Any, u: Any, **options: U
     return calls.call(_KIND, OPS["wkv5"], state, (r, k, v, w, u), options)
 
 
-def gla_varlen(state: Any, q: Any, k: Any, v: Any, g: Any, **options: Unpack[DecayVarlenOptions]) -> Tensor:
+def gla_varlen(state: Array, q: Array, k: Array, v: Array, g: Array, **options: Unpack[DecayVarlenOptions]) -> Tensor:
     r"""Gated linear attention of sequences of any lengths, which changes states of a pool in place.
 
         S <- S diag(d(g)) + v k^T;   y = scale S q
@@ -183,7 +188,7 @@ def gla_varlen(state: Any, q: Any, k: Any, v: Any, g: Any, **options: Unpack[Dec
     return calls.call(_KIND, OPS["gla"], state, (q, k, v, g), options)
 
 
-def linear_attention_varlen(state: Any, q: Any, k: Any, v: Any, **options: Unpack[VarlenOptions]) -> Tensor:
+def linear_attention_varlen(state: Array, q: Array, k: Array, v: Array, **options: Unpack[VarlenOptions]) -> Tensor:
     r"""Linear attention of sequences of any lengths, which changes states of a pool in place.
 
         S <- S + v k^T;   y = scale S q

@@ -12,11 +12,13 @@ from torch import Tensor
 from rwkv_jit import tensors
 from rwkv_jit.algorithms import wkv4 as schedules
 from rwkv_jit.inference import arguments, calls, plainly, registry
+from rwkv_jit.legal import Wkv4Decay
 from rwkv_jit.ops import checks, recording, torch_op
 from rwkv_jit.ops.table import OPS
 from rwkv_jit.plan import Plan
 from rwkv_jit.problem import Op
 from rwkv_jit.signatures import BySignature
+from rwkv_jit.tensors import Array
 
 # What has rows and tokens comes first: known calls are found by the first input's shape.
 _OP = replace(OPS["wkv4"], inputs=dict(k="BTC", v="BTC", w="C", u="C"), lead=0)
@@ -24,17 +26,17 @@ _NO_GRADIENT = "changes the states in place and has no gradient; use wkv4, or to
 
 
 def wkv4_update(
-    state: Any,
-    w: Any,
-    u: Any,
-    k: Any,
-    v: Any,
-    decay: str = "raw",
+    state: Array,
+    w: Array,
+    u: Array,
+    k: Array,
+    v: Array,
+    decay: Wkv4Decay = "raw",
     *,
-    state_indices: Any = None,
-    write_indices: Any = None,
+    state_indices: Array | None = None,
+    write_indices: Array | None = None,
     null_index: int = -1,
-    out: Any = None,
+    out: Array | None = None,
 ) -> Tensor:
     """RWKV-4 time mixing of one or a few tokens, which changes states of a pool in place: for decoding.
 
@@ -79,7 +81,7 @@ def wkv4_update(
     >>> rwkv_jit.wkv4_update(pool, w, u, k, v, state_indices=slots).shape
     torch.Size([3, 96])
     """
-    options = {"decay": decay, "null_index": null_index}
+    options: dict[str, Any] = {"decay": decay, "null_index": null_index}
     for name, x in (("state_indices", state_indices), ("write_indices", write_indices), ("out", out)):
         if x is not None:
             options[name] = x

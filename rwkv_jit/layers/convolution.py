@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -16,10 +16,12 @@ from rwkv_jit.inference.calls import one_slot
 from rwkv_jit.layers import convolution_steps, plain, registry
 from rwkv_jit.layers.convolution_steps import LEAST_WIDTH, MOST_STATE_LEN, MOST_WIDTH
 from rwkv_jit.layers.steps import Given, Sequences
+from rwkv_jit.legal import Activation
 from rwkv_jit.ops import checks, recording, sharding, torch_op
 from rwkv_jit.plan import Plan
 from rwkv_jit.schedule import Result
 from rwkv_jit.signatures import BySignature
+from rwkv_jit.tensors import Array
 
 _ACTIVATIONS = {None: "identity", "silu": "silu"}  # as the kernels call them
 _INPUTS = ("x", "weight", "bias", "initial_state")
@@ -29,14 +31,14 @@ _INPUTS = ("x", "weight", "bias", "initial_state")
 
 
 def causal_conv1d(
-    x: Any,
-    weight: Any,
-    bias: Any = None,
+    x: Array,
+    weight: Array,
+    bias: Array | None = None,
     *,
-    initial_state: Any = None,
+    initial_state: Array | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Any = None,
-    activation: str | None = None,
+    cu_seqlens: Array | None = None,
+    activation: Activation | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     r"""Convolve every channel with a few tokens before: what KDA, gated delta net and Mamba-2 do before a recurrence.
 
@@ -128,17 +130,17 @@ def causal_conv1d(
 
 
 def causal_conv1d_update(
-    x: Any,
-    conv_state: Any,
-    weight: Any,
-    bias: Any = None,
+    x: Array,
+    conv_state: Array,
+    weight: Array,
+    bias: Array | None = None,
     *,
-    activation: str | None = None,
-    cache_seqlens: Any = None,
-    state_indices: Any = None,
+    activation: Activation | None = None,
+    cache_seqlens: Array | None = None,
+    state_indices: Array | None = None,
     null_index: int = -1,
-    num_active: Any = None,
-    out: Any = None,
+    num_active: Array | None = None,
+    out: Array | None = None,
 ) -> Tensor:
     r"""Convolve the next tokens of rows whose last ones lie in a pool, which is changed: `causal_conv1d` of decode.
 
@@ -234,7 +236,7 @@ def causal_conv1d_update(
         tokens, target = (x, y) if x.dim() == 3 else (x.unsqueeze(1), y.unsqueeze(1))
         given = tokens, conv_state, weight, bias, cache_seqlens, indices, active, target, null_index, chosen
         registry.find("causal_conv1d_update")(*given)
-    return y if out is None else out
+    return y
 
 
 # ---- checks ------------------------------------------------------------------------------------------------------
@@ -267,7 +269,7 @@ def _check_taps(x: Tensor, weight: Any, bias: Any) -> tuple[Tensor, Tensor | Non
 
 def _check_activation(activation: Any) -> str:
     if activation is not None:
-        checks.check_name("activation", activation, ("silu",))
+        checks.check_name("activation", activation, get_args(Activation))
     return _ACTIVATIONS[activation]
 
 

@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+import torch
 from torch import Tensor
 
 from rwkv_jit.layers import calls
 from rwkv_jit.layers.gradients import record
+from rwkv_jit.legal import Gate, Kind, Norm, RateMap
+from rwkv_jit.tensors import Array
 
 _EPS, _EPS_OF_HEADS = 1e-5, 64e-5
 
 
 def shift_mix(
-    x: Any,
-    weight: Any,
-    bias: Any,
-    mixes: Any,
-    shift: Any,
+    x: Array,
+    weight: Array,
+    bias: Array,
+    mixes: Array,
+    shift: Array,
     *,
-    add: Any = None,
-    state_indices: Any = None,
-    cu_seqlens: Any = None,
-    has_initial_state: Any = None,
+    add: Array | None = None,
+    state_indices: Array | None = None,
+    cu_seqlens: Array | None = None,
+    has_initial_state: Array | None = None,
     null_index: int = -1,
-    num_active: Any = None,
+    num_active: Array | None = None,
     eps: float = _EPS,
-    out: Any = None,
+    out: Array | None = None,
 ) -> tuple[Tensor, Tensor]:
     r"""Add to the residual, norm it, and mix every token with the one before it: how time and channel mixing begin.
 
@@ -113,23 +115,23 @@ def shift_mix(
     """
     inputs = x, add, weight, bias, mixes, state_indices, cu_seqlens, has_initial_state, num_active
     made = calls.call("shift_mix", inputs, (shift, out, None), (null_index, eps))
-    return x if add is None else made[-1], made[0] if out is None else out
+    return x if add is None else made[-1], made[0] if out is None else out  # type: ignore[return-value]
 
 
 def prepare_keys(
-    k: Any,
-    v: Any,
-    rate: Any,
-    k_k: Any,
-    k_a: Any,
+    k: Array,
+    v: Array,
+    rate: Array,
+    k_k: Array,
+    k_a: Array,
     *,
-    a0: Any = None,
-    v_first: Any = None,
-    v_gate: Any = None,
-    v0: Any = None,
-    r: Any = None,
-    r_k: Any = None,
-    rate_map: str = "sigmoid",
+    a0: Array | None = None,
+    v_first: Array | None = None,
+    v_gate: Array | None = None,
+    v0: Array | None = None,
+    r: Array | None = None,
+    r_k: Array | None = None,
+    rate_map: RateMap = "sigmoid",
 ) -> tuple[Tensor, ...]:
     r"""Make k, v, a and b of `wkv7` and `wkv7_update` from an RWKV-7 layer's keys, values and gates; and the bonus.
 
@@ -203,24 +205,24 @@ def prepare_keys(
     """
     inputs = k, v, rate, v_first, v_gate, k_k, k_a, a0, v0, r, r_k
     made = calls.call("prepare_keys", inputs, (None,) * 7, (rate_map,), record)
-    return tuple(made) if v_first is not None else (made[0], v, *made[1:])
+    return tuple(made) if v_first is not None else (made[0], v, *made[1:])  # type: ignore[arg-type]
 
 
 def gated_norm(
-    y: Any,
-    g: Any,
-    weight: Any,
-    bias: Any = None,
-    r: Any = None,
-    k: Any = None,
-    v: Any = None,
-    r_k: Any = None,
+    y: Array,
+    g: Array,
+    weight: Array,
+    bias: Array | None = None,
+    r: Array | None = None,
+    k: Array | None = None,
+    v: Array | None = None,
+    r_k: Array | None = None,
     *,
-    bonus: Any = None,
-    gate: str = "identity",
-    norm: str = "layer",
+    bonus: Array | None = None,
+    gate: Gate = "identity",
+    norm: Norm = "layer",
     eps: float = _EPS_OF_HEADS,
-    out: Any = None,
+    out: Array | None = None,
 ) -> Tensor:
     r"""Norm the heads of y, add the bonus and gate all of it: what the output matrix of time mixing reads.
 
@@ -283,10 +285,10 @@ def gated_norm(
     """
     inputs, written = (y, g, weight, bias, r, k, v, r_k, bonus), (out, None, None)
     made = calls.call("gated_norm", inputs, written, (eps, gate, norm), record)
-    return made[0] if out is None else out
+    return made[0] if out is None else out  # type: ignore[return-value]
 
 
-def gated(x: Any, g: Any, gate: str = "sigmoid") -> Tensor:
+def gated(x: Array, g: Array, gate: Gate = "sigmoid") -> Tensor:
     r"""Gate something:   y = x f(g).
 
     Receptance gates the values of channel mixing so in RWKV-4, 5 and 6, and those of time mixing in RWKV-4.
@@ -329,7 +331,7 @@ def gated(x: Any, g: Any, gate: str = "sigmoid") -> Tensor:
 
 
 def token_shift(
-    x: Any, mixes: Any, amounts: Any = None, first: Any = None, cu_seqlens: Any = None
+    x: Array, mixes: Array, amounts: Array | None = None, first: Array | None = None, cu_seqlens: Array | None = None
 ) -> tuple[Tensor, ...]:  # fmt: skip
     r"""Mix every token with the one before it: how time and channel mixing begin.
 
@@ -381,16 +383,16 @@ def token_shift(
 
 
 def norm_shift(
-    x: Any,
-    weight: Any,
-    bias: Any,
-    mixes: Any,
+    x: Array,
+    weight: Array,
+    bias: Array,
+    mixes: Array,
     *,
-    add: Any = None,
-    first: Any = None,
-    cu_seqlens: Any = None,
+    add: Array | None = None,
+    first: Array | None = None,
+    cu_seqlens: Array | None = None,
     eps: float = _EPS,
-    dtype: Any = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
     r"""Add to the residual, norm it, and mix every token with the one before it: `shift_mix` of whole texts.
 
@@ -460,7 +462,7 @@ def norm_shift(
     return residual, tuple(mixed), last
 
 
-def activate(x: Any, kinds: str | Sequence[str], *, out: Any = None) -> Tensor:
+def activate(x: Array, kinds: Kind | Sequence[Kind], *, out: Array | None = None) -> Tensor:
     r"""Apply a function to every element, or one to each part: what stands between the matrices of a layer.
 
     The functions are tanh(x), sigmoid(x) = 1 / (1 + e^-x), relu_squared(x) = max(x, 0)^2 and identity(x) = x.
@@ -504,4 +506,4 @@ def activate(x: Any, kinds: str | Sequence[str], *, out: Any = None) -> Tensor:
     in_place = out is x
     given = kinds if isinstance(kinds, str) or not isinstance(kinds, Sequence) else tuple(kinds)
     made = calls.call("activate", (x,), (None if in_place else out,), (given, in_place), record)
-    return made[0] if out is None else out
+    return made[0] if out is None else out  # type: ignore[return-value]

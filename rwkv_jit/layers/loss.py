@@ -15,9 +15,11 @@ from rwkv_jit.inference import arguments
 from rwkv_jit.layers import loss_steps, placed, registry
 from rwkv_jit.layers.loss_steps import MOST_COLUMNS, Given
 from rwkv_jit.layers.placed import REDUCTIONS
+from rwkv_jit.legal import Reduction, Total
 from rwkv_jit.ops import checks, sharding, torch_op
 from rwkv_jit.plan import Plan
 from rwkv_jit.signatures import BySignature
+from rwkv_jit.tensors import Array
 
 _IGNORED = -100
 _CHUNK_BYTES = 2**28  # of a chunk's logits, by default
@@ -28,7 +30,7 @@ _LEAST_ROWS = 256  # of a chunk, by default: matrix products take tiles of up to
 
 
 def cross_entropy(
-    logits: Any, targets: Any, *, l2_wrap: float = 0.0, ignore_index: int = _IGNORED, reduction: str = "mean"
+    logits: Array, targets: Array, *, l2_wrap: float = 0.0, ignore_index: int = _IGNORED, reduction: Reduction = "mean"
 ) -> Tensor:
     r"""Cross entropy of logits, with a gradient, and the pull on the largest logit that RWKV-LM trains with.
 
@@ -123,8 +125,8 @@ def cross_entropy(
 
 
 def linear_cross_entropy(
-    hidden: Any, weight: Any, targets: Any, *, bias: Any = None, l2_wrap: float = 0.0, ignore_index: int = _IGNORED,
-    reduction: str = "mean", chunk_rows: int | None = None,
+    hidden: Array, weight: Array, targets: Array, *, bias: Array | None = None, l2_wrap: float = 0.0,
+    ignore_index: int = _IGNORED, reduction: Total = "mean", chunk_rows: int | None = None,
 ) -> Tensor:  # fmt: skip
     r"""Cross entropy of a linear layer's logits, of which only a chunk of rows is in memory at a time.
 
@@ -205,12 +207,12 @@ def linear_cross_entropy(
     if sharding.any_distributed((*given, targets)):
         options = {"l2_wrap": l2_wrap, "ignore_index": ignore_index, "reduction": reduction, "chunk_rows": chunk_rows}
         return placed.loss_of_rows(linear_cross_entropy, hidden, weight, bias, targets, options)
-    given = [tensors.from_any(each, x) for each, x in zip(("hidden", "weight", "bias"), given, strict=False)]
+    own = [tensors.from_any(each, x) for each, x in zip(("hidden", "weight", "bias"), given, strict=False)]
     targets = tensors.from_any("targets", targets)
-    dtype = tensors.autocast_dtype(given[0])
+    dtype = tensors.autocast_dtype(own[0])
     if dtype is not None:
-        given = [tensors.under_autocast(x, dtype) for x in given]
-    hidden, weight, *biases = given
+        own = [tensors.under_autocast(x, dtype) for x in own]
+    hidden, weight, *biases = own
     if not hidden.dim() or not hidden.shape[-1]:
         raise ValueError(f"hidden: expected shape [..., channels], got {list(hidden.shape)}")
     _check_dtype("hidden", hidden)
@@ -225,7 +227,7 @@ def linear_cross_entropy(
     _check_options(l2_wrap, ignore_index)
     checks.check_name("reduction", reduction, REDUCTIONS[:2])
     rows = 0 if chunk_rows is None else arguments.count("chunk_rows", chunk_rows, 1)
-    wanted = [torch.is_grad_enabled() and x.requires_grad for x in given]
+    wanted = [torch.is_grad_enabled() and x.requires_grad for x in own]
     wanted += [False] * (3 - len(wanted))
     total, *_ = registry.find("linear_cross_entropy_fwd")(
         hidden.reshape(-1, channels), weight, biases[0] if biases else None, targets.reshape(-1).contiguous(),

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from rwkv_jit import tensors
 from rwkv_jit.layers.steps import OPS, SHIFTS, makes_decays
+from rwkv_jit.legal import Reduction
 from rwkv_jit.ops import checks, sharding
 
-REDUCTIONS = ("mean", "sum", "none")  # of losses
+REDUCTIONS: tuple[str, ...] = get_args(Reduction)
 
 
 def run(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rwkv_jit.layers import plain
+from rwkv_jit.legal import Activation, Gate, Kind, Norm, RateMap
 
 
 def _rounded(made: Sequence[Tensor], like: Tensor) -> list[Tensor]:
@@ -17,7 +18,7 @@ def _rounded(made: Sequence[Tensor], like: Tensor) -> list[Tensor]:
 def prepare_keys_ref(
     k: Tensor, v: Tensor, rate: Tensor, k_k: Tensor, k_a: Tensor, a0: Tensor | None = None,
     v_first: Tensor | None = None, v_gate: Tensor | None = None, v0: Tensor | None = None, r: Tensor | None = None,
-    r_k: Tensor | None = None, rate_map: str = "sigmoid",
+    r_k: Tensor | None = None, rate_map: RateMap = "sigmoid",
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Make k, v, a and b in plain torch; see `rwkv_jit.prepare_keys` for the equations.
 
@@ -55,7 +56,7 @@ def prepare_keys_ref(
 def gated_norm_ref(
     y: Tensor, g: Tensor, weight: Tensor, bias: Tensor | None = None, r: Tensor | None = None,
     k: Tensor | None = None, v: Tensor | None = None, r_k: Tensor | None = None, bonus: Tensor | None = None,
-    gate: str = "identity", norm: str = "layer", eps: float = 64e-5,
+    gate: Gate = "identity", norm: Norm = "layer", eps: float = 64e-5,
 ) -> Tensor:  # fmt: skip
     """Norm, add the bonus and gate in plain torch; see `rwkv_jit.gated_norm` for the equations.
 
@@ -85,7 +86,7 @@ def gated_norm_ref(
     return _rounded(plain.gated_norm((y, g, weight, bias, r, k, v, r_k, bonus), eps, (gate, norm)), y)[0]
 
 
-def gated_ref(x: Tensor, g: Tensor, gate: str = "sigmoid") -> Tensor:
+def gated_ref(x: Tensor, g: Tensor, gate: Gate = "sigmoid") -> Tensor:
     """Gate something in plain torch; see `rwkv_jit.gated` for the equation.
 
     Arithmetic is float64 for float64 inputs and float32 otherwise.
@@ -104,7 +105,7 @@ def gated_ref(x: Tensor, g: Tensor, gate: str = "sigmoid") -> Tensor:
     return _rounded(plain.gated((x, g), 0.0, (gate,)), x)[0]
 
 
-def activate_ref(x: Tensor, kinds: str | Sequence[str]) -> Tensor:
+def activate_ref(x: Tensor, kinds: Kind | Sequence[Kind]) -> Tensor:
     """Apply a function to every element, or one to each part, in plain torch; see `rwkv_jit.activate`.
 
     Arithmetic is float64 for float64 inputs and float32 otherwise.
@@ -191,7 +192,7 @@ def norm_shift_ref(
 
 def causal_conv1d_ref(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, initial_state: Tensor | None = None,
-    output_final_state: bool = False, cu_seqlens: Tensor | None = None, activation: str | None = None,
+    output_final_state: bool = False, cu_seqlens: Tensor | None = None, activation: Activation | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Convolve every channel with a few tokens before in plain torch; see `rwkv_jit.causal_conv1d` for the equation.
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import ceil
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from rwkv_jit.algorithms.parts import OVERLAPS_SINCE
 from rwkv_jit.gpu import Gpu
+from rwkv_jit.legal import BetaMap, Gate, Kind, Norm, RateMap
 from rwkv_jit.problem import BYTES, Op, Problem
 from rwkv_jit.schedule import Result, Schedule, Step
 from rwkv_jit.template import Parameter
@@ -30,12 +31,12 @@ _SHIFT_ROWS = 8  # tokens whose mixes a thread makes
 # Of norms with mixes: so many tokens of a block that the one it norms in vain does not weigh, unless blocks are few.
 _MOST_NORM_ROWS = 16
 _LEAST_NORM_BLOCKS = 512
-KINDS = ("identity", "tanh", "sigmoid", "relu_squared")  # by the numbers that the kernel has for them
-GATES = ("identity", "sigmoid", "silu")  # as KINDS
-NORMS = ("layer", "rms")
+KINDS: tuple[str, ...] = get_args(Kind)
+GATES: tuple[str, ...] = get_args(Gate)
+NORMS: tuple[str, ...] = get_args(Norm)
 LOG_DECAYS = ("none", "log", "softplus", "bounded")  # as KINDS
-BETA_MAPS = ("identity", "sigmoid", "twice_sigmoid")  # as KINDS
-RATE_MAPS = ("sigmoid", "identity")
+BETA_MAPS: tuple[str, ...] = get_args(BetaMap)
+RATE_MAPS: tuple[str, ...] = get_args(RateMap)
 MOST_PARTS = 31  # whose kinds a number of 64 bits says
 MOST_MIXES = 6
 _HEAD = "NHK"

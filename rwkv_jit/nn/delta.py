@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from rwkv_jit.derived.delta import gated_delta_rule, kda
 from rwkv_jit.inference.arguments import count
 from rwkv_jit.layers.functions import gated_norm
+from rwkv_jit.legal import Gate
 from rwkv_jit.nn import parts
 
 
@@ -53,7 +54,7 @@ class _DeltaNet(nn.Module):
         q, k = (each.unflatten(-1, (self.key_heads, self.key_size)) for each in (q, k))
         return q, k, v.unflatten(-1, (self.value_heads, self.value_size))
 
-    def _normed(self, y: Tensor, gate: Tensor, norm: nn.RMSNorm, kind: str) -> Tensor:
+    def _normed(self, y: Tensor, gate: Tensor, norm: nn.RMSNorm, kind: Gate) -> Tensor:
         """Return what is behind the norm of each head and the gate, [B, T, H V]."""
         weight, eps = norm.weight.expand(y.shape[2:]), norm.eps
         assert eps is not None

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from rwkv_jit import tensors
 from rwkv_jit.errors import UnsupportedConfigError
+from rwkv_jit.legal import StateLayout
 from rwkv_jit.problem import Op
 
-STATE_LAYOUTS = ("vk", "kv")
+STATE_LAYOUTS: tuple[str, ...] = get_args(StateLayout)
 _LARGEST = sys.float_info.max
 # What messages call the dimensions of inputs.
 _DIMENSIONS = {"K": "head size", "V": "value size", "G": "key heads", "C": "channels"}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from rwkv_jit.ops import torch_op, wide_keys
 from rwkv_jit.ops.table import OPS
 from rwkv_jit.reference import gla_ref
+from rwkv_jit.tensors import Array
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -19,13 +20,13 @@ OP = torch_op.define(OPS["gla"], gla_ref)
 
 
 def gla(
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any,
-    initial_state: Any = None,
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    initial_state: Array | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Any = None,
+    cu_seqlens: Array | None = None,
     **options: Unpack[DecayOptions],
 ) -> tuple[Tensor, Tensor | None]:
     r"""Gated linear attention over sequences, with gradients to every input and to the initial state.

@@ -12,6 +12,7 @@ from rwkv_jit.ops import checks, sharding, torch_op, wide_keys
 from rwkv_jit.ops.options import complete
 from rwkv_jit.ops.table import OPS
 from rwkv_jit.reference import linear_attention_ref
+from rwkv_jit.tensors import Array
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -22,12 +23,12 @@ OP = torch_op.define(OPS["linear_attention"], linear_attention_ref)
 
 
 def linear_attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    initial_state: Any = None,
+    q: Array,
+    k: Array,
+    v: Array,
+    initial_state: Array | tuple[Array, Array] | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Any = None,
+    cu_seqlens: Array | None = None,
     normalize: bool = False,
     **options: Unpack[CallOptions],
 ) -> tuple[Tensor, Any]:

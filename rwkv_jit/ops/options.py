@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, TypedDict
 
 from rwkv_jit import tensors
+from rwkv_jit.legal import Backend, Decay, StateLayout
 from rwkv_jit.problem import Op
 
 
@@ -54,11 +55,11 @@ class CallOptions(TypedDict, total=False):
     """
 
     scale: float
-    state_layout: str
+    state_layout: StateLayout
     checkpoint_interval: int
     chunk_len: int | None
     num_threads: int | None
-    backend: str
+    backend: Backend
 
 
 class DecayOptions(CallOptions, total=False):
@@ -76,7 +77,7 @@ class DecayOptions(CallOptions, total=False):
         not to, if there is one.
     """
 
-    decay: str
+    decay: Decay
     decay_bound: float | None
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
+from rwkv_jit.legal import TimexBackend, Wkv4Backend, Wkv4Decay
 from rwkv_jit.problem import Op
 
 if TYPE_CHECKING:
@@ -19,8 +20,7 @@ OPS = {
     for op in (
         Op(
             "wkv4", dict(w="C", u="C", k="BTC", v="BTC"), "wkv4", "wkv4", state="SC", state_types=("fp32",),
-            sizes={"S": 3}, output="BTC", lead=2, decays=("raw", "log"),
-            backends=("auto", "recurrent", "split", "reference"),
+            sizes={"S": 3}, output="BTC", lead=2, decays=get_args(Wkv4Decay), backends=get_args(Wkv4Backend),
         ),
         Op(
             "wkv5", dict(r=_KEY, k=_KEY, v=_VALUE, w="HK", u="HK"), "diagonal", "gla",
@@ -41,7 +41,7 @@ OPS = {
         ),
         Op(
             "timex", dict(w="CT", k="BCT"), "timex", "timex", state="", output="BCT", lead=1, decay="none",
-            wide=("w",), backends=("auto", "tiles", "transforms", "fft", "reference"),
+            wide=("w",), backends=get_args(TimexBackend),
         ),
     )
 }  # fmt: skip

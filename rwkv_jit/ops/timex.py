@@ -13,12 +13,14 @@ from rwkv_jit import modes, tensors
 from rwkv_jit.algorithms import timex_tiles, timex_transforms, whole
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.gpu import Gpu
+from rwkv_jit.legal import TimexBackend
 from rwkv_jit.ops import checks, known_calls, recording, registry, sharding, torch_op
 from rwkv_jit.ops.table import OPS
 from rwkv_jit.plan import Plan
 from rwkv_jit.problem import Problem
 from rwkv_jit.reference import timex_ref
 from rwkv_jit.signatures import BySignature, forget_with
+from rwkv_jit.tensors import Array
 
 _OP = OPS["timex"]
 _OWN = whole.ALGORITHMS["timex"]  # the backends that are kernels of this library
@@ -368,7 +370,7 @@ def _check(w: Any, k: Any, eps: float, backend: str) -> tuple[Tensor, Tensor]:
     return w, k
 
 
-def timex(w: Any, k: Any, eps: float = 0.0, backend: str = "auto") -> Tensor:
+def timex(w: Array, k: Array, eps: float = 0.0, backend: TimexBackend = "auto") -> Tensor:
     r"""TimeX: a causal convolution of every channel with a filter as long as the sequence, with gradients to both.
 
         out[b, c, t] = eps + sum_{s <= t} w[c, T-1-(t-s)] k[b, c, s]
@@ -467,4 +469,4 @@ def timex(w: Any, k: Any, eps: float = 0.0, backend: str = "auto") -> Tensor:
                 known = _prepare(asked, w, k, float(eps), forward, backward if training else None)
     if known is None:
         return _forward_op(w, k, float(eps), backend, False)  # type: ignore[no-any-return]
-    return _run_known(known, w, k) if training else known.run(w, k)
+    return _run_known(known, w, k) if training else known.run(w, k)  # type: ignore[arg-type]

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
+from rwkv_jit.legal import Wkv4Backend, Wkv4Decay
 from rwkv_jit.ops import torch_op
 from rwkv_jit.ops.table import OPS
 from rwkv_jit.reference import wkv4_ref
+from rwkv_jit.tensors import Array
 
 
 def _reference(
     w: Tensor, u: Tensor, k: Tensor, v: Tensor, initial_state: Tensor | None, output_final_state: bool,
-    cu_seqlens: None, scale: float, state_layout: str, decay: str,
+    cu_seqlens: None, scale: float, state_layout: str, decay: Wkv4Decay,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Run the reference, which has no options but the decay."""
     return wkv4_ref(w, u, k, v, initial_state, output_final_state, decay)
@@ -23,14 +23,14 @@ OP = torch_op.define(OPS["wkv4"], _reference)
 
 
 def wkv4(
-    w: Any,
-    u: Any,
-    k: Any,
-    v: Any,
-    initial_state: Any = None,
+    w: Array,
+    u: Array,
+    k: Array,
+    v: Array,
+    initial_state: Array | None = None,
     output_final_state: bool = False,
-    decay: str = "raw",
-    backend: str = "auto",
+    decay: Wkv4Decay = "raw",
+    backend: Wkv4Backend = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     r"""RWKV-4 time mixing over sequences, with gradients to every input and to the initial state.
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from rwkv_jit.ops import torch_op, wide_keys
 from rwkv_jit.ops.table import OPS
 from rwkv_jit.reference import wkv5_ref
+from rwkv_jit.tensors import Array
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -19,14 +20,14 @@ OP = torch_op.define(OPS["wkv5"], wkv5_ref)
 
 
 def wkv5(
-    r: Any,
-    k: Any,
-    v: Any,
-    w: Any,
-    u: Any,
-    initial_state: Any = None,
+    r: Array,
+    k: Array,
+    v: Array,
+    w: Array,
+    u: Array,
+    initial_state: Array | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Any = None,
+    cu_seqlens: Array | None = None,
     **options: Unpack[DecayOptions],
 ) -> tuple[Tensor, Tensor | None]:
     r"""RWKV-5 time mixing over sequences, with gradients to every input and to the initial state.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from rwkv_jit.ops import torch_op
 from rwkv_jit.ops.table import OPS
 from rwkv_jit.reference import wkv7_ref
+from rwkv_jit.tensors import Array
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -19,15 +20,15 @@ OP = torch_op.define(OPS["wkv7"], wkv7_ref)
 
 
 def wkv7(
-    r: Any,
-    w: Any,
-    k: Any,
-    v: Any,
-    a: Any,
-    b: Any,
-    initial_state: Any = None,
+    r: Array,
+    w: Array,
+    k: Array,
+    v: Array,
+    a: Array,
+    b: Array,
+    initial_state: Array | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Any = None,
+    cu_seqlens: Array | None = None,
     **options: Unpack[DecayOptions],
 ) -> tuple[Tensor, Tensor | None]:
     r"""RWKV-7 time mixing over sequences, with gradients to every input and to the initial state.

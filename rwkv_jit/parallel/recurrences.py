@@ -23,6 +23,7 @@ from rwkv_jit.parallel.shard import Shard
 from rwkv_jit.parallel.two_phases import Call, Way
 from rwkv_jit.problem import Op
 from rwkv_jit.signatures import BySignature
+from rwkv_jit.tensors import Array
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -157,7 +158,7 @@ def summary(op: str, *inputs: Any, **options: Any) -> Tensor:
 
 
 def wkv7(
-    r: Any, w: Any, k: Any, v: Any, a: Any, b: Any, shard: Any, initial_state: Any = None,
+    r: Array, w: Array, k: Array, v: Array, a: Array, b: Array, shard: Shard, initial_state: Array | None = None,
     output_final_state: bool = False, **options: Unpack[DecayOptions],
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     r"""RWKV-7 time mixing over sequences that many processes share, with gradients.
@@ -222,8 +223,8 @@ def wkv7(
 
 
 def wkv6(
-    r: Any, k: Any, v: Any, w: Any, u: Any, shard: Any, initial_state: Any = None, output_final_state: bool = False,
-    **options: Unpack[DecayOptions],
+    r: Array, k: Array, v: Array, w: Array, u: Array, shard: Shard, initial_state: Array | None = None,
+    output_final_state: bool = False, **options: Unpack[DecayOptions],
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     r"""RWKV-6 time mixing over sequences that many processes share, with gradients.
 
@@ -265,8 +266,8 @@ def wkv6(
 
 
 def wkv5(
-    r: Any, k: Any, v: Any, w: Any, u: Any, shard: Any, initial_state: Any = None, output_final_state: bool = False,
-    **options: Unpack[DecayOptions],
+    r: Array, k: Array, v: Array, w: Array, u: Array, shard: Shard, initial_state: Array | None = None,
+    output_final_state: bool = False, **options: Unpack[DecayOptions],
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     r"""RWKV-5 time mixing over sequences that many processes share, with gradients.
 
@@ -309,8 +310,8 @@ def wkv5(
 
 
 def gla(
-    q: Any, k: Any, v: Any, g: Any, shard: Any, initial_state: Any = None, output_final_state: bool = False,
-    **options: Unpack[DecayOptions],
+    q: Array, k: Array, v: Array, g: Array, shard: Shard, initial_state: Array | None = None,
+    output_final_state: bool = False, **options: Unpack[DecayOptions],
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     r"""Gated linear attention over sequences that many processes share, with gradients.
 
@@ -350,8 +351,8 @@ def gla(
 
 
 def linear_attention(
-    q: Any, k: Any, v: Any, shard: Any, initial_state: Any = None, output_final_state: bool = False,
-    **options: Unpack[CallOptions],
+    q: Array, k: Array, v: Array, shard: Shard, initial_state: Array | None = None,
+    output_final_state: bool = False, **options: Unpack[CallOptions],
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     r"""Linear attention over sequences that many processes share, with gradients.
 

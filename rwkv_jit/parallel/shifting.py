@@ -12,9 +12,10 @@ from rwkv_jit import tensors
 from rwkv_jit.layers import functions
 from rwkv_jit.parallel import shard as shards
 from rwkv_jit.parallel.shard import Shard
+from rwkv_jit.tensors import Array
 
 
-def token_shift(x: Any, mixes: Any, amounts: Any = None, *, shard: Any) -> tuple[Tensor, ...]:
+def token_shift(x: Array, mixes: Array, amounts: Array | None = None, *, shard: Shard) -> tuple[Tensor, ...]:
     r"""Mix every token with the one before it, which another process may have.
 
         mixed_m[t] = x_t + (x_{t-1} - x_t) (mixes_m + amounts_m[t])

@@ -18,6 +18,7 @@ from rwkv_jit.compat.fla.functions import POWERS_OF_TWO, Result, check_chunks, l
 from rwkv_jit.derived.delta import delta_rule, gated_delta_rule, gated_delta_rule2, kda
 from rwkv_jit.derived.diagonal import simple_gla
 from rwkv_jit.errors import UnsupportedConfigError
+from rwkv_jit.legal import BetaMap, StateLayout
 from rwkv_jit.ops.linear_attention import linear_attention
 
 # ---- delta rules -------------------------------------------------------------------------------------------------
@@ -266,7 +267,7 @@ def chunk_simple_gla(
     check_chunks(more, None, *POWERS_OF_TWO)
     decay = g_gamma if g is None else g
     rest = state_of(initial_state), output_final_state, cu_seqlens
-    layout = "vk" if state_v_first else "kv"
+    layout: StateLayout = "vk" if state_v_first else "kv"
     if decay is None:
         return linear_attention(q, k, v, *rest, scale=scale_of(scale, k), state_layout=layout)
     _check_small(q, g=decay)
@@ -370,7 +371,7 @@ def fused_recurrent_lightning_attn(
 # ---- what the arguments mean -------------------------------------------------------------------------------------
 
 
-def _beta_map(is_logit: bool, allow_neg_eigval: bool) -> str:
+def _beta_map(is_logit: bool, allow_neg_eigval: bool) -> BetaMap:
     """Return what makes rates of beta."""
     if allow_neg_eigval and not is_logit:
         raise ValueError("allow_neg_eigval: goes with use_beta_sigmoid_in_kernel, got it alone")

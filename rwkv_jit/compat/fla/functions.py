@@ -16,6 +16,7 @@ from rwkv_jit import tensors
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.layers import functions as layers
 from rwkv_jit.layers.plain import last_tokens
+from rwkv_jit.legal import StateLayout
 from rwkv_jit.ops.gla import gla
 from rwkv_jit.ops.linear_attention import linear_attention
 from rwkv_jit.ops.wkv4 import wkv4
@@ -60,7 +61,7 @@ def check_chunks(more: Mapping[str, Any], *sizes: int | None) -> None:
         raise UnsupportedConfigError(f"chunk_size={more['chunk_size']} is not supported")
 
 
-def layout_of(state_v_first: bool, more: Mapping[str, Any]) -> str:
+def layout_of(state_v_first: bool, more: Mapping[str, Any]) -> StateLayout:
     """Return the layout of states, which `more` may have by its older name."""
     refuse(head_first=more.get("head_first"))
     if "transpose_state_layout" in more:

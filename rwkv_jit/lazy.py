@@ -1,0 +1,33 @@
+"""Names of a package that load their modules when they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+
+def modules(names: Mapping[str, str]) -> dict[str, str]:
+    """Return the module of each name, from the names of each module of `rwkv_jit`."""
+    return {name: f"rwkv_jit.{module}" for module, several in names.items() for name in several.split()}
+
+
+def members(package: dict[str, Any], rooms: Sequence[str] = ()) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return `__getattr__` and `__dir__` of a package whose globals have `_MODULES` and `__all__`.
+
+    `rooms` are packages within it.
+    """
+    path: str = package["__name__"]
+
+    def get(name: str) -> Any:
+        if name in rooms:
+            return import_module(f"{path}.{name}")
+        if name not in package["_MODULES"]:
+            raise AttributeError(f"module {path!r} has no attribute {name!r}")
+        package[name] = value = getattr(import_module(package["_MODULES"][name]), name)
+        return value
+
+    def listed() -> list[str]:
+        return [*(name for name in package if name.startswith("__")), *package["__all__"], *rooms]
+
+    return get, listed
