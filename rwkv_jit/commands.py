@@ -23,6 +23,7 @@ from rwkv_jit.errors import CacheError, RwkvJitError, printable
 if TYPE_CHECKING:
     from rwkv_jit.kernel import Kernel, Request
 
+_RESOURCES = ("registers", "spill_bytes", "shared_bytes")
 Outcome = tuple[dict[str, Any], Callable[[dict[str, Any]], None]]
 
 
@@ -192,7 +193,7 @@ def _compile(requests: list[Request], alike: bool) -> list[Kernel]:
 def _about(kernel: Kernel) -> dict[str, Any]:
     about = {name: getattr(kernel, name) for name in ("name", "arch", "target", "parameters", "compiler", "origin")}
     about["bytes"] = len(kernel.entry()[1])
-    for name in ("registers", "spill_bytes", "shared_bytes"):  # not known of PTX
+    for name in _RESOURCES:  # not known of PTX
         about[name] = getattr(kernel, name) if kernel.resources else None
     return about | listing.described(kernel.name, kernel.parameters)
 
@@ -273,7 +274,7 @@ def _row(kernel: cache.Stored) -> dict[str, Any]:
         **listing.described(name, parameters),
         "bytes": kernel.bytes,
         "last_used": used,
-        **{name: max((used[name] for used in resources), default=None) for name in ("registers", "spill_bytes")},
+        **{name: max((used.get(name, 0) for used in resources), default=None) for name in _RESOURCES},
         "state": kernel.state,
         "path": str(path),
         "parameters": parameters,

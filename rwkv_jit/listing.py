@@ -14,7 +14,7 @@ _OF_NO_OP = ("layer_", "head_decay_", "channel_decay_")  # how names of template
 _COLUMNS = {"op": "{op}", "direction": "{direction}", "sizes": "{head_size}", "dtype": "{dtype}", "arch": "{arch}",
             "KB": "{kilobytes}"}  # fmt: skip
 _DETAILS = {"threads": "{threads}", "chunk len": "{chunk_len}", "registers": "{registers}",
-            "spill B": "{spill_bytes}", "parameters": "{constants}"}  # fmt: skip
+            "spill B": "{spill_bytes}", "shared B": "{shared_bytes}", "parameters": "{constants}"}  # fmt: skip
 
 
 def described(name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:

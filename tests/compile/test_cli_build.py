@@ -111,15 +111,21 @@ def test_without_a_file_the_cache_is_filled(build, run, fresh_service):
     made = build(*small)
     assert (made["path"], made["bytes"]) == (str(fresh_service), None)
     assert len(cache.entries()) == len(made["kernels"]) == 1
-    code, printed, _ = run("build", *small)
+    code, printed, _ = run("build", *small, "--verbose")
     assert code == 0
-    (row,) = [line.split() for line in printed.splitlines() if "wkv7" in line]
+    (row,) = [line.split(maxsplit=13) for line in printed.splitlines() if "wkv7" in line]
     (about,) = made["kernels"]
-    assert row == [
-        "wkv7_recurrent_backward", "sm_90", "backward", "16", "fp32", str(about["threads"]), str(about["chunk_len"]),
-        str(about["registers"]), str(about["spill_bytes"]), str(about["shared_bytes"]), "memory",
+    (path,) = cache.entries()
+    size = path.stat().st_size
+    assert row[:-1] == [
+        "wkv7", "backward", "16", "fp32", "sm_90", str(-(-size // 1024)), "memory", "wkv7_recurrent_backward",
+        str(about["threads"]), str(about["chunk_len"]), str(about["registers"]), str(about["spill_bytes"]),
+        str(about["shared_bytes"]),
     ]  # fmt: skip
-    assert printed.splitlines()[-1] == f"1 kernels in {fresh_service}, by NVRTC {identity.version()}"
+    assert "HEAD_SIZE=16" in row[-1]
+    assert printed.splitlines()[-1] == (
+        f"1 kernels, {size / 2**20:.3g} MB, in {fresh_service}, by NVRTC {identity.version()}"
+    )
 
 
 @pytest.mark.usefixtures("listed_only")
@@ -167,8 +173,9 @@ def test_every_op_is_built_with_the_options_that_it_has(build, run, tmp_path):
     of_wkv7 = [each["parameters"] for each in made if each["name"].startswith("wkv7")]
     assert {(each["HEAD_SIZE"], each["VALUE_SIZE"]) for each in of_wkv7} == {(8, 8), (8, 16)}
     assert {each["STATE_LAYOUT"] for each in of_wkv7 if "STATE_LAYOUT" in each} == {"kv", "vk"}
-    rows = run("build", *options)[1].splitlines()[1:-2]
-    assert len(rows) == len(set(rows)) > 15
+    assert len(run("build", *options)[1].splitlines()[1:-2]) == 69
+    rows = run("build", *options, "--verbose")[1].splitlines()[1:-2]
+    assert len(rows) == len(set(rows)) == 69
 
     for op, stem in (("wkv4", "wkv4_"), ("timex", "timex_")):
         file = tmp_path / f"{op}.bundle"

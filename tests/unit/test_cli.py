@@ -277,11 +277,11 @@ def test_list(run, data, tmp_path, monkeypatch):
     ]
     assert [re.split("  +", line.strip()) for line in printed.splitlines()] == lines
     of_details = [
-        ["threads", "chunk len", "registers", "spill B", "parameters"],
-        ["-", "-", "128", "16", "HEAD_SIZE=8, T_IO=fp16, VALUE_SIZE=8"],
-        ["-", "-", "-", "-", "none"],
-        ["64", "-", "128", "16", "BACKWARD=True, HEAD_SIZE=48, NUM_THREADS=64, T_IO=bf16, VALUE_SIZE=64"],
-        ["-", "-", "128", "16", "HEAD_SIZE=8, T_IO=fp16, VALUE_SIZE=8"],
+        ["threads", "chunk len", "registers", "spill B", "shared B", "parameters"],
+        ["-", "-", "128", "16", "1024", "HEAD_SIZE=8, T_IO=fp16, VALUE_SIZE=8"],
+        ["-", "-", "-", "-", "-", "none"],
+        ["64", "-", "128", "16", "1024", "BACKWARD=True, HEAD_SIZE=48, NUM_THREADS=64, T_IO=bf16, VALUE_SIZE=64"],
+        ["-", "-", "128", "16", "1024", "HEAD_SIZE=8, T_IO=fp16, VALUE_SIZE=8"],
     ]
     printed = run("cache", "list", "--verbose")[1].splitlines()
     found = [re.split("  +", line.strip()) for line in printed[:5]]
@@ -294,7 +294,7 @@ def test_list(run, data, tmp_path, monkeypatch):
         "head_size": "8", "dtype": "fp16",
         "threads": None, "chunk_len": None, "bytes": other.stat().st_size,
         "last_used": datetime.fromtimestamp(used).isoformat(" ", "minutes"),
-        "registers": 128, "spill_bytes": 16, "state": "ok", "path": str(other),
+        "registers": 128, "spill_bytes": 16, "shared_bytes": 1024, "state": "ok", "path": str(other),
         "parameters": {"HEAD_SIZE": 8, "VALUE_SIZE": 8, "T_IO": "fp16"},
     }  # fmt: skip
     assert rows[3]["last_used"] is None
@@ -496,7 +496,8 @@ def test_colours_are_for_states_and_not_for_columns_that_are_called_so(monkeypat
 KERNELS = [
     {
         "name": name, "op": op, "arch": arch, "direction": way, "head_size": "128x256", "dtype": "bf16",
-        "threads": threads, "chunk_len": 64, "registers": 1234567 + threads, "spill_bytes": 0, "bytes": 654321,
+        "threads": threads, "chunk_len": 64, "registers": 1234567 + threads, "spill_bytes": 0, "shared_bytes": 7654321,
+        "bytes": 654321,
         "origin": "compiled",
         "parameters": {f"A_LONG_CONSTANT_{number}": number for number in range(20)} | {"FOR_GROUPS": groups},
     }
