@@ -16,6 +16,7 @@ import argparse
 import ast
 import json
 import math
+import os
 import random
 import sys
 import time
@@ -38,6 +39,7 @@ import rwkv_jit
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MODEL = {"layers": 4, "width": 256, "head_size": 64, "vocab": 256}  # of random weights
+SMALL = 256  # the width up to which threads of a CPU wait for each other longer than they compute
 TIE = 0.3  # in 16 bits, how far a token may be from the best one, in standard deviations of the logits
 
 
@@ -374,6 +376,8 @@ def read_options() -> argparse.Namespace:
     if options.width % options.head_size:
         parser.error(f"--width {options.width} is not a multiple of --head-size {options.head_size}")
     options.device = "cpu" if options.cpu or not rwkv_jit.is_available() else "cuda"
+    if options.device == "cpu" and options.width <= SMALL and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
     options.dtype = options.dtype or ("float32" if options.device == "cpu" else "bfloat16")
     return options
 

@@ -9,6 +9,7 @@ the gradients of the first states are those of the text as a whole.
 """
 
 import argparse
+import os
 import re
 
 import torch
@@ -73,6 +74,8 @@ def main() -> None:
     if not re.fullmatch(f"[a-z]{{{LETTERS}}}", options.word):
         parser.error(f"--word: expected {LETTERS} letters from a to z, got {options.word!r}")
     device = "cuda" if rwkv_jit.is_available() else "cpu"
+    if device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # more threads would wait for each other longer than they compute
     torch.manual_seed(0)
     model = RWKV7(vocabulary=128, width=WIDTH, layers=LAYERS, head_size=HEAD_SIZE, device=device)
     loss = train(model, 150 if options.quick else 250, device)

@@ -46,6 +46,7 @@ DEFAULTS = {
     "cuda": {"steps": 400, "batch": 32, "length": 512, "width": 256, "layers": 6},
     "cpu": {"steps": 100, "batch": 8, "length": 64, "width": 64, "layers": 2},
 }
+SMALL = 256  # the width up to which threads of a CPU wait for each other longer than they compute
 GATHERED = 64_000_000  # parameters at least that --fsdp gathers at once: each time takes the host about a millisecond
 BFLOAT16_PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}  # of dense matrices, a second
 
@@ -268,6 +269,8 @@ def read_options() -> argparse.Namespace:
     for name, default in DEFAULTS[options.device].items():
         if getattr(options, name) is None:
             setattr(options, name, default)
+    if options.device == "cpu" and options.width <= SMALL and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
     if options.dp and (options.fsdp or options.tp > 1):
         parser.error("--dp goes neither with --fsdp nor with --tp")
     if options.length % options.cp:

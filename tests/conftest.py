@@ -19,9 +19,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))  # for the folder `bench`; behind all others, so that an installed rwkv_jit is the one tested
 
-if "PYTEST_XDIST_WORKER" in os.environ:
-    # The workers take the cores. Were torch's threads to share them, they would spend most of their time waiting.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Workers take the cores. torch's threads would share them, and wait for each other for most of the time. Without
+# workers too: the tensors of the tests are small, and a machine has more to do than these.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Root ignores permission bits; a process without capabilities does not, and it can still read what root owns.
 DROP_CAPABILITIES = """

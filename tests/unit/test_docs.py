@@ -4,7 +4,11 @@ import argparse
 import ast
 import importlib.util
 import inspect
+import os
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +19,7 @@ import rwkv_jit.compat.fla
 import rwkv_jit.compat.hf
 import rwkv_jit.compat.mamba
 import rwkv_jit.compat.megatron
+from bench import __main__ as bench_program
 from rwkv_jit import cli, env
 from rwkv_jit.algorithms import recurrent
 from rwkv_jit.derived import table as derived
@@ -22,7 +27,8 @@ from rwkv_jit.ops.table import OPS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "kernel_templates/README.md")]
-PAGES += sorted((ROOT / "docs").rglob("*.md"))
+PAGES += sorted((ROOT / "docs").rglob("*.md")) + sorted((ROOT / "examples").rglob("README.md"))
+BY_TASK = ("README.md", "docs/index.md")  # whose blocks of Python are whole, each alone
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -71,15 +77,147 @@ def test_site_has_every_page():
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if "```py" in page.read_text(encoding="utf-8")], ids=name_of)
-def test_code_runs(page):
+@pytest.mark.filterwarnings("ignore")  # of FLA, which has no Triton here
+def test_code_runs(page, tmp_path, monkeypatch):
     """On a CPU, from the top of the page to its end."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     text = page.read_text(encoding="utf-8")
     for code in blocks(text, "py"):
         ast.parse(code)
     torch.manual_seed(0)
     names = {}
-    for code in blocks(text, "python"):
-        exec(compile(code, name_of(page), "exec"), names)
+    try:
+        for code in blocks(text, "python"):
+            exec(compile(code, name_of(page), "exec"), {} if name_of(page) in BY_TASK else names)
+    finally:
+        rwkv_jit.compat.fla.uninstall()
+        rwkv_jit.compat.uninstall()
+
+
+# ---- commands ----------------------------------------------------------------------------------------------------
+
+_COMMANDS = re.compile(r"(?:^<!-- not run: ([^\n]+) -->\n)?^```(console|bash)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_TOOLS = {"pip", "pytest", "mkdir", "chgrp", "chmod", "export", "vllm"}  # of others, in blocks that are not run
+
+
+def command_blocks(page):
+    """Why each block of commands is not run, and its commands; of a console those behind a prompt."""
+    for why, language, text in _COMMANDS.findall(page.read_text(encoding="utf-8")):
+        lines = text.replace("\\\n", " ").splitlines()
+        yield why, [line.removeprefix("$ ") for line in lines if language == "bash" or line.startswith("$ ")]
+
+
+def example(name):
+    spec = importlib.util.spec_from_file_location(Path(name).stem, ROOT / name)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def check_words(words, monkeypatch):
+    """The arguments of a program of this project are those that it takes."""
+    while "=" in words[0]:
+        words = words[1:]
+    if words[0] == "torchrun":
+        program = next(i for i, word in enumerate(words) if word in ("-m", "rwkv-jit") or word.endswith(".py"))
+        words = words[program:] if words[program] == "rwkv-jit" else ["python", *words[program:]]
+    if words[0] == "rwkv-jit" or words[:3] == ["python", "-m", "rwkv_jit"]:
+        cli._parser().parse_args(words[1:] if words[0] == "rwkv-jit" else words[3:])
+    elif words[:3] == ["python", "-m", "bench"]:
+        bench_program._parser().parse_args(words[3:])
+    elif words[0] == "python" and (ROOT / words[1]).is_file():
+        module = example(words[1])
+        if hasattr(module, "read_options"):
+            monkeypatch.setattr(sys, "argv", words[1:])
+            module.read_options()
+    elif words[0] == "python":
+        assert words[1] in ("-m", "-c", "train.py", "serve.py"), words
+    else:
+        assert words[0] in _TOOLS, words
+
+
+_INLINE = re.compile(r"`((?:rwkv-jit|python -m (?:bench|rwkv_jit)|python examples/\S+) [^`]+)`")
+
+
+def test_commands_have_the_options_that_programs_take(monkeypatch):
+    """Also where a block is not run, and in the middle of a sentence."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    checked = 0
+    for page in PAGES:
+        lines = [line for _, block in command_blocks(page) for line in block]
+        if page.name != "CHANGELOG.md":
+            inline = _INLINE.findall(_FENCE.sub("", page.read_text(encoding="utf-8")))
+            # Two words are a name: "`rwkv-jit warm` compiles". A word in capitals stands for something.
+            lines += [" ".join(line.split()) for line in inline if len(line.split()) > 2 and "..." not in line]
+        for line in lines:
+            for command in line.split(" && "):
+                words = shlex.split(command, comments=True)
+                if not words or any(re.fullmatch("[A-Z]+", word) for word in words):
+                    continue
+                try:
+                    check_words(words, monkeypatch)
+                except SystemExit:
+                    pytest.fail(f"{name_of(page)}: {line}")
+                checked += 1
+    assert checked > 40
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A folder like a checkout, with the files that commands name, and the environment of a user in it."""
+    for name in ("examples", "tools", "bench", "tests", "docs", "bench.json"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "train.py").write_text("print('training')\n")
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, arguments in (("python", ""), ("rwkv-jit", "-m rwkv_jit"), ("torchrun", "-m torch.distributed.run")):
+        (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n')
+        (programs / name).chmod(0o755)
+    paths = [str(ROOT), *os.environ["PYTHONPATH"].split(os.pathsep)]
+    environment = {
+        "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": os.pathsep.join(paths),
+        "CUDA_VISIBLE_DEVICES": "", "RWKVJIT_CACHE_DIR": str(tmp_path / "cache"), "PYTHONWARNINGS": "ignore",
+    }  # fmt: skip
+    return tmp_path, {**os.environ, **environment}
+
+
+RUN = [page for page in PAGES if any(not why for why, _ in command_blocks(page))]
+
+
+@pytest.mark.parametrize("page", RUN, ids=name_of)
+def test_commands_run(page, checkout):
+    """All that no mark takes out; a mark stands right above its block: `<!-- not run: ... -->`."""
+    folder, environment = checkout
+    for why, block in command_blocks(page):
+        if not why:
+            done = subprocess.run(
+                ["bash", "-euo", "pipefail", "-c", "\n".join(block)], cwd=folder, env=environment, capture_output=True,
+                text=True, check=False, timeout=300,
+            )  # fmt: skip
+            assert done.returncode == 0, f"{name_of(page)}: {block}\n{done.stdout}\n{done.stderr}"
+
+
+# ---- tables ------------------------------------------------------------------------------------------------------
+
+
+def is_rule(line):
+    return re.fullmatch(r"\|(?: *:?-+:? *\|)+", line) is not None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_tables_are_tables(page):
+    """Each begins with a head and a rule, and every line has as many columns; a blank line would end it."""
+    paragraphs = re.split(r"\n\s*\n", _FENCE.sub("", page.read_text(encoding="utf-8")))
+    for paragraph in paragraphs:
+        lines = [line for line in paragraph.splitlines() if line.startswith("|")]
+        if not lines:
+            continue
+        assert len(lines) > 2, f"{name_of(page)}: no table: {lines[0]}"
+        assert is_rule(lines[1]), f"{name_of(page)}: no table: {lines[0]}"
+        assert not any(map(is_rule, lines[2:])), f"{name_of(page)}: two tables in one: {lines[0]}"
+        columns = [len(re.sub(r"\\\|", "", line)[1:-1].split("|")) for line in lines]
+        assert set(columns) == {columns[0]}, f"{name_of(page)}: {lines[columns.index(min(columns))]}"
 
 
 # ---- what is said of the API -------------------------------------------------------------------------------------
@@ -99,9 +237,8 @@ def test_api_page_has_every_public_name():
     assert set(rwkv_jit._MODULES) == set(rwkv_jit.__all__)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/ops.md"])
-def test_defaults_in_the_tables_are_those_of_the_ops(page):
-    lines = re.findall(r"^\| `(\w+)\(([^)]*?)(?:, \.\.\.)?\)`.*\| (.*) \|$", read(page), re.MULTILINE)
+def test_defaults_in_the_tables_are_those_of_the_ops():
+    lines = re.findall(r"^\| `(\w+)\(([^)]*?)(?:, \.\.\.)?\)`.*\| (.*) \|$", read("docs/ops.md"), re.MULTILINE)
     found = {name: (inputs.split(", "), re.findall(r"`(\w+)`|\b(1|K\^\(-1/2\))", said)) for name, inputs, said in lines}
     for name in ("wkv5", "wkv6", "wkv7", "gla", "linear_attention", *derived.OPS):
         op, parameters = (OPS | derived.OPS)[name], inspect.signature(getattr(rwkv_jit, name)).parameters
@@ -195,6 +332,45 @@ def test_readme_is_short_and_begins_with_what_it_is():
     assert "CUDA kernels" in lines[2]
 
 
+def test_readme_begins_with_blocks_by_task():
+    """Each is whole, has ten lines at most, and runs in `test_code_runs`; index.md has the first three too."""
+    text = read("README.md")
+    first = text[: text.index("```")].count("\n") + 2
+    assert first <= 25
+    start = text.partition("## Start")[2].partition("\n## ")[0]
+    tasks = re.split(r"^### ", start, flags=re.MULTILINE)[1:]
+    assert [len(blocks(task, "python")) for task in tasks] == [1, 1, 1, 1]
+    for task in tasks:
+        (code,) = blocks(task, "python")
+        assert code.startswith("import torch")
+        assert len(code.splitlines()) <= 10
+    assert blocks(read("docs/index.md"), "python") == blocks(start, "python")[:3]
+
+
+def test_readme_has_a_row_of_every_op():
+    """A model with its page, the op, the layer, and what it stands for."""
+    table = read("README.md").partition("## What it has")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| \[[^\]]+\]\([^)]+\) \| `(\w+)` \| (?:`(\w+)` )?\| .*\|$", table, re.MULTILINE)
+    assert sorted(op for op, _ in rows) == sorted({*OPS, *derived.OPS})
+    assert {layer for _, layer in rows if layer} <= set(rwkv_jit.nn.__all__)
+
+
+def test_readme_leaves_out_nothing_that_is_there():
+    text = read("README.md")
+    assert "not here: context parallelism" not in text.lower()
+    assert "context parallel" in text
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["AMD", "context parallel", "fine-tune", "license", "LoRA", "PyPI", "quick start", "resume", "tensor parallel"],
+)
+def test_pages_have_the_words_that_people_search_for(word):
+    """The site's search looks at docs/ alone."""
+    pages = " ".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md"))
+    assert re.search(rf"\b{word}\b", pages, re.IGNORECASE)
+
+
 def test_readme_has_the_two_commands():
     assert blocks(read("README.md"), "bash") == [
         'pip install ".[cuda12]" && rwkv-jit demo\n',
@@ -204,16 +380,21 @@ def test_readme_has_the_two_commands():
 
 # ---- what was tried ----------------------------------------------------------------------------------------------
 
-_spec = importlib.util.spec_from_file_location("combinations", ROOT / "tools" / "readme_combinations.py")
+_spec = importlib.util.spec_from_file_location("combinations", ROOT / "tools" / "combinations_table.py")
 combinations = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(combinations)
 
 
-def test_readme_shows_the_torch_versions_that_were_tried():
-    """Else: python tools/readme_combinations.py."""
-    text = read("README.md")
+def test_install_shows_the_torch_versions_that_were_tried():
+    """Else: python tools/combinations_table.py."""
+    text = read("docs/install.md")
     assert text.count("<!-- combinations -->") == 1
     assert combinations.filled(text, combinations.recorded()) == text
+    extras = dict(re.findall(r"^\| (.*torch|[\d.]+ .*from PyPI) +\| `?(\w+)`? \|$", text, re.MULTILINE))
+    assert extras == {"your torch": "extra", "2.11 and newer, from PyPI": "cuda13", "2.6 to 2.10, from PyPI": "cuda12"}
+    for each in combinations.recorded().values():
+        minor = int(each["torch"].split(".")[1])
+        assert each["torch"].endswith("+cpu") or each["extra"] == ("cuda13" if minor >= 11 else "cuda12")
 
 
 def test_table_of_combinations():

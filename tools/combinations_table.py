@@ -1,6 +1,6 @@
-"""Write the table of tried torch versions in README.md from tests/combinations.json.
+"""Write the table of tried torch versions in docs/install.md from tests/combinations.json.
 
-python tools/readme_combinations.py
+python tools/combinations_table.py
 """
 
 import json
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-README, RESULTS = ROOT / "README.md", ROOT / "tests" / "combinations.json"
+PAGE, RESULTS = ROOT / "docs" / "install.md", ROOT / "tests" / "combinations.json"
 ABOUT = {"torch": "torch", "extra": "extra", "nvrtc": "NVRTC", "python": "Python"}  # what comes before the steps
 NONE = "No combination of torch and NVRTC has been recorded yet.\n"
 _BLOCK = re.compile(r"(<!-- combinations -->\n).*?(<!-- /combinations -->)", re.DOTALL)
@@ -34,9 +34,9 @@ def recorded() -> dict[str, dict[str, str]]:
 
 
 def filled(text: str, results: Mapping[str, Mapping[str, str]]) -> str:
-    """Return a README with the table between its markers."""
+    """Return a page with the table between its markers."""
     return _BLOCK.sub(lambda match: match[1] + table(results) + match[2], text)
 
 
 if __name__ == "__main__":
-    README.write_text(filled(README.read_text(encoding="utf-8"), recorded()), encoding="utf-8", newline="\n")
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), recorded()), encoding="utf-8", newline="\n")
