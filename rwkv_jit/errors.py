@@ -7,6 +7,11 @@ RwkvJitError (RuntimeError)
 └── CacheError               an explicit cache command could not do its work
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
 
 def short(text: str, most: int = 200) -> str:
     """Return a text for a message, of a long one the begin."""
@@ -26,6 +31,54 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(x if x.isprintable() or x in "\n\t" else x.encode("unicode_escape").decode() for x in text)
+
+
+# What other libraries call arguments, and what these are here: an argument, of functions that have it, or what to do.
+_NAMES_ELSEWHERE = {
+    "head_first": "leave it out, tensors are [B, T, H, K]",
+    "reverse": "flip the tokens of the inputs and of the result",
+    "safe_gate": "leave it out, any decay is right",
+    **dict.fromkeys(("cu_seqlens_cpu", "chunk_indices"), "leave it out, cu_seqlens is enough"),
+    **dict.fromkeys(("offsets", "seq_idx", "query_start_loc"), "cu_seqlens="),
+    **dict.fromkeys(("h0", "s0", "initial_states"), "initial_state="),
+    **dict.fromkeys(("return_final_states", "return_final_state"), "output_final_state="),
+    "use_qk_l2norm_in_kernel": "qk_norm=True",
+    "use_gate_in_kernel": "A_log=",
+    "use_beta_sigmoid_in_kernel": "beta_map='sigmoid'",
+    "allow_neg_eigval": "beta_map='twice_sigmoid'",
+    **dict.fromkeys(("state_v_first", "transpose_state_layout"), "state_layout='vk'"),
+    "chunk_size": "chunk_len=",
+    **dict.fromkeys(("gk", "log_decay", "g_gamma"), "g="),
+    **dict.fromkeys(
+        ("cache_indices", "conv_state_indices", "ssm_state_indices", "state_batch_indices", "slot_mapping"),
+        "state_indices=",
+    ),
+    "pad_slot_id": "null_index=",
+}
+
+
+def unexpected(function: str, name: str, options: Iterable[str] = ()) -> TypeError:
+    """Return the error of a keyword argument that a public function or class does not have.
+
+    `function` is its name in `rwkv_jit`; `options` are what it takes by name beside its parameters.
+    """
+    import difflib  # neither is needed before
+    import inspect
+
+    import rwkv_jit
+
+    public: Any = rwkv_jit
+    for part in function.split("."):
+        public = getattr(public, part, None)
+    parameters = inspect.signature(public).parameters.values() if public else ()
+    legal = [*(x.name for x in parameters if x.kind not in (x.VAR_KEYWORD, x.VAR_POSITIONAL)), *options]
+    hint, near = _NAMES_ELSEWHERE.get(name, ""), difflib.get_close_matches(name, legal, 1)
+    if "=" in hint:
+        hint = f"here it is {hint}" if hint.partition("=")[0] in legal else ""
+    if not hint and near:
+        hint = f"did you mean {near[0]!r}?"
+    said = f" ({hint})" if hint else ""
+    return TypeError(f"{function}() got an unexpected keyword argument {name!r}{said}; there are {', '.join(legal)}")
 
 
 def reason(error: OSError) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rwkv_jit import env, tensors
-from rwkv_jit.errors import brief
+from rwkv_jit.errors import brief, unexpected
 from rwkv_jit.legal import Rounding
 from rwkv_jit.ops import checks
 from rwkv_jit.problem import Op
@@ -28,7 +28,7 @@ def check_names(function: str, options: Iterable[str], legal: Sequence[str]) -> 
     """Check that there are such options."""
     for option in options:
         if option not in legal:
-            raise TypeError(f"{function}() got an unexpected keyword argument {option!r}; there are {', '.join(legal)}")
+            raise unexpected(function, option, legal)
 
 
 def names(op: Op, options: Mapping[str, Any]) -> tuple[str, str, str]:

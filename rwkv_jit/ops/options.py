@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, TypedDict
 
 from rwkv_jit import tensors
+from rwkv_jit.errors import unexpected
 from rwkv_jit.legal import Backend, Decay, StateLayout
 from rwkv_jit.problem import Op
 
@@ -94,8 +95,8 @@ class Tail(NamedTuple):
     backend: str
 
 
-def complete(op: Op, options: Mapping[str, Any], first: Any) -> Tail:
-    """Return all options of a call, whose first input is needed for the scale.
+def complete(op: Op, options: Mapping[str, Any], first: Any, package: str = "") -> Tail:
+    """Return all options of a call, whose first input is needed for the scale; `package` has the public function.
 
     Raises
     ------
@@ -109,7 +110,7 @@ def complete(op: Op, options: Mapping[str, Any], first: Any) -> Tail:
     legal = [name for name in defaults if op.decay != "none" or "decay" not in name]
     for name in options:
         if name not in legal:
-            raise TypeError(f"{op.name}() got an unexpected keyword argument {name!r}; there are {', '.join(legal)}")
+            raise unexpected(f"{package}{op.name}", name, legal)
     tail = {**defaults, **options}
     if tail["scale"] is None and op.scale is None:
         # An input without a head size is left for the checks to refuse.

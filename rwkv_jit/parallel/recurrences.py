@@ -101,7 +101,7 @@ def _prepare(
 
 def _checked(op: Op, arrays: Sequence[Any], options: dict[str, Any]) -> tuple[list[Tensor], Call]:
     """Check the inputs and the options of a call, and return the inputs as tensors, and the call."""
-    tail = complete(op, options, arrays[0])
+    tail = complete(op, options, arrays[0], "parallel.")
     checks.check_options(op, *tail)
     inputs, _, _ = checks.check_tensors(op, arrays, None, None, tail.state_layout, tail.backend)
     return inputs, Call(op, tail)

@@ -372,3 +372,51 @@ def test_architecture_of_the_environment_is_checked_too(monkeypatch):
     monkeypatch.setenv("RWKVJIT_ARCH", "hopper")
     with pytest.raises(ValueError, match=f"arch: expected {ARCH}, got 'hopper'"):
         rwkv_jit.specialize("wkv7", 64)
+
+
+# ---- unknown names -----------------------------------------------------------------------------------------------
+
+ZEROS = torch.zeros(1, 4, 2, 8)
+HEADS, POOL = torch.zeros(1, 4, 2), torch.zeros(2, 2, 8, 8)
+OF_SEQUENCES = "initial_state, output_final_state, cu_seqlens"
+TAIL = "state_layout, checkpoint_interval, chunk_len, num_threads, backend"
+# A call, what it has by a name that is not there, the hint, and the names that are there.
+UNKNOWN = {
+    "like one": ("wkv7", [ZEROS] * 6, "cu_seqlen", "did you mean 'cu_seqlens'?", f"r, w, k, v, a, b, {OF_SEQUENCES}, "),
+    "like an option": ("gla", [ZEROS] * 4, "scales", "did you mean 'scale'?", f", scale, decay, decay_bound, {TAIL}"),
+    "like none": ("wkv7", [ZEROS] * 6, "zz", "", f"{OF_SEQUENCES}, scale, decay, decay_bound, {TAIL}"),
+    "FLA's": ("wkv7", [ZEROS] * 6, "head_first", "leave it out, tensors are [B, T, H, K]", "r, w, "),
+    "FLA's option": (
+        "simple_gla", [*[ZEROS] * 3, HEADS], "chunk_size", "here it is chunk_len=", f"cu_seqlens, scale, {TAIL}",
+    ),
+    "FLA's norm": (
+        "kda", [*[ZEROS] * 4, HEADS], "use_qk_l2norm_in_kernel", "here it is qk_norm=True",
+        f"q, k, v, g, beta, {OF_SEQUENCES}, A_log, dt_bias, lower_bound, qk_norm, beta_map, scale, ",
+    ),
+    "FLA's norm, of no use": ("wkv7", [ZEROS] * 6, "use_qk_l2norm_in_kernel", "", "r, w, "),
+    "FLA's bounds": ("delta_rule", [*[ZEROS] * 3, HEADS], "offsets", "here it is cu_seqlens=", "q, k, v, beta, "),
+    "vLLM's": (
+        "wkv6_update", [POOL, *[ZEROS] * 4, ZEROS[0, 0]], "slot_mapping", "here it is state_indices=", "state, r, ",
+    ),
+    "of a derived pool": (
+        "kda_varlen", [POOL, *[ZEROS] * 4, HEADS], "qknorm", "did you mean 'qk_norm'?",
+        ", qk_norm, beta_map, state_indices, ",
+    ),
+    "of a pool": ("StatePool", [2], "spec", "did you mean 'specs'?", "slots, specs, device, reserved"),
+    "of a ring": ("ReplayRing", [2], "draft", "did you mean 'drafts'?", "slots, op, heads, "),
+    "of a model": ("nn.RWKV7", [], "vocab", "did you mean 'vocabulary'?", "vocabulary, width, layers, head_size, "),
+    "of a layer": ("nn.Mamba2", [64], "d_state", "", "width, "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_an_unknown_name_is_answered_with_the_names_that_are_there(case):
+    function, given, name, hint, listed = UNKNOWN[case]
+    public = rwkv_jit
+    for part in function.split("."):
+        public = getattr(public, part)
+    with pytest.raises(TypeError) as caught:
+        public(*given, **{name: 1})
+    said = f"{function}() got an unexpected keyword argument {name!r}" + (f" ({hint})" if hint else "") + "; there are "
+    assert str(caught.value).startswith(said)
+    assert listed in str(caught.value)[len(said) - 2 :]

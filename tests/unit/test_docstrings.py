@@ -171,7 +171,9 @@ def test_options_have_the_defaults_that_are_documented(name):
             assert line.endswith("optional") == (default is None)
     (own,) = re.findall(r"^\*\*options\n((?: .*\n)+)", sections(name)["Parameters"], flags=re.MULTILINE)
     assert re.findall(r"\w+", own.partition("says: ")[2].partition(".")[0]) == list(options(name))
-    with pytest.raises(TypeError, match="unexpected keyword argument 'chunk'; there are scale, "):
+    with pytest.raises(
+        TypeError, match="unexpected keyword argument 'chunk' .did you mean 'chunk_len'... there are .*, scale, "
+    ):
         complete(op, {"chunk": 1}, None)
 
 

@@ -432,8 +432,8 @@ def test_counts_of_many_threads_add_up():
 
 # Every module imports from lines above its own alone.
 ORDER = """
-legal lazy
-errors after signatures gpu reference dlpack bench.timing ops algorithms inference derived
+legal errors
+lazy after signatures gpu reference dlpack bench.timing ops algorithms inference derived
 env template models sass derived.reference report
 stats problem cache.files cache.entry
 forks cache.lock cache.owned ops.table derived.table

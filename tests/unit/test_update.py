@@ -232,7 +232,9 @@ def test_states_of_16_bits_are_rounded_at_random(name):
 # ---- faults ------------------------------------------------------------------------------------------------------
 
 FAULTS = {
-    "no such option": (TypeError, "unexpected keyword argument 'slots'; there are state_indices, ", {"slots": 1}),
+    "no such option": (
+        TypeError, "unexpected keyword argument 'slots'; there are state, r, .*, state_indices, ", {"slots": 1},
+    ),
     "layout": (ValueError, "state_layout: expected one of vk, kv, got 'hkv'", {"state_layout": "hkv"}),
     "rounding": (ValueError, "rounding: expected one of nearest, stochastic, got 'up'", {"rounding": "up"}),
     "no seed": (ValueError, "seed: rounding='stochastic' needs an int", {"rounding": "stochastic"}),
