@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -67,10 +68,17 @@ def test_links_lead_somewhere(page):
 
 
 def test_site_has_every_page():
-    listed = re.findall(r": ([\w/]+\.md)$", read("mkdocs.yml"), re.MULTILINE)
+    listed = re.findall(r"(?:: |- )([\w/]+\.md)$", read("mkdocs.yml"), re.MULTILINE)
     assert sorted(listed) == sorted(
         path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")
     )
+
+
+def test_site_shows_the_version():
+    site = example("tools/site.py")
+    config = types.SimpleNamespace(site_name="rwkv_jit")
+    assert site.on_config(config).site_name == f"rwkv_jit {rwkv_jit.__version__}"
+    assert "hooks: [tools/site.py]" in read("mkdocs.yml")
 
 
 # ---- code --------------------------------------------------------------------------------------------------------
@@ -224,7 +232,8 @@ def test_tables_are_tables(page):
 
 
 def test_api_page_has_every_public_name():
-    listed = re.findall(r"^::: rwkv_jit\.([\w.]+)$", read("docs/api.md"), re.MULTILINE)
+    pages = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs" / "api").iterdir()))
+    listed = re.findall(r"^::: rwkv_jit\.([\w.]+)$", pages, re.MULTILINE)
     assert len(listed) == len(set(listed))
     tables = (rwkv_jit._MODULES, rwkv_jit.nn._MODULES, rwkv_jit.parallel._MODULES, rwkv_jit.compat._MODULES)
     modules = {f"{module.removeprefix('rwkv_jit.')}.{name}" for table in tables for name, module in table.items()}
