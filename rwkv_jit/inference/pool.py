@@ -170,6 +170,13 @@ class StatePool:
         """Return how many slots there are, the reserved ones too."""
         return self.slots
 
+    def __repr__(self) -> str:
+        held = ", ".join(f"{name} {spec}" for name, spec in self._specs.items())
+        return (
+            f"StatePool({self.slots} slots: {len(self._taken)} allocated, {self.free_count} free, {self.reserved} "
+            f"reserved; {held}; {self.nbytes / 1e6:.1f} MB on {self.device})"
+        )
+
     @property
     def free_count(self) -> int:
         """How many slots can be allocated."""

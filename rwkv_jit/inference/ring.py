@@ -147,6 +147,13 @@ class ReplayRing:
         self.fields = (self.cursors, self.arrivals, self.d, self.b, self.k, self.v, self.u)
         self.tensors = tuple(x for x in self.fields if x is not None)
 
+    def __repr__(self) -> str:
+        return (
+            f"ReplayRing({self.op}, {self.slots} slots, {self.heads} heads of K {self.head_size} and V "
+            f"{self.value_size}, {self.length} entries and {self.drafts} speculative tokens, {self.dtype} beside "
+            f"states of {self.state_dtype}; {self.nbytes / 1e6:.1f} MB on {self.device})"
+        ).replace("torch.", "")
+
     @property
     def entries(self) -> int:
         """How many entries there is room for, in each slot and head."""

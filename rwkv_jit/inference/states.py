@@ -44,6 +44,10 @@ class StateSpec(NamedTuple):
     dtype: torch.dtype
     fill: float = 0.0
 
+    def __str__(self) -> str:
+        filled = f" of {self.fill}" if self.fill else ""
+        return f"{self.layers} x {list(self.shape)} {_plain(self.dtype)}{filled}"
+
 
 def check_spec(name: str, spec: Any) -> None:
     """Check what is given for one name."""

@@ -25,7 +25,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import rwkv_jit
-from rwkv_jit import RwkvJitError, StatePool, StateSpec
+from rwkv_jit import ReplayRing, RwkvJitError, StatePool, StateSpec
 
 SPECS = {
     "wkv": StateSpec(2, (2, 3), torch.float32),
@@ -111,6 +111,25 @@ def test_pool_of_rwkv7():
     usual = StatePool.rwkv7(1, 1, 1, 1, 1, shift_dtype=torch.float32, device="cpu")
     assert [usual[name].dtype for name in ("wkv", "time_shift", "channel_shift")] == [torch.float32] * 3
     assert usual.allocate() == [0]
+
+
+def test_a_pool_and_a_ring_say_what_they_hold():
+    pool = StatePool.rwkv7(8, layers=2, heads=4, head_size=64, width=256, device="cpu", reserved=1)
+    pool.allocate(3)
+    shift = "2 x [256] bfloat16"
+    assert repr(pool) == (
+        "StatePool(8 slots: 3 allocated, 4 free, 1 reserved; "
+        f"wkv 2 x [4, 64, 64] float32, time_shift {shift}, channel_shift {shift}; 1.1 MB on cpu)"
+    )
+    assert pool.nbytes == 8 * 2 * (4 * 4 * 64 * 64 + 2 * 2 * 256)
+    pool = StatePool(1, {"a": StateSpec(3, (5,), torch.float64, fill=-1.0)}, device="cpu")
+    assert repr(pool) == "StatePool(1 slots: 0 allocated, 1 free, 0 reserved; a 3 x [5] float64 of -1.0; 0.0 MB on cpu)"
+    ring = ReplayRing(8, "wkv7", 4, 64, 32, length=5, drafts=2, device="cpu")
+    assert repr(ring) == (
+        "ReplayRing(wkv7, 8 slots, 4 heads of K 64 and V 32, 5 entries and 2 speculative tokens, "
+        "bfloat16 beside states of float32; 0.2 MB on cpu)"
+    )
+    assert ring.nbytes == 8 * (4 * 7 * (4 * 64 + 2 * 2 * 64 + 2 * 32 + 4 * 32) + 2 * 4)
 
 
 def test_names_that_there_are_not():
