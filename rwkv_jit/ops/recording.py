@@ -49,6 +49,8 @@ def forward(
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+            if all(grad is None for grad in grads):  # nothing was made of the results
+                return (None,) * len(ctx.needs_input_grad)
             return None, None, *backward(ctx, *grads)
 
     apply = _at_this_level(Recorded)
@@ -89,6 +91,8 @@ def backward(op: Any, name: str) -> tuple[Callable[..., Any], Callable[..., Any]
         return _below(op, keys, arguments, named)
 
     def run(*arguments: Any, **named: Any) -> Sequence[Tensor]:
+        if tensors.any_batched(arguments):
+            return _row_by_row(run, arguments, named)
         if torch.is_grad_enabled():
             return apply(lambda *given: op(*given, **named), *arguments)  # type: ignore[no-any-return]
         return op(*arguments, **named)  # type: ignore[no-any-return]
@@ -138,6 +142,23 @@ def gradients(results: Sequence[Tensor], grads: Sequence[Tensor | None], wanted:
 def _below(op: Any, keys: Any, arguments: Sequence[Any], named: dict[str, Any]) -> Any:
     with torch._C._AutoDispatchBelowAutograd():
         return op.redispatch(keys & torch._C._after_autograd_keyset, *arguments, **named)
+
+
+def _row_by_row(run: Callable[..., Sequence[Tensor]], arguments: Sequence[Any], named: dict[str, Any]) -> list[Tensor]:
+    """Run a backward inside of `torch.autograd.grad(is_grads_batched=True)`, whose vmap knows no ops of lists."""
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    batched = [tensors.any_batched([x]) for x in arguments]
+    several = [
+        torch._remove_batch_dim(x, level, 1, 0) if is_batched else x
+        for x, is_batched in zip(arguments, batched, strict=True)
+    ]
+    count = len(several[batched.index(True)])
+    rows = [
+        run(*(x[i] if is_batched else x for x, is_batched in zip(several, batched, strict=True)), **named)
+        for i in range(count)
+    ]
+    return [torch._add_batch_dim(torch.stack(made), 0, level) for made in zip(*rows, strict=True)]
 
 
 def _is_transformed() -> bool:

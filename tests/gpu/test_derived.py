@@ -2,6 +2,7 @@
 
 import comparing
 import derived_cases
+import differentiable
 import pytest
 import torch
 from derived_cases import LIMITS, differentiate, error_of, exactly, limit_of, make, pooled
@@ -179,3 +180,16 @@ def test_faults_launch_nothing(op):
         assert torch.equal(pool, case.state)
     with pytest.raises(ValueError, match="A_log: expected device"):
         rwkv_jit.kda(*make("kda", device="cuda", dtype=torch.float32).inputs.values(), A_log=torch.zeros(4))
+
+
+@pytest.mark.parametrize("name", differentiable.ALL)
+def test_gradients_of_several_gradients_at_once_are_those_one_by_one(op, name, guarded_memory):
+    function, given = differentiable.make(name, torch.float32, "cuda")
+    given = [x.requires_grad_() for x in given]
+    results = function(*given)
+    several = [torch.randn(3, *x.shape, device="cuda") for x in results]
+    together = torch.autograd.grad(results, given, several, is_grads_batched=True, retain_graph=True)
+    for i in range(3):
+        alone = torch.autograd.grad(results, given, [x[i] for x in several], retain_graph=True)
+        for found, want in zip(together, alone, strict=True):
+            assert comparing.relative(found[i], want) < 1e-5

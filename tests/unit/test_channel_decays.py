@@ -215,6 +215,7 @@ def test_transforms_and_graphs_of_a_backward_go_elsewhere(here):
     for run in (
         lambda: torch.autograd.grad(y, leaf, several[0], create_graph=True),
         lambda: torch.func.vmap(lambda dy: torch.autograd.grad(y, leaf, dy, retain_graph=True))(several),
+        lambda: torch.autograd.grad(y, leaf, several, retain_graph=True, is_grads_batched=True),
         lambda: torch.func.grad(lambda q: case.replaced({**case.tensors, "q": q}).run()[0].sum())(leaf.detach()),
     ):
         run()

@@ -2,6 +2,7 @@
 
 import json
 
+import differentiable
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -214,6 +215,29 @@ def test_transforms_of_torch_func(op):
     for second in (torch.func.hessian, lambda f: torch.func.grad(lambda x: torch.func.grad(f)(x).sum())):
         with pytest.raises(RuntimeError, match=f"{op} has no second derivative; differentiate {op}_ref twice instead"):
             second(lambda x: (f(x) ** 2).sum())(x)
+
+
+@pytest.mark.parametrize("name", differentiable.ALL)
+def test_gradcheck(name):
+    """Of all gradients, also where results have none, and of several gradients at once."""
+    function, given = differentiable.make(name)
+    given = [x.requires_grad_() for x in given]
+    torch.autograd.gradcheck(lambda *x: tuple(function(*x)), given, check_batched_grad=True, fast_mode=True)
+
+
+@pytest.mark.parametrize("name", differentiable.ALL)
+def test_gradients_of_several_gradients_at_once_on_a_gpu(name, on_gpu):
+    function, given = differentiable.make(name, torch.float32)
+    given = [x.requires_grad_() for x in given]
+    results = function(*given)
+    on_gpu.take()
+    several = [torch.randn(3, *x.shape) for x in results]
+    for _ in range(2):
+        grads = torch.autograd.grad(results, given, several, is_grads_batched=True, retain_graph=True)
+        assert [x.shape for x in grads] == [(3, *x.shape) for x in given]
+    together = len(on_gpu.take())
+    torch.autograd.grad(results, given, [x[0] for x in several])
+    assert together >= 6 * len(on_gpu.take())
 
 
 @pytest.mark.parametrize("grad", [False, True])
