@@ -178,7 +178,7 @@ def _of_texts(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Any, acti
     arguments.check_shape("seq_idx", seq_idx, (batch, tokens))
     arguments.check_dtype("seq_idx", seq_idx, arguments.INDEX_TYPES, x)
     if not x.numel():
-        return torch.empty_like(x)
+        return convolution.causal_conv1d(x.transpose(1, 2), weight, bias)[0].transpose(1, 2)
     begins = torch.ones_like(seq_idx, dtype=torch.bool)
     begins[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
     # As many bounds as there could be, so that nobody has to know how many there are: the last texts have no tokens.

@@ -94,11 +94,11 @@ def mamba_chunk_scan_combined(
         raise UnsupportedConfigError("return_varlen_states is not supported: ssd takes packed sequences by cu_seqlens")
     options: dict[str, Any] = {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
     state = None if initial_states is None else initial_states.to(_wide(initial_states))
-    if seq_idx is None:
+    if seq_idx is not None and seq_idx.shape != x.shape[:2]:
+        raise ValueError(f"seq_idx: expected shape {list(x.shape[:2])}, got {list(seq_idx.shape)}")
+    if seq_idx is None or not seq_idx.numel():
         out, final = ssd(x, dt, A, B, C, state, return_final_states, D=D, z=z, **options)
     else:
-        if seq_idx.shape != x.shape[:2]:
-            raise ValueError(f"seq_idx: expected shape {list(x.shape[:2])}, got {list(seq_idx.shape)}")
         bounds, first, last = _sequences(seq_idx)
         if state is not None:
             if state.dim() != 4 or state.shape[0] != len(first):

@@ -176,15 +176,16 @@ def check_bounds(bounds: Sequence[int], tokens: int) -> None:
 
 
 def check_slots(
-    given: Mapping[str, Tensor | None], slots: int, null_index: int, more_written: Tensor | None = None
-) -> None:
+    given: Mapping[str, Tensor | None], slots: int, null_index: int, more_written: Tensor | None = None,
+    begun: Tensor | None = None,
+) -> None:  # fmt: skip
     """Check the values of slots: those that are read, and behind them those that are written where there are such.
 
-    `more_written` are slots of checkpoints.
+    `more_written` are slots of checkpoints [rows, checkpoints], `begun` says which rows read theirs.
     """
-    values = {name: x.tolist() for name, x in given.items() if x is not None}
+    values = {name: x.flatten().tolist() for name, x in given.items() if x is not None}
     if more_written is not None:
-        values["checkpoint_indices"] = more_written.tolist()
+        values["checkpoint_indices"] = more_written.flatten().tolist()
     for name, numbers in values.items():
         outside = [number for number in numbers if number > null_index and not 0 <= number < slots]
         if outside:
@@ -194,6 +195,18 @@ def check_slots(
     if len(set(places)) < len(places):
         twice = sorted({place for place in places if places.count(place) > 1})
         raise ValueError(f"{written[-1]}: expected another slot for each state that is written, got {twice[:8]} twice")
+    rows = max([len(x) for x in (*given.values(), more_written) if x is not None], default=0)
+    read, nothing = values.get("state_indices", [*range(rows)]), null_index if "state_indices" in values else -1
+    writers = {
+        slot: place * rows // len(values[name])
+        for name in written for place, slot in enumerate(values[name]) if slot > null_index
+    }  # fmt: skip
+    for row, slot in enumerate(read):
+        writer = writers.get(slot, row)
+        if writer != row and min(slot, read[writer]) > nothing and (begun is None or begun[row]):
+            raise ValueError(
+                f"state_indices: expected slots that no other row writes, got {slot} of rows {row} and {writer}"
+            )
 
 
 def w0(given: Any, heads: int, head_size: int, lead: Tensor) -> Tensor | None:
@@ -218,7 +231,10 @@ def count(name: str, value: Any, least: int = 0) -> int:
 
 def listed(name: str, slots: Any) -> list[int]:
     """Return slots, one or several, as a list."""
-    several = list(slots) if isinstance(slots, Iterable) else [slots]
+    try:
+        several = list(slots)
+    except (TypeError, NotImplementedError):  # it is no several things
+        several = [slots]
     if any(not isinstance(slot, int) or isinstance(slot, bool) for slot in several):
         raise TypeError(f"{name}: expected an int or several, got {brief(slots)}")
     return several

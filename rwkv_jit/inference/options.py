@@ -59,8 +59,8 @@ class PoolOptions(TypedDict, total=False):
     16 bits.
 
     Indices on the CPU are checked. On a GPU kernels read and write no slot that is not in the pool. With
-    RWKVJIT_CHECK=1 from the start every call looks at them, which waits for the GPU: an index past the pool, and two
-    rows that write to one slot, are errors then.
+    RWKVJIT_CHECK=1 from the start every call looks at them, which waits for the GPU: an index past the pool, two rows
+    that write to one slot, and a row that reads what another writes are errors then.
 
     The first call with a head size, dtype and decay compiles for this GPU and stores the result on disk; in a CUDA
     graph it must have come before. CPU tensors run plain torch, with one notice.

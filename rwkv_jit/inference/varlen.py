@@ -395,7 +395,7 @@ def _check_values(step: _Step) -> None:
     read, written = (None if x is None else x[:active] for x in (step.state_indices, step.write_indices))
     arguments.check_slots(
         {"state_indices": read, "write_indices": written}, slots, step.null_index,
-        None if step.checkpoint_indices is None else step.checkpoint_indices[:active].flatten(),
+        None if step.checkpoint_indices is None else step.checkpoint_indices[:active], step.has_initial_state,
     )  # fmt: skip
 
 

@@ -504,6 +504,6 @@ def activate(x: Array, kinds: Kind | Sequence[Kind], *, out: Array | None = None
     True
     """
     in_place = out is x
-    given = kinds if isinstance(kinds, str) or not isinstance(kinds, Sequence) else tuple(kinds)
+    given = tuple(kinds) if isinstance(kinds, Sequence) and not isinstance(kinds, (str, bytes, memoryview)) else kinds
     made = calls.call("activate", (x,), (None if in_place else out,), (given, in_place), record)
     return made[0] if out is None else out  # type: ignore[return-value]

@@ -97,7 +97,10 @@ def test_texts_that_have_numbers_go_without_states():
     for more in ({"initial_states": states}, {"return_final_states": True}):
         with pytest.raises(UnsupportedConfigError, match=f"seq_idx: goes without {next(iter(more))}; give rwkv_jit"):
             compat.causal_conv1d_fn(x, weight, bias, seq_idx, **more)
-    assert compat.causal_conv1d_fn(x[..., :0], weight, bias, seq_idx[:, :0]).shape == (B, C, 0)
+    given = [t.detach().requires_grad_() for t in (x, weight, bias)]
+    nothing = compat.causal_conv1d_fn(given[0][..., :0], *given[1:], seq_idx[:, :0])
+    assert nothing.shape == (B, C, 0)
+    assert not any(grad.any() for grad in torch.autograd.grad(nothing.sum(), given))
 
 
 @pytest.mark.parametrize("layout", ["channels", "tokens"])

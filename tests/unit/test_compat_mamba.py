@@ -74,6 +74,20 @@ def test_sequences_in_rows_are_sequences_alone():
         same([final[row : row + 1]], want[1:], 1e-5)
 
 
+@pytest.mark.parametrize(("batch", "tokens"), [(B, 0), (0, T), (0, 0)])
+@pytest.mark.parametrize("has_state", [False, True])
+def test_rows_without_tokens(batch, tokens, has_state):
+    x, dt, A, b, c, D, z, dt_bias = inputs_of()
+    streamed = [y[:batch, :tokens] for y in (x, dt, b, c, z)]
+    state = rows(batch, H, P, N) if has_state else None
+    out, final = mamba.mamba_chunk_scan_combined(
+        *streamed[:2], A, *streamed[2:4], 4, D, streamed[4], dt_bias, state,
+        torch.zeros(batch, tokens, dtype=torch.int32), return_final_states=True,
+    )  # fmt: skip
+    assert out.shape == (batch, tokens, H, P)
+    assert torch.equal(final, torch.zeros(batch, H, P, N) if state is None else state)
+
+
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 @pytest.mark.parametrize("indexed", [False, True])
 def test_update(dtype, indexed):

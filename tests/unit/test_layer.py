@@ -366,6 +366,7 @@ FAULTS = [
     ("activate", ValueError, "kinds: expected one of identity, tanh, sigmoid, relu_squared", {"kinds": "gelu"}),
     ("activate", ValueError, "kinds: expected one for each of the 2 parts of x, up to 31", {"kinds": ["tanh"] * 3}),
     ("activate", TypeError, "kinds: expected a str or a sequence", {"kinds": 3}),
+    ("activate", TypeError, "kinds: .* got memoryview", {"kinds": memoryview(b"abcd").cast("B", (2, 2))}),
     ("activate", TypeError, "x: expected torch.float16 or", {"x": ZEROS(2).int()}),
     ("activate", ValueError, r"out: expected shape \[2, 3\]", {"out": ZEROS(3, 2)}),
 ]  # fmt: skip

@@ -256,6 +256,14 @@ FAULTS = {
         ValueError, r"write_indices: .* got \[3\] twice",
         {"state_indices": torch.tensor([0, 1, 2]), "write_indices": torch.tensor([3, 3, -1])},
     ),
+    "read and written": (
+        ValueError, "state_indices: expected slots that no other row writes, got 2 of rows 2 and 0",
+        {"state_indices": torch.tensor([0, 1, 2]), "write_indices": torch.tensor([2, 3, 4])},
+    ),
+    "own slots read and written": (
+        ValueError, "state_indices: expected slots that no other row writes, got 1 of rows 1 and 2",
+        {"write_indices": torch.tensor([3, -1, 1])},
+    ),
     "out": (ValueError, "out: expected shape", {"out": torch.zeros(B, T, H, V + 1)}),
     "out type": (TypeError, "out: expected torch.float32", {"out": torch.zeros(B, T, H, V).half()}),
     "out gaps": (ValueError, "out: expected memory without gaps", {"out": torch.zeros(B, T, H, 2 * V)[..., ::2]}),

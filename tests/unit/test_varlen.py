@@ -154,6 +154,9 @@ INT = torch.int32
           "checkpoint_indices": torch.tensor([[2], [2]])}, ValueError, r"checkpoint_indices: .* got \[2\] twice"),
         ({"checkpoint_offsets": torch.ones(2, 1, dtype=INT), "checkpoint_indices": torch.tensor([[2], [3]])}, TypeError,
          "checkpoint_offsets: expected torch.int64, got torch.int32"),
+        ({"state_indices": torch.tensor([2, 5]), "checkpoint_offsets": torch.ones(2, 2, dtype=torch.int64),
+          "checkpoint_indices": torch.tensor([[3, -1], [4, 2]]), "write_indices": torch.tensor([6, 1])}, ValueError,
+         "state_indices: expected slots that no other row writes, got 2 of rows 0 and 1"),
         ({"decay_bound": 1.0}, ValueError, "decay_bound: expected a negative number"),
         ({"decay": "some"}, ValueError, "decay: expected one of raw"),
         ({"rounding": "stochastic"}, ValueError, "seed: rounding='stochastic' needs"),
@@ -167,6 +170,17 @@ def test_what_does_not_fit(options, error, message):
     with pytest.raises(error, match=message):
         call("wkv7", pool, make("wkv7", 7), **{"cu_seqlens": bounds_of([3, 4]), **options})
     assert torch.equal(pool, before)
+
+
+def test_slots_that_are_read_twice_or_that_nobody_reads_may_be_written():
+    slots, bounds = torch.tensor([2, 2, 5, -1]), bounds_of([2, 2, 2, 1])
+    begun = torch.tensor([True, True, False, True])
+    options = {"state_indices": slots, "has_initial_state": begun, "cu_seqlens": bounds}
+    pool, inputs = make_pool("wkv7"), make("wkv7", 7)
+    want = pool.clone()
+    call("wkv7", pool, inputs, **options, write_indices=torch.tensor([5, 3, 4, 2]))
+    call("wkv7", want, inputs, **options | {"state_indices": torch.tensor([2, -1, 5, -1])})
+    assert torch.equal(pool[5], want[2])
 
 
 def test_other_pools_and_batches_are_refused():

@@ -161,6 +161,10 @@ FAULTS = {
         TypeError, "write_indices: expected torch.int64 like state_indices",
         {"state_indices": torch.tensor([0, 1, 2]), "write_indices": torch.tensor([0, 1, 2]).int()},
     ),
+    "read and written": (
+        ValueError, "state_indices: expected slots that no other row writes, got 2 of rows 2 and 0",
+        {"state_indices": torch.tensor([0, 1, 2]), "write_indices": torch.tensor([2, 3, 4])},
+    ),
     "written twice": (
         ValueError, r"write_indices: .* got \[3\] twice",
         {"state_indices": torch.tensor([0, 1, 2]), "write_indices": torch.tensor([3, 3, -1])},
