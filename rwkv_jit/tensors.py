@@ -195,11 +195,17 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_transforms = torch._C._functorch.peek_interpreter_stack
 _trace = torch._C._get_tracing_state
 _any_autocast = torch._C._is_any_autocast_enabled
-_is_batched = torch._C._functorch.is_legacy_batchedtensor
+is_batched = torch._C._functorch.is_legacy_batchedtensor  # by `torch.autograd.grad(is_grads_batched=True)`
 
 
-def is_eager() -> bool:
-    """Return whether an op may be run without torch's dispatcher: no compiler, mode, transform or trace looks on."""
+def is_eager(grads: Iterable[Any] = ()) -> bool:
+    """Return whether an op may be run without torch's dispatcher: no compiler, mode, transform or trace looks on.
+
+    Nor may one of these gradients be several at once.
+    """
+    for x in grads:
+        if x is not None and is_batched(x):
+            return False
     return not (
         torch.compiler.is_compiling()
         or _dispatch_modes()
@@ -207,18 +213,6 @@ def is_eager() -> bool:
         or _trace() is not None
         or forward_ad._current_level >= 0
     )
-
-
-def may_run_at_once(grads: Sequence[Any], saved: Sequence[Any]) -> bool:
-    """Return whether a backward may be run without torch's dispatcher, from these gradients and what was saved."""
-    if torch.is_grad_enabled() or not is_eager() or not PLAIN.issuperset(map(type, (*grads, *saved))):
-        return False
-    return not any_batched(grads)
-
-
-def any_batched(arrays: Iterable[Any]) -> bool:
-    """Return whether one of these is a row of what `torch.autograd.grad(is_grads_batched=True)` was given."""
-    return any(isinstance(x, Tensor) and _is_batched(x) for x in arrays)
 
 
 def has_dual_level() -> bool:

@@ -126,7 +126,8 @@ def recorded(by_op: Callable[..., Sequence[Tensor | None]]) -> Callable[..., tup
         @staticmethod
         def backward(ctx: Any, dy: Tensor | None, grad_final_state: Tensor | None) -> tuple[Any, ...]:
             saved, known = ctx.saved_tensors, ctx.known
-            if tensors.may_run_at_once((dy, grad_final_state), saved):
+            is_direct = not torch.is_grad_enabled() and tensors.is_eager((dy, grad_final_state))
+            if is_direct and tensors.PLAIN.issuperset(map(type, (dy, grad_final_state, *saved))):
                 grads: Sequence[Any] = known.differentiate(saved, dy, grad_final_state)
             else:
                 grads = by_op(known.problem, saved, dy, grad_final_state)

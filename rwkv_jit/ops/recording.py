@@ -91,8 +91,9 @@ def backward(op: Any, name: str) -> tuple[Callable[..., Any], Callable[..., Any]
         return _below(op, keys, arguments, named)
 
     def run(*arguments: Any, **named: Any) -> Sequence[Tensor]:
-        if tensors.any_batched(arguments):
-            return _row_by_row(run, arguments, named)
+        batched = [isinstance(x, Tensor) and tensors.is_batched(x) for x in arguments]
+        if any(batched):
+            return _row_by_row(lambda *given: run(*given, **named), arguments, batched)
         if torch.is_grad_enabled():
             return apply(lambda *given: op(*given, **named), *arguments)  # type: ignore[no-any-return]
         return op(*arguments, **named)  # type: ignore[no-any-return]
@@ -144,19 +145,19 @@ def _below(op: Any, keys: Any, arguments: Sequence[Any], named: dict[str, Any]) 
         return op.redispatch(keys & torch._C._after_autograd_keyset, *arguments, **named)
 
 
-def _row_by_row(run: Callable[..., Sequence[Tensor]], arguments: Sequence[Any], named: dict[str, Any]) -> list[Tensor]:
+def _row_by_row(
+    run: Callable[..., Sequence[Tensor]], arguments: Sequence[Any], batched: Sequence[bool]
+) -> list[Tensor]:  # fmt: skip
     """Run a backward inside of `torch.autograd.grad(is_grads_batched=True)`, whose vmap knows no ops of lists."""
     level = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
-    batched = [tensors.any_batched([x]) for x in arguments]
     several = [
-        torch._remove_batch_dim(x, level, 1, 0) if is_batched else x
+        torch._remove_batch_dim(x, level, 1, 0).unbind() if is_batched else x
         for x, is_batched in zip(arguments, batched, strict=True)
     ]
-    count = len(several[batched.index(True)])
     rows = [
-        run(*(x[i] if is_batched else x for x, is_batched in zip(several, batched, strict=True)), **named)
-        for i in range(count)
+        run(*(x[i] if is_batched else x for x, is_batched in zip(several, batched, strict=True)))
+        for i in range(len(several[batched.index(True)]))
     ]
     return [torch._add_batch_dim(torch.stack(made), 0, level) for made in zip(*rows, strict=True)]
 
