@@ -198,7 +198,8 @@ class ReplayRing:
         Parameters
         ----------
         slots : int, several ints or torch.Tensor of them, optional
-            The slots; all by default. Those of a tensor on a GPU are not looked at.
+            The slots; all by default. In a tensor those below 0 are none, as in calls. Those of a tensor on a GPU are
+            not looked at, unless RWKVJIT_CHECK=1: what is no slot is left out there.
 
         Raises
         ------
@@ -212,14 +213,20 @@ class ReplayRing:
         if slots is None:
             self.cursors.zero_()
             return
-        if isinstance(slots, Tensor):
-            if slots.dtype not in (torch.int32, torch.int64):
-                raise TypeError(f"slots: expected torch.int32 or torch.int64, got {slots.dtype}")
-            self.cursors.index_fill_(0, slots.to(torch.int64), 0)
-            return
-        listed = arguments.listed("slots", slots)
-        if any(not 0 <= slot < self.slots for slot in listed):
-            raise ValueError(f"slots: expected slots below {self.slots}, got {brief(slots)}")
-        is_cuda = self.device.type == "cuda"  # from pinned memory the copy does not wait for the GPU
-        index = torch.tensor(listed, dtype=torch.int64, device="cpu", pin_memory=is_cuda)
-        self.cursors.index_fill_(0, index.to(self.device, non_blocking=is_cuda), 0)
+        is_cuda = self.device.type == "cuda"
+        if not isinstance(slots, Tensor):
+            listed = arguments.listed("slots", slots)
+            if any(not 0 <= slot < self.slots for slot in listed):
+                raise ValueError(f"slots: expected slots below {self.slots}, got {brief(slots)}")
+            # From pinned memory the copy does not wait for the GPU.
+            slots = torch.tensor(listed, dtype=torch.int64, device="cpu", pin_memory=is_cuda)
+        if slots.dtype not in arguments.INDEX_TYPES:
+            raise TypeError(f"slots: expected torch.int32 or torch.int64, got {slots.dtype}")
+        if arguments.may_look_at([slots]):
+            outside = slots[slots >= self.slots].tolist()
+            if outside:
+                raise ValueError(f"slots: expected slots below {self.slots}, or below 0 for none; got {outside[:8]}")
+        index = slots.flatten().to(self.device, torch.int64, non_blocking=is_cuda)
+        kept = torch.ones(self.slots + 1, dtype=torch.int32, device=self.device)  # the last one is for no slot
+        kept.index_fill_(0, index.where((index >= 0) & (index < self.slots), self.slots), 0)
+        self.cursors.mul_(kept[:-1])

@@ -142,13 +142,18 @@ def test_decays_and_sums_are_kept_in_float32():
 
 def test_a_reset_forgets_entries():
     pool, ring = make_pool("wkv7"), make_ring("wkv7")
+    ring.cursors[B:] = 3  # of the last slots, which nobody names
     given, slots = tokens("wkv7", 2), torch.arange(B)
     before = pool.clone()
     step("wkv7", pool, ring, given, state_indices=slots)
     assert ring.cursors[:B].tolist() == [2] * B
-    for which, kept in ((1, [2, 0, 2, 2]), ([0, 3], [0, 0, 2, 0]), (torch.tensor([2]), [0] * B), (None, [0] * B)):
+    for which, kept in (
+        (torch.tensor([-1, -100]), [2] * B), (torch.tensor([], dtype=torch.int32), [2] * B), ([], [2] * B),
+        (1, [2, 0, 2, 2]), (torch.tensor([[-1, 0], [0, -9]], dtype=torch.int32), [0, 0, 2, 2]), ([0, 3], [0, 0, 2, 0]),
+        (torch.tensor(2), [0] * B), (None, [0] * B),
+    ):  # fmt: skip
         ring.reset(which)
-        assert ring.cursors[:B].tolist() == kept
+        assert ring.cursors.tolist() == [*kept, *([0 if which is None else 3] * (SLOTS - B))]
     assert torch.equal(pool, before)
 
 
@@ -292,9 +297,15 @@ def test_commits_that_do_not_fit(counts, options, error, message):
 
 
 def test_slots_of_a_reset_are_looked_at():
-    for slots, error in (([0, SLOTS], ValueError), (-1, ValueError), ([1.0], TypeError)):
+    ring = make_ring("wkv7")
+    ring.cursors += 2
+    for slots, error in (
+        ([0, SLOTS], ValueError), (-1, ValueError), ([1.0], TypeError), (torch.tensor([0, SLOTS]), ValueError),
+        (torch.tensor([-1, 2**40]), ValueError), (torch.tensor([1.0]), TypeError), (torch.tensor([True]), TypeError),
+    ):  # fmt: skip
         with pytest.raises(error, match="slots: expected"):
-            make_ring("wkv7").reset(slots)
+            ring.reset(slots)
+        assert ring.cursors.tolist() == [2] * SLOTS
 
 
 def test_linear_attention_has_no_decay():
