@@ -64,6 +64,9 @@ def _run(
             _prepared.keep(key, prepared)
     shard.check(op.public_names[op.lead], inputs[op.lead])
     call, way = prepared
+    sizes = ", ".join(f"{dim} {size}" for dim, size in torch_op.sizes_of(op, inputs).items() if dim != "T")
+    said = f"{name} of {inputs[op.lead].dtype} with {sizes}, scale {call.tail.scale}, decay {call.tail.decay}"
+    shard.agree(said, inputs[op.lead].device)
     is_turned = call.tail.state_layout == "kv"
     initial = initial_state
     if initial is not None:

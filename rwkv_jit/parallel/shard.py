@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import sha256
 from itertools import accumulate
+from operator import index
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rwkv_jit import tensors
+from rwkv_jit.errors import brief
+
+_SAID = 480  # bytes of what a process says of a call, before the digest of all of it
+_MOST_CALLS = 1024  # that are known of a group
+_known: WeakKeyDictionary[Any, set[tuple[str, str]]] = WeakKeyDictionary()  # calls that all of a group make alike
 
 # Its name changed with torch 2.13.
 _gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
@@ -54,6 +62,10 @@ class Shard:
     Sequences of a batch are shared alike: each process has tokens [B, T'] of all of them, with the same B. T' may
     differ between processes. A shard is made of numbers alone, without a message to the others.
 
+    Processes first compare their calls: the op, dtype, batch, heads, sizes, scale, decay, `cu_seqlens` and `lengths`.
+    Where these are not the same, all of them raise a ValueError that says what two of them have. On GPUs the host waits
+    for that, so it is done for the first call of each kind alone.
+
     Examples
     --------
     >>> shard = rwkv_jit.parallel.Shard()  # in each process that torchrun started
@@ -66,6 +78,7 @@ class Shard:
         self.bounds: tuple[int, ...] | None = None
         self.is_continued, self.is_to_be_continued = self.rank > 0, self.rank < self.size - 1
         self.rank_before, self.rank_behind = self.rank - 1, self.rank + 1  # which have the tokens next to this part's
+        self._layout = "no cu_seqlens"
         if cu_seqlens is not None:
             self._pack(_bounds(cu_seqlens), lengths)
         elif lengths is not None:
@@ -74,12 +87,18 @@ class Shard:
 
     def _pack(self, bounds: list[int], lengths: Sequence[int] | None) -> None:
         total = bounds[-1]
-        if lengths is None:
+        if lengths is not None:
+            try:
+                lengths = [index(x) for x in lengths]
+            except TypeError as error:
+                raise TypeError(f"lengths: expected a sequence of int, got {brief(lengths)}") from error
+        else:
             if total % self.size:
                 raise ValueError(f"lengths: expected them, as {self.size} ranks cannot share {total} tokens equally")
             lengths = [total // self.size] * self.size
         if len(lengths) != self.size or any(x < 0 for x in lengths) or sum(lengths) != total:
-            raise ValueError(f"lengths: expected {self.size} of them with {total} tokens in all, got {list(lengths)}")
+            raise ValueError(f"lengths: expected {self.size} of them with {total} tokens in all, got {lengths}")
+        self._layout = f"lengths={lengths}, cu_seqlens={bounds}"
         end = list(accumulate(lengths))[self.rank]
         begin, texts = end - lengths[self.rank], list(zip(bounds, bounds[1:], strict=False))
         if lengths[self.rank]:
@@ -129,6 +148,31 @@ class Shard:
                 f"got {list(x.shape[:2])}"
             )
 
+    def agree(self, call: str, device: torch.device) -> None:
+        """Check that all processes make the same call.
+
+        Raises
+        ------
+        ValueError
+            Another one makes another call. All of them raise it, before anything else is sent.
+        """
+        known = _known.setdefault(self.group, set())
+        if self.size == 1 or (call, self._layout) in known:
+            return
+        text = f"{call}, {self._layout}".encode()
+        said = bytearray(text[:_SAID].ljust(_SAID) + sha256(text).digest())
+        told = self.gather(torch.frombuffer(said, dtype=torch.uint8).to(device)).wait().tolist()
+        other = next((rank for rank, x in enumerate(told) if x != told[0]), None)
+        if other is not None:
+            first, second = (bytes(told[rank][:_SAID]).decode().strip() for rank in (0, other))
+            raise ValueError(
+                f"shard: expected the same call on all ranks, got {first} on rank 0 and {second} on rank {other}"
+            )
+        if device.type == "cuda":
+            if len(known) == _MOST_CALLS:  # on all ranks at once, as they make the same calls
+                known.clear()
+            known.add((call, self._layout))
+
     def gather(self, x: Tensor) -> Gathered:
         """Begin to fetch a tensor of the same shape from every process."""
         return Gathered(x, self)
@@ -176,7 +220,11 @@ def _group(given: Any) -> Any:
 
 
 def _bounds(cu_seqlens: Any) -> list[int]:
-    values = tensors.from_any("cu_seqlens", torch.as_tensor(cu_seqlens))
+    try:
+        values = torch.as_tensor(cu_seqlens)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"cu_seqlens: expected a tensor or a sequence of int, got {brief(cu_seqlens)}") from error
+    values = tensors.from_any("cu_seqlens", values)
     if values.dim() != 1 or values.shape[0] < 2:
         raise ValueError(f"cu_seqlens: expected shape [texts + 1], got {list(values.shape)}")
     if values.dtype not in (torch.int32, torch.int64):

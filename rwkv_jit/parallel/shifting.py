@@ -101,6 +101,7 @@ class _TokenBefore(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, last: Tensor, shard: Shard) -> Tensor:
         ctx.shard = shard
+        shard.agree(f"token_shift of {last.dtype} with B {last.shape[0]}, C {last.shape[1]}", last.device)
         told = shard.gather(last).wait()
         return told[shard.rank_before].clone() if shard.is_continued else torch.zeros_like(last)
 

@@ -83,6 +83,49 @@ def test_a_process_that_fails_ends_the_others_with_its_message():
         groups.run(fail, 2)
 
 
+def check_that_all_refuse(rank, size):
+    """Every process says the same of calls that are not the same, and the next call is as ever."""
+    inputs = shared_sequences.make_inputs("wkv6", 1, 8)
+    wide, narrow = (shared_sequences.make_inputs("wkv6", 1, 8, each) for each in ((8, 6), (4, 4)))
+    x = torch.randn(1, 8, 6)
+    odd, whole = rank == size - 1, parallel.Shard()
+    packed = [parallel.Shard(None, bounds, lengths) for bounds, lengths in (
+        ([0, 3, 8 * size], None), ([0, 4, 8 * size], None), ([0, 3, 8 * size], [8] * (size - 1) + [8]),
+    )]  # fmt: skip
+
+    def calls(x, *given, op="wkv6", shard=whole, **options):
+        return lambda: getattr(parallel, op)(x, *given, shard, **options)
+
+    for one, other, said in (
+        (calls(*inputs), calls(*(each.float() for each in inputs)), "wkv6 of torch.float32"),
+        (calls(*inputs), calls(*inputs[:4], op="gla"), "gla of torch.float64"),
+        (calls(*inputs), calls(*wide), "K 8, V 6"),
+        (calls(*inputs), calls(*narrow), "K 4, V 4"),
+        (calls(*inputs), calls(*(each[:, :, :1] if each.dim() == 4 else each[:1] for each in inputs)), "H 1"),
+        (calls(*inputs), calls(*inputs, decay="log"), "decay log"),
+        (calls(*inputs), calls(*inputs, scale=2.0), "scale 2.0"),
+        (calls(*inputs), calls(*inputs, shard=packed[0]), "cu_seqlens=[0, 3, "),
+        (calls(*inputs, shard=packed[0]), calls(*inputs, shard=packed[1]), "cu_seqlens=[0, 4, "),
+        (lambda: parallel.token_shift(x, x[0, :1], shard=whole), calls(*inputs), "wkv6 of torch.float64"),
+        (lambda: parallel.token_shift(x, x[0, :1], shard=whole),
+         lambda: parallel.token_shift(x[..., :4], x[0, :1, :4], shard=whole), "of torch.float32 with B 1, C 4"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="shard: expected the same call on all ranks, got ") as raised:
+            (other if odd else one)()
+        messages = [None] * size
+        dist.all_gather_object(messages, str(raised.value))
+        assert len(set(messages)) == 1
+        assert said in messages[0]
+        assert messages[0].endswith(f" on rank {size - 1}")
+        one()  # which is right on all of them
+    parallel.wkv6(*inputs, packed[2] if odd else packed[0])  # lengths that are said, and the same
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_processes_that_do_not_agree_all_say_so(size):
+    groups.run(check_that_all_refuse, size)
+
+
 # ---- without messages --------------------------------------------------------------------------------------------
 
 
@@ -118,6 +161,11 @@ def test_needs_a_process_group():
         ((None, [0, 5], [6, -1]), ValueError, r"lengths: expected 2 of them with 5 tokens in all, got \[6, -1\]"),
         ((None, [0, 5], [2, 2]), ValueError, r"lengths: expected 2 of them with 5 tokens in all, got \[2, 2\]"),
         ((None, None, [2, 3]), ValueError, "lengths: expected none without cu_seqlens"),
+        ((None, [0, 8], [4.0, 4.0]), TypeError, r"lengths: expected a sequence of int, got \[4.0, 4.0\]"),
+        ((None, [0, 8], 5), TypeError, "lengths: expected a sequence of int, got 5"),
+        ((None, "x"), TypeError, "cu_seqlens: expected a tensor or a sequence of int, got 'x'"),
+        ((None, {}), TypeError, "cu_seqlens: expected a tensor or a sequence of int, got {}"),
+        ((None, [[0], [1, 2]]), TypeError, "cu_seqlens: expected a tensor or a sequence of int, got "),
     ],
 )
 def test_shards_that_cannot_be(given, error, message, as_rank):
