@@ -55,6 +55,9 @@ def pytest_configure(config):
         config.option.seed = secrets.randbelow(2**32)
     # What the package or a test is warned of is a fault of ours; other packages may warn themselves.
     config.addinivalue_line("filterwarnings", r"error::UserWarning:(rwkv_jit|tests)\b")
+    config.addinivalue_line(
+        "filterwarnings", "ignore:.* is read as .batch, tokens, heads:UserWarning"
+    )  # many have few tokens
 
 
 def pytest_configure_node(node):

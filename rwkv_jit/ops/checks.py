@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any, get_args
 
@@ -16,6 +17,10 @@ from rwkv_jit.problem import Op
 
 STATE_LAYOUTS: tuple[str, ...] = get_args(StateLayout)
 _LARGEST = sys.float_info.max
+# Of calls that _warn_of_order is silent about, and the modules between those and a user.
+_FEW_TOKENS, _MOST_HEADS = 16, 128
+_BETWEEN = ("rwkv_jit.ops.", "rwkv_jit.derived.", "rwkv_jit.compat")
+_has_warned = False
 # What messages call the dimensions of inputs.
 _DIMENSIONS = {"K": "head size", "V": "value size", "G": "key heads", "C": "channels"}
 
@@ -125,7 +130,10 @@ def check_tensors(
     wide = not is_for_kernels(backend, lead)
     sizes = check_inputs(op, given, wide)
     sequences = sizes["B"]
-    if cu_seqlens is not None:
+    if cu_seqlens is None:
+        if op.has_heads and tensors.is_eager() and sizes["T"] < sizes["H"]:
+            _warn_of_order(op, lead, sizes["T"], sizes["H"])
+    else:
         cu_seqlens = tensors.from_any("cu_seqlens", cu_seqlens)
         check_packing(cu_seqlens, lead)
         sequences = cu_seqlens.shape[0] - 1
@@ -134,6 +142,28 @@ def check_tensors(
         shape = (sequences, *(sizes[dim] for dim in op.state_dims(state_layout)))
         check_state(op, "initial_state", initial_state, (shape, shape[1:]), lead, wide)
     return given, initial_state, cu_seqlens
+
+
+def _warn_of_order(op: Op, lead: Tensor, tokens: int, heads: int) -> None:
+    """Warn once where inputs look as if heads stood before tokens, and are not those of layers that know the order.
+
+    A few tokens of up to 128 heads may be speculative ones.
+    """
+    global _has_warned
+    if _has_warned or tokens < 2 or (tokens < _FEW_TOKENS and heads <= _MOST_HEADS):
+        return
+    frame, depth = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith(_BETWEEN):
+        frame, depth = frame.f_back, depth + 1
+    if frame.f_globals["__name__"].partition(".")[0] in ("rwkv_jit", "fla", "transformers"):
+        return
+    _has_warned = True
+    warnings.warn(
+        f"{op.name}: {op.public_names[op.lead]} of shape {list(lead.shape)} is read as [batch, tokens, heads, head "
+        f"size], as {tokens} tokens of {heads} heads. If it is [batch, heads, tokens, head size], call transpose(1, 2) "
+        "on all inputs and on the result",
+        stacklevel=depth,
+    )
 
 
 def as_tensors(op: Op, arrays: Sequence[Any]) -> list[Tensor]:

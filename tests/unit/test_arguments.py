@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import warnings
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ import torch
 
 import rwkv_jit
 from rwkv_jit import UnsupportedConfigError, compiler, identity, kernel
-from rwkv_jit.ops import gla, linear_attention, wkv5, wkv6, wkv7
+from rwkv_jit.compat.fla.functions import chunk_gla
+from rwkv_jit.ops import checks, gla, linear_attention, wkv5, wkv6, wkv7
 
 NAN, INF = float("nan"), float("inf")
 ARRAY = "a torch.Tensor or an array with __dlpack__"
@@ -420,3 +422,76 @@ def test_an_unknown_name_is_answered_with_the_names_that_are_there(case):
     said = f"{function}() got an unexpected keyword argument {name!r}" + (f" ({hint})" if hint else "") + "; there are "
     assert str(caught.value).startswith(said)
     assert listed in str(caught.value)[len(said) - 2 :]
+
+
+# ---- heads before tokens -----------------------------------------------------------------------------------------
+
+
+def gla_of(tokens, heads, **options):
+    x = torch.zeros(1, tokens, heads, 4)
+    return rwkv_jit.gla(x, x, x, x, **options)
+
+
+def kda_of(tokens, heads):
+    x = torch.zeros(1, tokens, heads, 4)
+    return rwkv_jit.kda(x, x, x, x, x[..., 0])
+
+
+def normalized_of(tokens, heads):
+    x = torch.zeros(1, tokens, heads, 4)
+    return rwkv_jit.linear_attention(x, x, x, normalize=True)
+
+
+def fla_of(tokens, heads):
+    x = torch.zeros(1, tokens, heads, 4)
+    return chunk_gla(x, x, x, x)
+
+
+@pytest.fixture
+def warned(monkeypatch):
+    """Calls a function, and returns what it warned of, after nothing was warned of before."""
+
+    def run(call, *given, **named):
+        monkeypatch.setattr(checks, "_has_warned", False)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            call(*given, **named)
+            call(*given, **named)
+        return [(str(x.message), x.filename) for x in caught if "is read as" in str(x.message)]
+
+    return run
+
+
+@pytest.mark.parametrize("call", [gla_of, kda_of, normalized_of, fla_of])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "is_odd"),
+    [
+        (16, 32, True),
+        (31, 32, True),
+        (32, 32, False),
+        (15, 32, False),
+        (8, 128, False),
+        (8, 129, True),
+        (1, 129, False),
+    ],
+)
+def test_more_heads_than_tokens_are_warned_of_once(call, tokens, heads, is_odd, warned):
+    said = warned(call, tokens, heads)
+    assert len(said) == is_odd
+    if is_odd:
+        message, file = said[0]
+        assert f"q of shape [1, {tokens}, {heads}, 4] is read as [batch, tokens, heads, head size]" in message
+        assert f"as {tokens} tokens of {heads} heads. If it is [batch, heads, tokens, head size], call trans" in message
+        assert file == __file__
+
+
+def test_more_heads_than_tokens_of_who_knows_the_order_are_no_warning(warned):
+    """Packed sequences, states in a pool, layers, and a compiler's trace."""
+    x, pool = torch.zeros(1, 16, 32, 4), torch.zeros(1, 32, 4, 4)
+    layer = rwkv_jit.nn.LinearAttention(64, 32)
+    assert layer(torch.zeros(1, 16, 64))[0].shape == (1, 16, 64)
+    assert warned(gla_of, 16, 32, cu_seqlens=torch.tensor([0, 16])) == []
+    assert warned(rwkv_jit.gla_update, pool, x, x, x, x) == []
+    assert warned(rwkv_jit.gla_varlen, pool, *[x[0]] * 4, cu_seqlens=torch.tensor([0, 16])) == []
+    assert warned(layer, torch.zeros(1, 16, 64)) == []
+    assert warned(torch.compile(gla_of, backend="eager", fullgraph=True), 16, 32) == []
