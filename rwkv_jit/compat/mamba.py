@@ -1,4 +1,4 @@
-"""Functions of mamba_ssm for Mamba-2 on these ops, with its arguments."""
+"""Functions of mamba_ssm on these ops, with its arguments."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from rwkv_jit.derived.arguments import of_value_heads
 from rwkv_jit.derived.diagonal import ssd
-from rwkv_jit.derived.diagonal_pooled import ssd_update
+from rwkv_jit.derived.diagonal_pooled import ssd_update, with_own
 from rwkv_jit.errors import UnsupportedConfigError
+from rwkv_jit.inference import arguments
+from rwkv_jit.inference.update import gla_update
 
 __all__ = ["mamba_chunk_scan_combined", "selective_state_update"]
 
@@ -44,19 +48,19 @@ def mamba_chunk_scan_combined(
     ----------
     x : torch.Tensor, shape (b, l, h, p), float16, bfloat16 or float32
         Input.
-    dt : torch.Tensor, shape (b, l, h), dtype of x or float32
+    dt : torch.Tensor, shape (b, l, h)
         Step, or what it is made of.
-    A : torch.Tensor, shape (h,), dtype of x or float32
+    A : torch.Tensor, shape (h,)
         Rate, which is negative.
-    B, C : torch.Tensor, shape (b, l, g, n), dtype of x
+    B, C : torch.Tensor, shape (b, l, g, n)
         What the state takes an input by, and what outputs read the state by. Head i has those of group i // (h // g).
     chunk_size : int
         Not read: chunks are chosen by the sizes.
-    D : torch.Tensor, shape (h,) or (h, p), dtype of x or float32, optional
+    D : torch.Tensor, shape (h,) or (h, p), optional
         How much of the input `out` has itself.
-    z : torch.Tensor, shape and dtype of x, optional
+    z : torch.Tensor, shape of x, optional
         `out` is multiplied by silu(z).
-    dt_bias : torch.Tensor, shape (h,), dtype of x or float32, optional
+    dt_bias : torch.Tensor, shape (h,), optional
         Is added to dt.
     initial_states : torch.Tensor, shape (b, h, p, n), optional
         States before the first tokens; zeros by default.
@@ -88,12 +92,18 @@ def mamba_chunk_scan_combined(
 
     Notes
     -----
+    Each tensor may have a dtype of its own. Where those of x, B, C and z differ, arithmetic is that of float32 inputs,
+    and `out` is rounded once.
+
     `seq_idx` is read by the host, which waits for the GPU.
     """
     if return_varlen_states:
         raise UnsupportedConfigError("return_varlen_states is not supported: ssd takes packed sequences by cu_seqlens")
+    state = _wide(initial_states)
+    dtype, (x, B, C, z) = x.dtype, _as_one(x, B, C, z)
+    small: list[Any] = [dt, A, D, dt_bias]
+    dt, A, D, dt_bias = (t if t is None or t.dtype == x.dtype else _wide(t) for t in small)
     options: dict[str, Any] = {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
-    state = None if initial_states is None else initial_states.to(_wide(initial_states))
     if seq_idx is not None and seq_idx.shape != x.shape[:2]:
         raise ValueError(f"seq_idx: expected shape {list(x.shape[:2])}, got {list(seq_idx.shape)}")
     if seq_idx is None or not seq_idx.numel():
@@ -111,6 +121,7 @@ def mamba_chunk_scan_combined(
         z1 = None if z is None else z.flatten(0, 1).unsqueeze(0)
         out, final = ssd(x1, dt1, A, B1, C1, state, return_final_states, bounds, D=D, z=z1, **options)
         out, final = out.view(x.shape), None if final is None else final.index_select(0, last)
+    out = out.to(dtype)
     return out if final is None else (out, final)
 
 
@@ -127,12 +138,13 @@ def selective_state_update(
     dt_softplus: bool = False,
     state_batch_indices: Tensor | None = None,
 ) -> Tensor:
-    """One token of Mamba-2 as mamba_ssm has it, on `ssd_update`: for decoding.
+    """One token of Mamba-2 or Mamba-1 as mamba_ssm has it, on `ssd_update`: for decoding.
 
         S <- e^(dt A) S + dt x B^T;   out = S C + D x
 
     per row and head, with S [p, n]. b is the batch, h the heads, p their size, g the groups, n the size of the state.
-    What Mamba-2 has for each head lies in views here, which `expand` made for each channel.
+    What Mamba-2 has for each head lies in views here, which `expand` made for each channel. Where dt, A or `dt_bias`
+    differs from channel to channel, as in Mamba-1, each channel is a head of one value to the kernel.
 
     Parameters
     ----------
@@ -140,17 +152,17 @@ def selective_state_update(
         The states, which are changed; there are b without `state_batch_indices`.
     x : torch.Tensor, shape (b, h, p), float16, bfloat16 or float32
         Input.
-    dt : torch.Tensor, shape (b, h, p), expanded from (b, h, 1), dtype of x or float32
+    dt : torch.Tensor, shape (b, h, p)
         Step, or what it is made of.
-    A : torch.Tensor, shape (h, p, n), expanded from (h, 1, 1), dtype of x or float32
+    A : torch.Tensor, shape (h, p, n)
         Rate, which is negative.
-    B, C : torch.Tensor, shape (b, g, n), dtype of x
+    B, C : torch.Tensor, shape (b, g, n)
         What the state takes an input by, and what outputs read the state by.
-    D : torch.Tensor, shape (h, p), dtype of x or float32, optional
+    D : torch.Tensor, shape (h, p), optional
         How much of the input `out` has itself.
-    z : torch.Tensor, shape and dtype of x, optional
+    z : torch.Tensor, shape (b, h, p), optional
         `out` is multiplied by silu(z).
-    dt_bias : torch.Tensor, shape (h, p), expanded from (h, 1), dtype of x or float32, optional
+    dt_bias : torch.Tensor, shape (h, p), optional
         Is added to dt.
     dt_softplus : bool, default False
         Whether the step is the softplus of dt.
@@ -166,30 +178,60 @@ def selective_state_update(
     TypeError, ValueError
         An argument does not fit: its name, what was expected and what came. The states are as they were.
     UnsupportedConfigError
-        Steps or rates are those of each channel, as in Mamba-1, or a gradient is wanted.
+        A gradient is wanted, or a slot has gaps.
+
+    Notes
+    -----
+    A tensor without the dimension of h or g has 1 of them. Each may have a dtype of its own: where those of x, B, C and
+    z differ, arithmetic is that of float32 inputs, and `out` is rounded once.
     """
-    given = {"state": state, "x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias}
-    if state.dim() != 4 or x.dim() != 3:
-        raise UnsupportedConfigError(f"states of {state.dim()} dimensions and inputs of {x.dim()} are not supported")
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given.values()):
+    given = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias}
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (state, *given.values())):
         raise UnsupportedConfigError("a gradient through states that change in place is not supported")
-    step, rate = _of_heads("dt", dt, (*x.shape,)), _of_heads("A", A, (*state.shape[1:],), 2)
-    bias = None if dt_bias is None else _of_heads("dt_bias", dt_bias, (*x.shape[1:],))
-    options = {} if state_batch_indices is None else {"state_indices": state_batch_indices}
-    return ssd_update(
-        state, x, step, rate, B, C, D=D, z=z, dt_bias=bias, dt_softplus=dt_softplus, **options  # type: ignore[arg-type]
-    )  # fmt: skip
+    pool = state.unsqueeze(1) if state.dim() == 3 else state
+    if pool.dim() != 4:
+        raise ValueError(f"state: expected shape [slots, heads, head size, state size], got {list(state.shape)}")
+    if not pool[:1].is_contiguous():
+        raise UnsupportedConfigError("states with gaps in a slot are not supported")
+    heads, size, keys = pool.shape[1:]
+    batch, groups = x.shape[0], B.shape[1] if B.dim() == 3 else 1
+    of_rows, of_groups = (batch, heads, size), (batch, groups, keys)
+    shapes = of_rows, of_rows, (heads, size, keys), of_groups, of_groups, (heads, size), of_rows, (heads, size)
+    several = list[Any]()
+    for (name, t), shape in zip(given.items(), shapes, strict=True):
+        if t is not None:
+            t = t.unsqueeze(int(len(shape) > 2 and name != "A")) if t.dim() == len(shape) - 1 else t
+            arguments.check_shape(name, t, shape)
+        several.append(t)
+    x1, dt, A, B, C, D, z, dt_bias = several
+    if heads % groups:
+        raise ValueError(f"B: expected groups that divide the {heads} heads, got {groups}")
+    x1, B, C, z = _as_one(x1, B, C, z)
+    of_heads = all(_is_of_heads(t, dims) for t, dims in ((dt, 1), (A, 2), (dt_bias, 1)))
+    if of_heads:
+        dt, A, dt_bias = dt[..., 0], A[..., 0, 0], None if dt_bias is None else dt_bias[..., 0]
+    dt, A, D, dt_bias = map(_wide, (dt, A, D, dt_bias))
+    indices: dict[str, Any] = {} if state_batch_indices is None else {"state_indices": state_batch_indices}
+    if of_heads:
+        limit = (0.0 if dt_softplus else -math.inf, math.inf)  # steps as they are
+        out = ssd_update(
+            pool, x1, dt, A, B, C, D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus, dt_limit=limit, **indices
+        )
+    else:
+        steps = dt if dt_bias is None else dt + dt_bias
+        steps = F.softplus(steps) if dt_softplus else steps  # [b, h, p]
+        decays = (steps.unsqueeze(-1) * A).flatten(1, 2)  # [b, h p, n]
+        q, k = (of_value_heads(t, heads * size) for t in (C, B))
+        v = (x1 * steps).to(x1.dtype).view(batch, heads * size, 1)
+        channels = pool.view(-1, heads * size, 1, keys)
+        y = gla_update(channels, q, k, v, decays, scale=1.0, state_layout="vk", **indices)
+        out = with_own(y.view(x1.shape), x1, D, z, pool, indices)
+    return out.view(x.shape).to(x.dtype)
 
 
-def _of_heads(name: str, x: Tensor, shape: tuple[int, ...], channels: int = 1) -> Tensor:
-    """Return what heads have, of a view that has it for each of their channels."""
-    if tuple(x.shape) != shape:
-        raise ValueError(f"{name}: expected shape {list(shape)}, got {list(x.shape)}")
-    for _ in range(channels):
-        if x.shape[-1] > 1 and x.stride(-1) != 0:
-            raise UnsupportedConfigError(f"{name} of each channel is not supported")
-        x = x[..., 0]
-    return x
+def _is_of_heads(x: Tensor | None, dims: int) -> bool:
+    """Return whether the last dimensions of a tensor are those of a view that has each number for all of them."""
+    return x is None or all(n == 1 or step == 0 for n, step in zip(x.shape[-dims:], x.stride()[-dims:], strict=True))
 
 
 def _sequences(seq_idx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -201,5 +243,12 @@ def _sequences(seq_idx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return bounds, number[:, 0].contiguous(), number[:, -1].contiguous()
 
 
-def _wide(state: Tensor) -> torch.dtype:
-    return torch.promote_types(state.dtype, torch.float32)
+def _as_one(*rows: Any) -> tuple[Any, ...]:
+    """Return what there is of inputs in one dtype: float32 where they have several."""
+    if len({x.dtype for x in rows if x is not None}) > 1:
+        return tuple(map(_wide, rows))
+    return rows
+
+
+def _wide(x: Any) -> Any:
+    return None if x is None else x.to(torch.promote_types(x.dtype, torch.float32))

@@ -187,7 +187,7 @@ def ssd_update(
     own, gate = check_behind(x, D, z)
     steps, decays = steps_of(x, dt, A, dt_bias, dt_softplus, dt_limit)
     operands = of_states(x, steps, decays, B, C)
-    return _with_own(call.run(gla_update, state, operands), x, own, gate, state, options)
+    return with_own(call.run(gla_update, state, operands), x, own, gate, state, options)
 
 
 # ---- sequences of any lengths -------------------------------------------------------------------------------------
@@ -350,13 +350,13 @@ def ssd_varlen(
     own, gate = check_behind(x, D, z)
     steps, decays = steps_of(x, dt, A, dt_bias, dt_softplus, dt_limit)
     operands = of_states(x, steps, decays, B, C)
-    return _with_own(call.run(gla_varlen, state, operands), x, own, gate, state, options)
+    return with_own(call.run(gla_varlen, state, operands), x, own, gate, state, options)
 
 
 # ---- what comes behind the states --------------------------------------------------------------------------------
 
 
-def _with_own(
+def with_own(
     y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None, state: Any, options: Mapping[str, Any]
 ) -> Tensor:
     """Return outputs with what they have of the input itself, behind their gate; zeros where there is no slot."""

@@ -14,6 +14,14 @@ B, T, H, P, G, N = 2, 13, 4, 6, 2, 8
 LIMITS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
+# dtypes of dt, A, B, C, D, z and dt_bias beside that of x; None is that
+MIXES = {
+    "one": [None, torch.float32, None, None, torch.float32, None, torch.float32],
+    "wide B and C": [None, torch.float32, torch.float32, torch.float32, torch.float32, None, torch.float32],
+    "all": [torch.bfloat16, torch.float16, torch.float16, torch.float32, torch.bfloat16, torch.float16, torch.bfloat16],
+}
+
+
 def rows(*shape, dtype=torch.float32):
     return (torch.randn(*shape, dtype=torch.float64) / 2).to(dtype)
 
@@ -58,6 +66,23 @@ def test_scan(dtype, from_state):
     assert torch.equal(alone, found[0])
 
 
+@pytest.mark.parametrize("mix", list(MIXES)[1:])
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+def test_scan_of_several_dtypes(dtype, mix):
+    x, *more = inputs_of(dtype)
+    leaves = [x, *(t.to(own or dtype) for t, own in zip(more, MIXES[mix], strict=True))]
+    leaves = [t.requires_grad_() for t in leaves]
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    out = mamba.mamba_chunk_scan_combined(*leaves[:5], 4, *leaves[5:], dt_softplus=True)
+    want, _ = reference(*exact)
+    assert out.dtype == dtype
+    same([out], [want], LIMITS[dtype])
+    grad = torch.randn_like(out)
+    found = torch.autograd.grad(out, leaves, grad)
+    assert [t.dtype for t in found] == [t.dtype for t in leaves]
+    same(found, torch.autograd.grad(want, exact, grad.double()), max(LIMITS[t.dtype] for t in leaves))
+
+
 def test_sequences_in_rows_are_sequences_alone():
     inputs = inputs_of()
     state = rows(B, H, P, N)
@@ -88,26 +113,77 @@ def test_rows_without_tokens(batch, tokens, has_state):
     assert torch.equal(final, torch.zeros(batch, H, P, N) if state is None else state)
 
 
+def one_token(state, x, dt, A, B, C, D=None, z=None, dt_bias=None, dt_softplus=False):
+    """Mamba's equation in float64: what is put out, and the states [b, h, p, n] behind it."""
+    state, x, dt, A, B, C, D, z, dt_bias = (
+        t if t is None else t.double() for t in (state, x, dt, A, B, C, D, z, dt_bias)
+    )  # fmt: skip
+    steps = dt if dt_bias is None else dt + dt_bias
+    steps = (1 + steps.exp()).log() if dt_softplus else steps
+    b, c = (t.repeat_interleave(x.shape[1] // t.shape[1], 1) for t in (B, C))  # [b, h, n]
+    state = (steps[..., None] * A).exp() * state + (steps * x)[..., None] * b[:, :, None]
+    out = (state * c[:, :, None]).sum(-1)
+    out = out if D is None else out + D * x
+    return out if z is None else out * z / (1 + (-z).exp()), state
+
+
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("of", ["heads", "channels", "channels of one head"])
 @pytest.mark.parametrize("indexed", [False, True])
-def test_update(dtype, indexed):
-    """Of the views that models make of what heads have."""
-    x, dt, A, b, c, D, z, dt_bias = inputs_of(dtype)
-    pool = rows(7, H, P, N) if indexed else rows(B, H, P, N)
-    slots = torch.tensor([5, 2]) if indexed else torch.arange(B)
-    before, want_state = pool.clone(), pool[slots].double()
-    for t in range(3):
-        out = mamba.selective_state_update(
-            pool, x[:, t], dt[:, t, :, None].expand(-1, -1, P), A[:, None, None].expand(-1, P, N), b[:, t], c[:, t],
-            D[:, None].expand(-1, P), z[:, t], dt_bias[:, None].expand(-1, P), True, slots if indexed else None,
+def test_update(dtype, mix, of, indexed):
+    """Of the views that models make of what heads have, and of what each channel has."""
+    groups, size = (1, H * P) if of == "channels of one head" else (G, P)
+    heads = H * P // size
+    pool = rows(7, heads, size, N) if indexed else rows(B, heads, size, N)
+    slots = torch.tensor([5, -1 if mix == "one" else 2]) if indexed else torch.arange(B)
+    before, there = pool.clone(), slots >= 0
+    wanted = pool[slots].double()
+    is_bare = of == "channels of one head"
+    for _ in range(3):
+        x, z = rows(2, B, heads, size, dtype=dtype)
+        b, c = rows(2, B, groups, N, dtype=dtype)
+        D = rows(heads, size)
+        if of == "heads":
+            dt, A = rows(B, heads, 1).expand(-1, -1, size), (-torch.rand(heads, 1, 1) - 0.1).expand(-1, size, N)
+            dt_bias = rows(heads, 1).expand(-1, size)
+        else:
+            dt, A, dt_bias = rows(B, heads, size), -torch.rand(heads, size, N) - 0.1, rows(heads, size)
+        several = (
+            t.to(own or dtype) for t, own in zip((dt, A, b, c, D, z, dt_bias), MIXES[mix], strict=True)
         )  # fmt: skip
-        exact = [y[:, t : t + 1].double() if y.dim() > 1 else y.double() for y in (x, dt, A, b, c, D, z, dt_bias)]
-        want, want_state = reference(*exact, initial_state=want_state, output_final_state=True)
-        assert out.dtype == dtype
-        same([out], [want[:, 0]], LIMITS[dtype])
-    same([pool[slots]], [want_state], 1e-2 if dtype != torch.float32 else 1e-5)
+        given = [x, *several]
+        if of == "heads":  # a conversion has made copies of the views
+            given[1], given[2], given[7] = (
+                given[1][..., :1].expand(-1, -1, size), given[2][..., :1, :1].expand(-1, size, N),
+                given[7][..., :1].expand(-1, size),
+            )  # fmt: skip
+        want, wanted = one_token(wanted, *given, dt_softplus=True)
+        bare = [t.squeeze(0 if i in (2, 5, 7) else 1) if is_bare else t for i, t in enumerate(given)]
+        if indexed and not there.all():
+            bare[0] = bare[0].clone()
+            bare[0][~there] = torch.nan  # padding
+        out = mamba.selective_state_update(
+            pool.squeeze(1) if is_bare else pool, *bare, True, slots.int() if indexed else None
+        )
+        assert (out.dtype, out.shape) == (dtype, bare[0].shape)
+        same([out.view(x.shape)[there]], [want[there]], LIMITS[dtype])
+        assert not out[~there].any()
+    same([pool[slots][there]], [wanted[there]], 1e-2 if dtype != torch.float32 else 1e-5)
     others = [i for i in range(len(pool)) if i not in slots.tolist()]
     assert torch.equal(pool[others], before[others])
+
+
+@pytest.mark.parametrize("of", ["heads", "channels"])
+def test_steps_without_softplus_are_as_they_are(of):
+    """Those below 0 too, as mamba_ssm has them."""
+    x, dt, A, b, c = rows(B, H, P), rows(B, H, 1), -torch.rand(H, 1, 1), *rows(2, B, G, N)
+    dt, A = dt.expand(-1, -1, P), A.expand(-1, P, N)
+    assert (dt < 0).any()
+    pool = rows(B, H, P, N)
+    want, state = one_token(pool, x, dt, A, b, c)
+    given = (dt, A) if of == "heads" else (dt.contiguous(), A.contiguous())
+    same([mamba.selective_state_update(pool, x, *given, b, c), pool], [want, state], 1e-5)
 
 
 def test_update_without_more():
@@ -120,18 +196,12 @@ def test_update_without_more():
     torch.testing.assert_close(out, want[:, 0])
 
 
-def test_what_is_not_of_mamba2():
+def test_what_is_not_supported():
     x, dt, A, b, c, *_ = (y[:, 0] if y.dim() > 1 else y for y in inputs_of())
     pool, dt, A = torch.zeros(B, H, P, N), dt[..., None].expand(-1, -1, P), A[:, None, None].expand(-1, P, N)
     update = mamba.selective_state_update
-    with pytest.raises(UnsupportedConfigError, match="dt of each channel is not supported"):
-        update(pool, x, dt.contiguous(), A, b, c)
-    with pytest.raises(UnsupportedConfigError, match="A of each channel is not supported"):
-        update(pool, x, dt, A.contiguous(), b, c)
-    with pytest.raises(UnsupportedConfigError, match="dt_bias of each channel is not supported"):
-        update(pool, x, dt, A, b, c, dt_bias=rows(H, P))
-    with pytest.raises(UnsupportedConfigError, match="states of 3 dimensions and inputs of 2 are not supported"):
-        update(pool[:, 0], x[:, 0], dt[:, 0], A[0], b[:, 0], c[:, 0])
+    with pytest.raises(UnsupportedConfigError, match="states with gaps in a slot are not supported"):
+        update(torch.zeros(B, H, N, P).transpose(2, 3), x, dt, A, b, c)
     with pytest.raises(UnsupportedConfigError, match="a gradient through states that change in place"):
         update(pool, x.clone().requires_grad_(), dt, A, b, c)
     with pytest.raises(UnsupportedConfigError, match="return_varlen_states is not supported"):
@@ -151,5 +221,15 @@ def test_bad_input_is_named():
     with pytest.raises(ValueError, match="dt_limit: expected a pair of numbers that does not fall"):
         scan(*inputs, 4, dt_limit=(1.0, -math.inf))
     x, dt, A, b, c = (y[:, 0] if y.dim() > 1 else y for y in inputs)
-    with pytest.raises(ValueError, match=r"dt: expected shape \[2, 4, 6\], got \[2, 4\]"):
-        mamba.selective_state_update(torch.zeros(B, H, P, N), x, dt, A[:, None, None].expand(-1, P, N), b, c)
+    pool, dt, A = torch.zeros(B, H, P, N), dt[..., None].expand(-1, -1, P), A[:, None, None].expand(-1, P, N)
+    for change, message in (
+        ({"dt": dt[..., :5]}, r"dt: expected shape \[2, 4, 6\], got \[2, 4, 5\]"),
+        ({"A": A[:3]}, r"A: expected shape \[4, 6, 8\], got \[3, 6, 8\]"),
+        ({"B": b[:1]}, r"B: expected shape \[2, 2, 8\], got \[1, 2, 8\]"),
+        ({"B": b[:, :1].expand(-1, 3, -1), "C": c[:, :1].expand(-1, 3, -1)}, "B: expected groups that divide the 4"),
+        ({"D": x}, r"D: expected shape \[4, 6\], got \[2, 4, 6\]"),
+        ({"state": pool[0, 0]}, r"state: expected shape \[slots, heads, head size, state size\], got \[6, 8\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            mamba.selective_state_update(**{"state": pool, "x": x, "dt": dt, "A": A, "B": b, "C": c} | change)
+        assert not pool.any()
