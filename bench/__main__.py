@@ -6,8 +6,7 @@ import argparse
 import csv
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     ops.add_argument("--peer-minutes", type=float, metavar="N", help=text)
     ops.add_argument("--csv", metavar="FILE", help="write the rows there too")
     ops.add_argument("--plot", metavar="FILE", help="draw them, e.g. out.png")
-    ops.add_argument("--record", action="store_true", help="keep the result of the suite in bench.json")
+    ops.add_argument("--record", action="store_true", help="keep the rows of each case in bench.json as it ends")
     costs = add("service", _service, "measure what the service costs: imports, first calls, the host's part of a call")
     costs.add_argument("--record", action="store_true", help="keep the result in bench.json")
     forms = add("history", _history, "measure the forms that a kernel went through, beside the op's")
@@ -75,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     two = add("compare", _compare, "tell two results, of --json or --record, from each other")
     two.add_argument("files", nargs=2, metavar="FILE", help="the earlier one first")
     add("pages", _pages, "fill the pages from bench.json again, and draw their picture")
+    add("stale", _stale, "tell which rows of bench.json are of other sources than today's")
     return parser
 
 
@@ -89,31 +89,22 @@ def _ops(parsed: argparse.Namespace) -> Outcome:
         bench.check_gpu()
         copy = timing.copy_tb_per_s()
         torch.cuda.empty_cache()  # cases are measured by a process of its own, which needs the memory
-        result = record.result_of({"env": bench.environment(), "copy_tb_per_s": copy, "device": "cuda", "rows": []})
+        about = {"env": bench.environment(), "copy_tb_per_s": copy, "device": "cuda"}
         known = {} if parsed.no_peers else processes.obstacles(entries, parsed.peer_minutes)
-        for rows in _suites(parsed, entries, copy, known):
-            result["rows"] += rows
-            if parsed.record and not any(row["skipped"] == "interrupted" for row in rows):
-                record.write({**result, "rows": rows})
+
+        def rows_of(entry: measure.Entry, _: Any) -> list[dict[str, Any]]:
+            rows = processes.rows_of(helper, entry, copy, not parsed.no_peers, known)
+            if parsed.record:  # as each case ends: what comes after it may end everything
+                record.write(record.result_of({**about, "rows": rows}))
+            return rows
+
+        with processes.helping() as helper:
+            result = record.result_of({**about, "rows": bench.measured(entries, rows_of)})
     if parsed.csv is not None:
         _write_csv(result, parsed.csv)
     if parsed.plot is not None:
         plot.draw(result, parsed.plot)
     return result, bench.show
-
-
-def _suites(
-    parsed: argparse.Namespace, entries: Sequence[measure.Entry], copy: float, known: Mapping[processes.Attempt, str]
-) -> Iterator[list[dict[str, Any]]]:
-    """Measure suite after suite, so that one can be kept as it ends; an interrupt leaves out the others."""
-    with processes.helping() as helper:
-        for _, suite in groupby(entries, lambda entry: entry.suite):
-            rows = bench.measured(
-                list(suite), lambda entry, _: processes.rows_of(helper, entry, copy, not parsed.no_peers, known)
-            )
-            yield rows
-            if rows[-1]["skipped"] == "interrupted":
-                return
 
 
 def _entries(parsed: argparse.Namespace) -> list[measure.Entry]:
@@ -135,8 +126,8 @@ def _check_outputs(parsed: argparse.Namespace) -> None:
             raise ValueError(f"--{name}: expected a file in a folder that exists, got {path}")
     if parsed.plot is not None:
         plot.check(parsed.plot)
-    if parsed.record and (parsed.suite is None or parsed.op):
-        raise ValueError("--record: keeps a whole suite; expected --suite and no --op")
+    if parsed.record and parsed.suite is None:
+        raise ValueError("--record: keeps what suites have; expected --suite")
     if parsed.record and not torch.cuda.is_available():
         raise ValueError("--record: keeps what was measured on a GPU, and there is none")
 
@@ -167,7 +158,10 @@ def _history(parsed: argparse.Namespace) -> Outcome:
 
 
 def _training(parsed: argparse.Namespace) -> Outcome:
-    return training.run(parsed), training.show
+    result = training.run(parsed)
+    if parsed.record:
+        record.write(record.result_of(result), "training")
+    return result, training.show
 
 
 def _curves(parsed: argparse.Namespace) -> Outcome:
@@ -186,6 +180,10 @@ def _compare(parsed: argparse.Namespace) -> Outcome:
 def _pages(parsed: argparse.Namespace) -> Outcome:
     result = record.read(record.FILE)
     return {"written": [str(path) for path in record.fill_pages(result)]}, lambda result: print(*result["written"])
+
+
+def _stale(parsed: argparse.Namespace) -> Outcome:
+    return record.stale(record.read(record.FILE)), record.show_stale
 
 
 if __name__ == "__main__":

@@ -1,15 +1,21 @@
-"""Who else can do a case: FLA, Wind, flash-rwkv and mamba-ssm, imported where they are called, and torch."""
+"""Who else can do a case: FLA, Wind, RWKV-LM, cuDNN, flash-rwkv and mamba-ssm, loaded where they are called, and torch.
+
+They are what is installed, but RWKV-LM's kernels: those of the checkout that the variable RWKV_LM names.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from rwkv_jit.bench import measure
 from rwkv_jit.bench.cases import UPDATE, Case, rates_of
@@ -19,9 +25,9 @@ from rwkv_jit.reference import SIGMOID_RATE
 
 def peers_of(case: Case) -> list[Contestant]:
     """Return the peers of a case, of the packages that are installed; what they lack shows when they are called."""
-    makers = {"fla": _fla, "wind_rwkv": _wind, "flash_rwkv": _flash_rwkv, "mamba_ssm": _mamba}
+    makers = {"fla": _fla, "wind_rwkv": _wind, "flash_rwkv": _flash_rwkv, "mamba_ssm": _mamba, "cudnn": _cudnn}
     foreign = [peer for package, make in makers.items() if find_spec(package) is not None for peer in make(case)]
-    return [*foreign, *measure.torch_peers(case)]
+    return [*foreign, *(_rwkv_lm(case) if _RWKV_LM in os.environ else ()), *measure.torch_peers(case)]
 
 
 @cache
@@ -55,12 +61,13 @@ _LARGEST_BOUNDED = 128
 _MOST_STEPS = 1024
 _NOT_NORMALIZED = {"normalize": False}
 _NORMED_KEYS = {"use_qk_l2norm_in_kernel": True}
+_SAFE_GATE = {"safe_gate": True, "lower_bound": -5.0}  # which takes the tensor cores for more; gates here are above
 # By op: module, and functions with what they are given beside the inputs to compute the same.
 _OF_FLA: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "wkv6": ("rwkv6", {"chunk_rwkv6": {"scale": 1.0}, "fused_recurrent_rwkv6": {"scale": 1.0}}),
     "wkv7": ("rwkv7", {"chunk_rwkv7": {"scale": 1.0}, "fused_recurrent_rwkv7": {"scale": 1.0}}),
     "gla": ("gla", {"chunk_gla": {}, "fused_recurrent_gla": {}}),
-    "kda": ("kda", {"chunk_kda": _NORMED_KEYS}),
+    "kda": ("kda", {"chunk_kda": _NORMED_KEYS, "chunk_kda safe_gate": {**_NORMED_KEYS, **_SAFE_GATE}}),
     "gated_delta_rule": ("gated_delta_rule", {"chunk_gated_delta_rule": _NORMED_KEYS}),
     "delta_rule": ("delta_rule", {"chunk_delta_rule": _NORMED_KEYS}),
     "simple_gla": ("simple_gla", {"chunk_simple_gla": {}}),
@@ -73,7 +80,8 @@ _OF_FLA: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         },
     ),
 }
-_KEPT = "chunk_rwkv7 disable_recompute"  # keeps for its backward what chunk_rwkv7 computes again
+# Functions that take `disable_recompute`, to keep for the backward what they compute again by default.
+_KEEPING = ("chunk_rwkv7", "chunk_kda", "chunk_kda safe_gate")
 
 
 def _fla(case: Case) -> list[Contestant]:
@@ -88,11 +96,11 @@ def _fla(case: Case) -> list[Contestant]:
         return case.shape[1] <= _MOST_STEPS if name.startswith("fused_recurrent") else case.phase != UPDATE
 
     functions = {name: options for name, options in functions.items() if is_measured(name)}
-    if "chunk_rwkv7" in functions:
-        if case.decay == "sigmoid" and case.shape[3] <= _LARGEST_BOUNDED:
-            functions["chunk_rwkv7"] = {**functions["chunk_rwkv7"], "lower_bound": -SIGMOID_RATE}
-        if case.has_gradients:
-            functions[_KEPT] = {**functions["chunk_rwkv7"], "disable_recompute": True}
+    if "chunk_rwkv7" in functions and case.decay == "sigmoid" and case.shape[3] <= _LARGEST_BOUNDED:
+        functions["chunk_rwkv7"] = {**functions["chunk_rwkv7"], "lower_bound": -SIGMOID_RATE}
+    for name in _KEEPING if case.has_gradients else ():
+        if name in functions:
+            functions[f"{name} disable_recompute"] = {**functions[name], "disable_recompute": True}
     index = {"wkv6": 3, "wkv7": 1}.get(case.op)  # of w
 
     def as_there(state: Tensor) -> Tensor:
@@ -123,9 +131,26 @@ def _fla_wkv4(inputs: Inputs, state: Tensor | None, more: Mapping[str, Any]) -> 
     return y, final
 
 
-# ---- Wind and flash-rwkv -----------------------------------------------------------------------------------------
+# ---- kernels that are built where they are called ----------------------------------------------------------------
 
-_OF_WIND = ("chunked_cuda", "backstepping_longhead", "backstepping_smallhead", "triton_bighead_bf16")
+_BUILDS = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
+_RWKV_LM, _CHUNK = "RWKV_LM", 16  # the variable, and tokens
+# By its own figures the first is the fastest up to this head size; what builds the others is left out there.
+_OF_WIND, _LARGEST_CHUNKED = (
+    ("chunked_cuda", "backstepping_longhead", "backstepping_smallhead", "triton_bighead_bf16"),
+    128,
+)
+# By head size: what its trainer takes by itself, and what it says is faster on an H100.
+_OF_RWKV_LM = {
+    64: ("rwkv7_clampw", "rwkv7_clampw_v3_for_h100", "rwkv7_clampw_v3_for_h100_alt"), 128: ("rwkv7_clampw128_v2",),
+}  # fmt: skip
+
+
+def _folder(*names: object) -> Path:
+    """Return a folder for what is built of some names: one for all head sizes would hand out that of another."""
+    folder = _BUILDS / "-".join(map(str, ("bench", *names)))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def _wind(case: Case) -> list[Contestant]:
@@ -148,13 +173,95 @@ def _wind(case: Case) -> list[Contestant]:
         convert = partial(_replaced, index=1, change=partial(raw_decay, decay=case.decay))
         return Contestant("wind_rwkv", name, run, convert, lambda state: state.bfloat16(), True)
 
-    return [contestant(name) for name in _OF_WIND]
+    return [contestant(name) for name in _OF_WIND[: 1 if case.shape[3] <= _LARGEST_CHUNKED else None]]
 
 
 @cache
 def _load(name: str, *sizes: int) -> None:
     """Build one of Wind's kernels, which a process can do for one head size."""
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(_folder(name, *sizes))
     _loaded("wind_rwkv.rwkv7", name)(*sizes)
+
+
+def _rwkv_lm(case: Case) -> list[Contestant]:
+    """RWKV-LM trains RWKV-7 in bfloat16, with decays of sigmoids and no states; its chunks are of 16 tokens."""
+    is_trained = case.phase in ("forward", "backward", "forward+backward") and case.kind == "usual"
+    if case.op != "wkv7" or case.dtype != torch.bfloat16 or not is_trained or case.shape[3] != case.shape[4]:
+        return []
+
+    def contestant(name: str) -> Contestant:
+        def run(inputs: Inputs, state: Tensor | None, more: Mapping[str, Any]) -> tuple[Tensor, None]:
+            y: Tensor = _OfTrainer.apply(_of_trainer(name, inputs[0].shape[3]), *inputs)  # type: ignore[no-untyped-call]
+            return y, None
+
+        return Contestant("rwkv_lm", name, run, is_foreign=True)
+
+    return [contestant(name) for name in _OF_RWKV_LM.get(case.shape[3], ())]
+
+
+@cache
+def _of_trainer(name: str, head_size: int) -> Any:
+    """Build a kernel of RWKV-LM's trainer; two of them have one name there, and get one each here."""
+    sources, folder = Path(os.environ[_RWKV_LM], "RWKV-v7", "train_temp", "cuda"), _folder(name, head_size)
+    there, source = name.split("_for_")[0], folder / f"{name}.cpp"
+    text = (sources / f"{there}.cpp").read_text("utf-8").replace(f"TORCH_LIBRARY({there},", f"TORCH_LIBRARY({name},")
+    if not source.is_file() or source.read_text("utf-8") != text:  # a file that is written again is built again
+        source.write_text(text, "utf-8")
+    flags = ["--use_fast_math", "-O3", "-Xptxas", "-O3", "--extra-device-vectorization"]  # those of the trainer
+    _loaded("torch.utils.cpp_extension", "load")(
+        name, [str(sources / f"{name}.cu"), str(source)], build_directory=str(folder), is_python_module=False,
+        extra_cuda_cflags=[f"-D_N_={head_size}", f"-D_CHUNK_LEN_={_CHUNK}", *flags],
+    )  # fmt: skip
+    return getattr(torch.ops, name)
+
+
+class _OfTrainer(torch.autograd.Function):
+    """A call of RWKV-LM's trainer, whose forward keeps the states before every chunk."""
+
+    @staticmethod
+    def forward(ctx: Any, kernels: Any, *inputs: Tensor) -> Tensor:
+        batch, tokens, heads, head_size = inputs[0].shape
+        y, kept = torch.empty_like(inputs[3]), torch.empty_like(inputs[3], dtype=torch.float32)
+        states = kept.new_empty(batch, heads, tokens // _CHUNK, head_size, head_size)
+        kernels.forward(*inputs, y, states, kept)
+        ctx.kernels = kernels
+        ctx.save_for_backward(*inputs, states, kept)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        *inputs, states, kept = ctx.saved_tensors
+        grads = [torch.empty_like(x) for x in inputs]
+        ctx.kernels.backward(*inputs, dy, states, kept, *grads)
+        return None, *grads
+
+
+# ---- cuDNN, flash-rwkv and mamba-ssm -----------------------------------------------------------------------------
+
+
+def _cudnn(case: Case) -> list[Contestant]:
+    """The frontend of cuDNN packs sequences. Its backward of KDA takes gates in float32, and q and k of length 1."""
+    if case.op != "kda" or case.kind == "packed":
+        return []
+
+    def convert(inputs: Inputs) -> Inputs:
+        q, k, v, g, beta = inputs
+        q, k = (normalize(x.float(), dim=-1).to(x.dtype) for x in (q, k))
+        return [q, k, v, g.float(), beta.float()]
+
+    def run(inputs: Inputs, state: Tensor | None, more: Mapping[str, Any]) -> tuple[Tensor, Any]:
+        batch, tokens = inputs[0].shape[:2]
+        function = _loaded("cudnn.linear_attention.ops", "kimi_delta_attention")
+        y, final = function(*(x.flatten(0, 1) for x in inputs), _ends(batch, tokens, inputs[0].device))
+        return y.view_as(inputs[2]), final
+
+    return [Contestant("cudnn", "kimi_delta_attention", run, convert, is_foreign=True)]
+
+
+@cache
+def _ends(batch: int, tokens: int, device: torch.device) -> Tensor:
+    """Return where sequences of equal lengths begin and end."""
+    return torch.arange(0, batch * tokens + 1, tokens, dtype=torch.int32, device=device)
 
 
 def _flash_rwkv(case: Case) -> list[Contestant]:
@@ -174,8 +281,6 @@ def _flash_rwkv(case: Case) -> list[Contestant]:
 
     return [Contestant("flash_rwkv", "rwkv6_cuda_linear_attention", run, is_foreign=True)]
 
-
-# ---- mamba-ssm ---------------------------------------------------------------------------------------------------
 
 _MAMBA_CHUNK = 256  # tokens, as its models have
 

@@ -246,7 +246,7 @@ def obstacles(entries: Iterable[Entry], minutes: float | None = None) -> dict[At
     ]
     if not attempts:
         return {}
-    attempts.sort(key=lambda attempt: not attempt[0].has_gradients)  # these tune what a forward alone takes
+    first = [attempt for attempt in attempts if attempt[0].has_gradients]  # these tune what a forward alone takes
     memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     at_once = max(1, min(memory // _ROOM, (os.cpu_count() or 1) // 2, _MOST))
     end = float("inf") if minutes is None else time.monotonic() + 60 * minutes
@@ -276,11 +276,13 @@ def obstacles(entries: Iterable[Entry], minutes: float | None = None) -> dict[At
 
         try:
             with report.progress("trying peers") as tell:
-                for done, (attempt, error) in enumerate(zip(attempts, pool.map(attempted, attempts), strict=True), 1):
-                    if error is not None:
-                        known[attempt] = error
-                    if tell:
-                        tell(done, len(attempts))
+                for some in (first, [attempt for attempt in attempts if attempt not in first]):
+                    asked = [attempt for attempt in some if attempt in first or not _ran(attempt, first, known)]
+                    for done, (attempt, error) in enumerate(zip(asked, pool.map(attempted, asked), strict=True), 1):
+                        if error is not None:
+                            known[attempt] = error
+                        if tell:
+                            tell(done, len(asked))
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -288,6 +290,13 @@ def obstacles(entries: Iterable[Entry], minutes: float | None = None) -> dict[At
             error = attempted(attempt)  # alone
             known.pop(attempt) if error is None else known.update({attempt: error})
     return known
+
+
+def _ran(attempt: Attempt, tried: Sequence[Attempt], known: Mapping[Attempt, str]) -> bool:
+    """Return whether a forward has run below its backward, with all that it has to tune."""
+    case, *who = attempt
+    trained = (case._replace(phase="forward+backward"), *who)
+    return case.phase == "forward" and trained in tried and trained not in known
 
 
 def rows_of(
@@ -303,7 +312,13 @@ def rows_of(
         else:
             skipped.append(measure.row(entry, peer.who, peer.what, why))
     asked = {"suite": entry.suite, "backends": entry.backends, "peers": allowed, "copy_tb_per_s": copy_tb_per_s}
-    rows: Sequence[dict[str, Any]] = helper.ask(entry.case, asked, PATIENCE)
+    try:
+        rows: Sequence[dict[str, Any]] = helper.ask(entry.case, asked, PATIENCE)
+    except ChildProcessError as error:
+        if not allowed:
+            raise
+        skipped += [measure.row(entry, who, what, f"one of these peers: {error}") for who, what in allowed]
+        rows = helper.ask(entry.case, {**asked, "peers": []}, PATIENCE)  # ours stays
     if any(who in _OF_ONE_SIZE for who, _ in allowed):
         helper.end()
     return [*rows, *skipped]

@@ -1,39 +1,46 @@
-"""The recorded result: its file, the pages that show something of it, and how two results differ."""
+"""The recorded result: its file, the pages that show something of it, what is stale, and how two results differ."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from bench import ROOT, plot
-from bench.tables import PICTURE, Row, blocks, contestant, milliseconds, shape_of
-from rwkv_jit import report, template
-from rwkv_jit.bench.cases import OPS
-from rwkv_jit.ops import table
+from bench.tables import PICTURE, Row, blocks, contestant, gpu_of, machine, milliseconds, shape_of
+from rwkv_jit import report
+from rwkv_jit.bench.cases import DERIVED, UPDATE
 
-FORMAT = 2
+FORMAT = 3
 FILE = ROOT / "bench.json"
-PAGES = ("README.md", "docs/speed.md")  # those that show something of it
+PAGES = ("README.md", "docs/speed.md", "docs/guides/precision.md")  # those that show something of it
 _WRITTEN = ("bench.json", *PAGES, PICTURE)
 _OPENING = re.compile(r"<!-- bench:(\w+) -->")
 _BLOCK = re.compile(r"<!-- bench:(\w+) -->\n((?:(?!<!-- bench:).)*?)<!-- /bench -->", re.DOTALL)
+_PARTS = ("rows", "training")
 _KEY = ("suite", "op", "shape", "dtype", "phase", "inputs", "who", "what")
+_KEY_OF_MODEL = ("part", "by", "ranks", "layers", "width", "batch", "tokens", "vocabulary")
 # Quartiles are those of one machine: medians of the same kernels were up to so far apart on another H200, 71 of 72.
 _BETWEEN_RUNS = 1.02
 _VERSIONS = ("gpus", "torch", "torch_cuda", "cupy", "nvrtc", "rwkv_jit", "python")
+_DIGESTS = ROOT / "tests" / "gpu" / "record.py"  # which says what results of an op go by
 
 # ---- the file ----------------------------------------------------------------------------------------------------
 
 
 def result_of(measured: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what was measured with its format, the checkout's commit, and a digest of each op's templates."""
-    return {"format": FORMAT, "commit": commit(), "sources": sources(), **measured}
+    """Return what was measured with its format and machine; every row names its machine, commit and sources."""
+    name, copy = machine(measured), measured.get("copy_tb_per_s")
+    origin = {"machine": name, "copy_tb_per_s": copy, "commit": commit()}
+    rows = [{**row, **origin, "sources": sources_of(row)} for row in measured["rows"]]
+    return {"format": FORMAT, **measured, "machines": {name: measured["env"]}, "rows": rows}
 
 
 def commit() -> str | None:
@@ -52,15 +59,29 @@ def commit() -> str | None:
     return f"{head}+" if changes else head
 
 
-def sources() -> dict[str, str]:
-    """Return the sha256 of the templates, with their headers, that calls of each op can take."""
-    digests = {}
-    for op in sorted(OPS):
-        stem = table.OPS[op].stem
-        templates = [template.library(name) for name in template.names() if name.startswith(f"{stem}_")]
-        texts = [text for source in templates for text in (source.name, source.body, *sum(source.headers, ()))]
-        digests[op] = hashlib.sha256("\0".join(texts).encode()).hexdigest()
-    return digests
+def sources_of(row: Row) -> str:
+    """Return the digest of all that runs for a row: templates, and the modules between a call and the driver.
+
+    Those of ops that are made of others, and of whole models, are made of layers' too, updates of inference's.
+    """
+    op = str(row.get("op", "wkv7"))  # that of a model
+    parts = {DERIVED.get(op, op)}
+    if op in DERIVED or "op" not in row:
+        parts.add("layers")
+    if row.get("phase") == UPDATE:
+        parts.add("inference")
+    return _digest(*sorted(parts))
+
+
+@cache
+def _digest(*parts: str) -> str:
+    """Return one digest of those by which a record of the GPU tests goes stale; comments are not in them."""
+    spec = importlib.util.spec_from_file_location("gpu_record", _DIGESTS)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return hashlib.sha256("\0".join(map(module.digest, parts)).encode()).hexdigest()
 
 
 def read(path: Path | str) -> dict[str, Any]:
@@ -85,12 +106,11 @@ def read(path: Path | str) -> dict[str, Any]:
     return result
 
 
-def write(result: dict[str, Any]) -> None:
-    """Write the result of a suite to bench.json, and what pages show of it.
+def write(result: Mapping[str, Any], part: str = "rows") -> None:
+    """Write rows of cases to bench.json, or those of "training", and what pages show of them.
 
-    The file is written first, so that no fault of a page costs a measurement. What was recorded of the service stays,
-    and so do rows of other suites where they were measured on the same kind of GPU with the same versions: a record may
-    be made in parts. Rows of another commit say so.
+    The file is written first, so that no fault of a page costs a measurement. Rows of other cases stay as they are, and
+    so do those of the same cases on another kind of GPU: a record may be made in parts.
 
     Raises
     ------
@@ -100,21 +120,19 @@ def write(result: dict[str, Any]) -> None:
     before: dict[str, Any] = {}
     with suppress(OSError, ValueError):  # there is none, or none that can be read
         before = read(FILE)
-    rows, names = list(result["rows"]), {row["suite"] for row in result["rows"]}
-    if before and _measured_on(before) == _measured_on(result):
-        rows = [_of_commit(row, before, result) for row in before["rows"] if row["suite"] not in names] + rows
-    _keep({**result, "rows": rows, "service": before.get("service")})
+    again = set(map(_case, result["rows"]))
+    parts = {name: before.get(name, []) for name in _PARTS}
+    parts[part] = [row for row in parts[part] if _case(row) not in again] + result["rows"]
+    named = {row["machine"] for rows in parts.values() for row in rows}
+    machines = {**before.get("machines", {}), **result["machines"]}
+    machines = {name: env for name, env in machines.items() if name in named}
+    _keep({"format": FORMAT, "machines": machines, **parts, "service": before.get("service")})
 
 
-def _measured_on(result: Mapping[str, Any]) -> list[Any]:
-    return [result["device"], *(result["env"].get(name) for name in _VERSIONS)]
-
-
-def _of_commit(row: Row, before: Mapping[str, Any], result: Mapping[str, Any]) -> Row:
-    """Return a row of an earlier result, which names its commit where that is another one now."""
-    commit = row.get("commit", before.get("commit"))
-    own = {name: value for name, value in row.items() if name != "commit"}
-    return own if commit == result.get("commit") else {**own, "commit": commit}
+def _case(row: Row) -> tuple[object, ...]:
+    """Return what a row is measured on; who does it is another row."""
+    names = _KEY[:-2] if "op" in row else _KEY_OF_MODEL
+    return gpu_of(row), *(json.dumps(row.get(name)) for name in names)
 
 
 def write_service(costs: dict[str, Any]) -> None:
@@ -137,6 +155,27 @@ def _write(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8", newline="\n")
 
 
+# ---- what is stale -----------------------------------------------------------------------------------------------
+
+
+def stale(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how many rows there are of each suite, GPU and commit, and how many are of other sources than today's."""
+    groups: dict[tuple[str, str, str | None], list[bool]] = {}
+    for row in (row for part in _PARTS for row in result.get(part, ())):
+        group = row.get("suite", "training"), gpu_of(row), row["commit"]
+        groups.setdefault(group, []).append(row["sources"] != sources_of(row))
+    names = ("suite", "gpu", "commit", "rows", "stale")
+    return {"suites": [dict(zip(names, (*group, len(x), sum(x)), strict=True)) for group, x in groups.items()]}
+
+
+def show_stale(result: dict[str, Any]) -> None:
+    """Print what is stale, a line for each suite, GPU and commit."""
+    report.table(("suite", "GPU", "commit", "rows", "stale"), [
+        (each["suite"], each["gpu"], _brief(each["commit"]), str(each["rows"]), str(each["stale"] or ""))
+        for each in result["suites"]
+    ])  # fmt: skip
+
+
 # ---- the pages ---------------------------------------------------------------------------------------------------
 
 
@@ -147,7 +186,7 @@ def fill_pages(result: Mapping[str, Any]) -> list[Path]:
     filled = {page: fill(page.read_text(encoding="utf-8"), recorded, page.name) for page in pages}
     for page, text in filled.items():
         _write(page, text)
-    return [*filled, plot.draw_speedups(result, folder)]
+    return [*filled, plot.draw_speedups(result["rows"], folder)]
 
 
 def fill(text: str, recorded: Mapping[str, str], page: str) -> str:
@@ -170,10 +209,11 @@ def fill(text: str, recorded: Mapping[str, str], page: str) -> str:
 # ---- two results -------------------------------------------------------------------------------------------------
 
 
-def _by_key(result: Mapping[str, Any]) -> dict[tuple[object, ...], Row]:
+def _by_key(result: Mapping[str, Any], with_gpu: bool = True) -> dict[tuple[object, ...], Row]:
     rows: dict[tuple[object, ...], Row] = {}
     for row in result["rows"]:
-        key = (*(tuple(row[name]) if name == "shape" else row[name] for name in _KEY[:-2]), contestant(row))
+        names = (gpu_of(row), contestant(row)) if with_gpu else (contestant(row),)
+        key = (*(tuple(row[name]) if name == "shape" else row[name] for name in _KEY[:-2]), *names)
         if key in rows:
             raise ValueError(f"rows: expected each once, got two of {_name(row)}")
         rows[key] = row
@@ -200,9 +240,10 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
         verdict on b: "faster" or "slower" where the quartiles of the two do not overlap and the medians differ by more
         than 2%, as far as those of the same kernels do from one machine to another; "the same" where not, "unknown"
         where a time or a quartile is missing. only_a, only_b : names of rows that one of the two has. differs : what
-        else is not equal, with what, a and b: device, GPUs, versions, commit, copy bandwidth, sources of ops.
+        else is not equal, with what, a and b: GPUs, versions, commit, copy bandwidth, sources of ops.
     """
-    rows_a, rows_b = _by_key(a), _by_key(b)
+    with_gpu = bool(set(map(gpu_of, a["rows"])) & set(map(gpu_of, b["rows"])))  # else one is held against another
+    rows_a, rows_b = _by_key(a, with_gpu), _by_key(b, with_gpu)
     return {
         "rows": [_compare_rows(rows_a[key], rows_b[key]) for key in rows_a if key in rows_b],
         "only_a": [_name(row) for key, row in rows_a.items() if key not in rows_b],
@@ -228,12 +269,27 @@ def _compare_rows(a: Row, b: Row) -> dict[str, Any]:
 
 
 def _conditions(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    conditions = {name: (a.get(name), b.get(name)) for name in ("device", "commit", "copy_tb_per_s")}
-    conditions |= {name: (a["env"].get(name), b["env"].get(name)) for name in _VERSIONS}
-    sources_a, sources_b = a.get("sources") or {}, b.get("sources") or {}
-    return conditions | {
-        f"sources of {op}": (sources_a.get(op), sources_b.get(op)) for op in {**sources_a, **sources_b}
-    }
+    conditions = dict(zip(("commit", "copy_tb_per_s", *_VERSIONS), zip(_about(a), _about(b), strict=True), strict=True))
+    ops = dict.fromkeys(row["op"] for row in a["rows"] if any(row["op"] == other["op"] for other in b["rows"]))
+    return conditions | {f"sources of {op}": (_all(a["rows"], op), _all(b["rows"], op)) for op in ops}
+
+
+def _about(result: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield commit, bandwidth and versions of a result, lists where it has several."""
+    for name in ("commit", "copy_tb_per_s"):
+        yield _one(row[name] for row in result["rows"])
+    for name in _VERSIONS:
+        yield _one(env.get(name) for env in result["machines"].values())
+
+
+def _all(rows: Sequence[Row], op: str) -> Any:
+    return _one(row["sources"] for row in rows if row["op"] == op)
+
+
+def _one(values: Iterable[Any]) -> Any:
+    """Return the only one of some values, a list of several ones, and None where there is none."""
+    different = [json.loads(text) for text in dict.fromkeys(map(json.dumps, values))]
+    return different if len(different) > 1 else next(iter(different), None)
 
 
 def show_comparison(result: dict[str, Any]) -> None:

@@ -99,8 +99,38 @@ def _family() -> list[Entry]:
     ]
 
 
+def _front() -> list[Entry]:
+    """Return what the first page shows, in training, with KDA of few heads too."""
+    usual, narrow = (8, 4096, 64, 64), (8, 4096, 32, 128)
+    return [
+        *_entries("front", "wkv7", [usual, narrow]),
+        *_entries("front", "kda", [narrow]),
+        *_entries("front", "kda", [(1, 8192, 24, 128)], kind="strong-gates"),
+        *_entries("front", "wkv6", [usual]),
+        *_entries("front", "gla", [narrow]),
+        *_entries("front", "delta_rule", [narrow]),
+        *_entries("front", "ssd", [(8, 4096, 32, 128, 64)]),
+    ]
+
+
+def _gates() -> list[Entry]:
+    """Return KDA of few heads, whose gates decide how far others look back."""
+    few, fewer = (1, 8192, 24, 128), (1, 2048, 12, 128)
+    return [
+        *_entries("gates", "kda", [fewer], kind="strong-gates"),
+        *_entries("gates", "kda", [few, fewer], kind="slow-gates"),
+    ]
+
+
+def _float32() -> list[Entry]:
+    """Return calls of the first page in float32, which says what exact kernels cost."""
+    usual, narrow = (8, 4096, 64, 64), (8, 4096, 32, 128)
+    calls = (("wkv7", [usual, narrow]), ("wkv6", [usual]), ("gla", [narrow]))
+    return [entry for op, sizes in calls for entry in _entries("float32", op, sizes, dtype=torch.float32)]
+
+
 STUDIES = _studies()
-TABLES = {**STUDIES, "family": _family()}
+TABLES = {**STUDIES, "family": _family(), "front": _front(), "gates": _gates(), "float32": _float32()}
 SUITES = ("studies", *TABLES)
 
 

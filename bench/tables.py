@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from bench import suites
 from rwkv_jit.bench.cases import DERIVED, KINDS_OF_SUITES, OPS, UPDATE
 from rwkv_jit.bench.measure import OURS, is_host_bound
 
@@ -13,7 +14,13 @@ Row = Mapping[str, Any]
 Case = tuple[Any, ...]
 CPU = "CPU reference; not the speed of the kernels"
 PICTURE = "docs/speedups.png"
+FRONT, FLOAT32 = "front", "float32"  # suites
 HOST_BOUND = "†"
+NAMES = {
+    "fla": "FLA", "wind_rwkv": "Wind", "rwkv_lm": "RWKV-LM", "cudnn": "cuDNN", "mamba_ssm": "mamba-ssm",
+    "flash_rwkv": "flash-rwkv",
+}  # fmt: skip
+_MOST_BARS = 6
 _NOTHING = "The record has none of these yet.\n"
 WITH_GRADIENTS = ("forward+backward", "backward")
 
@@ -35,7 +42,12 @@ def contestant(row: Row) -> str:
     Results of earlier versions call a part of "split" by another name.
     """
     what = "split" if (row["who"], row["what"]) == (OURS, "scan") else row["what"]
-    return f"{row['who']} {what}"
+    return f"{library(row)} {what}"
+
+
+def library(row: Row) -> str:
+    """Return who did it."""
+    return NAMES.get(row["who"], str(row["who"]))
 
 
 def obstacle(row: Row) -> str:
@@ -54,27 +66,39 @@ def percent(fraction: float) -> str:
 
 
 def machine(result: Mapping[str, Any]) -> str:
-    """Return what a result was measured on: GPUs, versions, commit and copy bandwidth, as far as they are known."""
+    """Return what a result was measured on: GPU and versions, as far as they are known."""
     env = result["env"]
-    gpus = list(env.get("gpus") or ())[:1] if result["device"] == "cuda" else [CPU]
+    gpus = [CPU] if result.get("device") == "cpu" else list(env.get("gpus") or ())[:1]
     versions = [
         f"{name} {env[key].split()[0]}"
         for name, key in (("torch", "torch"), ("NVRTC", "nvrtc"))
         if str(env.get(key) or "-")[0].isdigit()  # a sentence stands for an NVRTC that was not found
     ]
-    commit = [f"commit {result['commit'][:10]}"] if result.get("commit") else []
-    copy = result.get("copy_tb_per_s")
-    return ", ".join([*gpus, *versions, *commit, *([] if copy is None else [f"copy {copy:.2f} TB/s"])])
+    return ", ".join([*gpus, *versions])
 
 
-def _of_other_commits(rows: Sequence[Row]) -> str:
-    """Return a sentence about the suites that were measured at other commits, if any were."""
-    suites: dict[str, list[str]] = {}
-    for row in rows:
-        if row.get("commit") and row["suite"] not in suites.setdefault(row["commit"], []):
-            suites[row["commit"]].append(row["suite"])
-    several = [f"{', '.join(names)} of commit {commit[:10]}" for commit, names in suites.items()]
-    return f" Suites that were measured at other commits: {'; '.join(several)}." if several else ""
+def gpu_of(row: Row) -> str:
+    """Return the kind of GPU that a row was measured on."""
+    return str(row["machine"]).split(",")[0].removeprefix("NVIDIA ")
+
+
+def origin(rows: Sequence[Row]) -> str:
+    """Return dtypes, GPUs and commits of rows in words."""
+    dtypes, gpus = (", ".join(dict.fromkeys(names)) for names in ([row["dtype"] for row in rows], map(gpu_of, rows)))
+    commits = ", ".join(dict.fromkeys(str(row["commit"])[:10] for row in rows))
+    return f"{dtypes}, on one {gpus}, at commit {commits}"
+
+
+def _origins(result: Mapping[str, Any]) -> str:
+    """Return a table of what was measured where and when."""
+    measured: dict[Case, dict[str, None]] = {}
+    for row in result["rows"]:
+        measured.setdefault((row["machine"], row["commit"], row["copy_tb_per_s"]), {})[row["suite"]] = None
+    lines = [
+        (", ".join(names), name, str(commit)[:10], "" if copy is None else f"{copy:.2f}")
+        for (name, commit, copy), names in measured.items()
+    ]
+    return _lines([("suites", "measured on", "at commit", "copy TB/s"), ("---",) * 4, *lines])
 
 
 # ---- speedups ----------------------------------------------------------------------------------------------------
@@ -99,7 +123,7 @@ class Speedup(NamedTuple):
 
 def case_of(row: Row) -> Case:
     """Return what rows of one case have in common."""
-    return row["suite"], row["op"], tuple(row["shape"]), row["dtype"], row["inputs"], row["phase"]
+    return gpu_of(row), row["suite"], row["op"], tuple(row["shape"]), row["dtype"], row["inputs"], row["phase"]
 
 
 def our_rows(rows: Iterable[Row]) -> dict[Case, Row]:
@@ -122,59 +146,79 @@ def speedups(rows: Sequence[Row]) -> list[Speedup]:
     return sorted(best, key=lambda speedup: ops.index(speedup.ours["op"]))
 
 
+def front(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows that the first page shows: of a suite of its own."""
+    shown = {(entry.case.op, tuple(entry.case.shown), entry.case.kind) for entry in suites.entries_of([FRONT])}
+    same = [row for row in rows if (row["op"], tuple(row["shape"]), row["inputs"]) in shown]
+    return [row for row in rows if row["suite"] == FRONT] or [row for row in same if row["dtype"] == "bfloat16"]
+
+
 def bars(rows: Sequence[Row]) -> list[Speedup]:
-    """Return what the picture shows: with gradients, the first shape of each op and head size, of usual inputs."""
-    first: dict[Case, Speedup] = {}
-    for speedup in speedups(rows):
-        if speedup.ours["phase"] in WITH_GRADIENTS and speedup.ours["inputs"] == "usual":
-            first.setdefault((speedup.ours["op"], *speedup.ours["shape"][3:]), speedup)
-    return list(first.values())
+    """Return what the picture shows: the first calls with gradients of the first page."""
+    return [each for each in speedups(front(rows)) if each.ours["phase"] in WITH_GRADIENTS][:_MOST_BARS]
 
 
 def sentence(rows: Sequence[Row]) -> str:
     """Return in words what the picture shows."""
-    shown = (f"{speedup.ours['op']} {shape_of(speedup.ours)} {speedup.written}" for speedup in bars(rows))
-    return f"Times faster than the best peer, with gradients: {', '.join(shown)}"
+    shown = (
+        f"{each.ours['op']} {shape_of(each.ours)} {each.written} as fast as {library(each.peer)}" for each in bars(rows)
+    )
+    return f"Forward and backward, beside the fastest other library: {', '.join(shown)}"
 
 
 def _speedup_lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """Return a line for each op, shape and dtype that was measured with gradients, beside its best peers."""
+    """Return a line for each call that was measured with gradients, beside the fastest others."""
     by_call: dict[Case, dict[str, Speedup]] = {}
     for speedup in speedups(rows):
         *call, phase = case_of(speedup.ours)
         by_call.setdefault(tuple(call), {})[phase] = speedup
+    others = ("fastest other", "times as fast")
     table: list[tuple[str, ...]] = [
-        ("op", "shape", "best peer", "forward ms", "faster", "forward + backward ms", "faster", "memory GiB"),
-        ("---",) * 8,
+        ("op", "shape", "forward ms", *others, "forward + backward ms", *others, "host us"),
+        ("---",) * 9,
     ]
     for phases in by_call.values():
         trained = next((phases[phase] for phase in WITH_GRADIENTS if phase in phases), None)
         if trained is None:
             continue
-        shown = [speedup for speedup in (phases.get("forward"), trained) if speedup is not None]
-        peers = ", ".join(dict.fromkeys(contestant(speedup.peer) for speedup in shown))
-        row = trained.ours
-        alone = " (backward alone)" if row["phase"] == "backward" else ""
-        table.append((
-            row["op"], f"{shape_of(row)} {row['dtype']}", peers, *_speedup_cells(phases.get("forward")),
-            f"{_speedup_cells(trained)[0]}{alone}", _speedup_cells(trained)[1], _memory(trained),
-        ))  # fmt: skip
+        shown = [phases.get("forward"), trained]
+        hosts = ", ".join(_host(each.ours) for each in shown if each is not None and each.ours["host_us"] is not None)
+        cells = (cell for each in shown for cell in _speedup_cells(each))
+        table.append((trained.ours["op"], shape_of(trained.ours), *cells, hosts))
     return table
 
 
-def _speedup_cells(speedup: Speedup | None) -> tuple[str, str]:
+def _speedup_cells(speedup: Speedup | None) -> tuple[str, str, str]:
     if speedup is None:
-        return "", ""
-    return " vs ".join(milliseconds(row["median_ms"]) for row in speedup), f"**{speedup.written}**"
+        return "", "", ""
+    ours, peer = (milliseconds(row["median_ms"]) for row in speedup)
+    return (
+        ours,
+        f"{peer} {contestant(speedup.peer)}",
+        f"**{speedup.written}**" if speedup.times >= 1 else speedup.written,
+    )
 
 
-def _memory(speedup: Speedup) -> str:
-    if any(row["peak_mib"] is None for row in speedup):
-        return ""
-    return " vs ".join(f"{row['peak_mib'] / 1024:.1f}" for row in speedup)
+def _first_page(rows: Sequence[Row]) -> str:
+    """Return the table of the first page, and in lines below it what was measured, and what was left out."""
+    if not rows:
+        return _NOTHING
+    others = " and ".join(dict.fromkeys(library(row) for row in rows if row["who"] != OURS))
+    about = (
+        f"{origin(rows)}, beside {others}. {HOST_BOUND}: the host takes longer than the GPU, so calls one after "
+        "another take the host's time."
+    )
+    return f"{_lines(_speedup_lines(rows))}\n{about}\n{_left_out(rows)}"
 
 
 # ---- the blocks of pages -----------------------------------------------------------------------------------------
+
+_METHOD = (
+    "A percentage is the floor over the median: the time that a copy, measured in the same run, takes for the fewest "
+    f"bytes of the case. Host is the host's part of a call, phase by phase; where a {HOST_BOUND} stands behind it, the "
+    "host takes longer than the GPU, and calls one after another take the host's time. Error is relative L2 against "
+    "float64, and memory the peak, each the largest of a line."
+)
 
 
 def blocks(result: Mapping[str, Any]) -> dict[str, str]:
@@ -183,22 +227,19 @@ def blocks(result: Mapping[str, Any]) -> dict[str, str]:
     Returns
     -------
     dict
-        machine : what it was measured on, and how its tables read; picture : the picture's line; speedups : a table of
-        how many times faster than the best peer; service : a table of what the service costs; errors : a table of
-        errors by result; inference : a table of updates; and a table of all else for each op, by its name.
+        machine : how its tables read, and what was measured where; picture : the picture's line; speedups : the table
+        of the first page; float32 : how much slower float32 is; training : steps of whole models; service : a table of
+        what the service costs; errors : a table of errors by result; inference : a table of updates; and a table of all
+        else for each op, by its name.
     """
     rows = result["rows"]
-    floor = "" if result["copy_tb_per_s"] is None else (
-        " A percentage is the floor over the median: the time that a copy, measured in the same run, takes for the "
-        "fewest bytes of the case."
-    )  # fmt: skip
     shown = {
-        "machine": f"{machine(result)}. Medians, with quartiles behind them, of one run in which contestants take "
-        f"turns.{floor} Host is the host's part of a call, phase by phase; where a {HOST_BOUND} stands behind it, the "
-        "host takes longer than the GPU, and calls one after another take the host's time. Error is relative L2 "
-        f"against float64, and memory the peak, each the largest of a line.{_of_other_commits(rows)}\n",
+        "machine": f"Medians, with quartiles behind them, of runs in which contestants take turns. {_METHOD}\n\n"
+        f"{_origins(result)}",
         "picture": f"![{sentence(rows)}]({PICTURE})\n",
-        "speedups": _lines(_speedup_lines(rows)),
+        "speedups": _first_page(front(rows)),
+        "float32": _float32(rows),
+        "training": _training(result.get("training", ())),
         "service": _service(result.get("service")),
         "errors": _errors(rows),
         "inference": _updates([row for row in rows if row["phase"] == UPDATE]),
@@ -207,6 +248,42 @@ def blocks(result: Mapping[str, Any]) -> dict[str, str]:
         of_op = [row for row in rows if row["op"] == op and row["phase"] != UPDATE]
         shown[op] = _table(of_op) if of_op else _NOTHING
     return shown
+
+
+def _float32(rows: Sequence[Row]) -> str:
+    """Return a table of calls in float32 beside the same in bfloat16 on the same GPU."""
+    ours, lines = our_rows(rows), []
+    for case, row in ours.items():
+        gpu, suite, op, shape, _, *others = case
+        narrow = ours.get((gpu, FRONT, op, shape, "bfloat16", *others))
+        if suite == FLOAT32 and narrow is not None:
+            times = [each["median_ms"] for each in (row, narrow)]
+            call = f"{op} {shape_of(row)}, {row['phase'].replace('+', ' + ')}"
+            lines.append(
+                (call, *map(milliseconds, times), f"{times[0] / times[1]:.0f}×", f"{gpu}, {row['commit'][:10]}")
+            )
+    if not lines:
+        return _NOTHING
+    head = ("call", "float32 ms", "bfloat16 ms", "float32 takes", "GPU, commit")
+    return _lines([head, ("---",) * len(head), *lines])
+
+
+def _training(rows: Sequence[Row]) -> str:
+    """Return a table of steps of whole models, which says the dtype of their parameters."""
+    lines = [
+        (
+            f"{row['layers']} x {row['width']}, {row['batch']} x {row['tokens']} tokens", row["by"], row["parameters"],
+            f"{row['median_ms']:.0f}", f"{row['tokens_per_s']:,.0f}",
+            "" if row["flops_use"] is None else percent(row["flops_use"]), f"{row['peak_mib'] / 1024:.0f}",
+            f"{gpu_of(row)}, {row['commit'][:10]}",
+        )
+        for row in rows
+        if row["part"] == "steps" and row["skipped"] is None
+    ]  # fmt: skip
+    if not lines:
+        return _NOTHING
+    head = ("RWKV-7", "by", "parameters", "ms a step", "tokens a second", "of the FLOPs", "peak GiB", "GPU, commit")
+    return _lines([head, ("---",) * len(head), *lines])
 
 
 def _service(costs: Mapping[str, Any] | None) -> str:
@@ -237,7 +314,7 @@ def _service(costs: Mapping[str, Any] | None) -> str:
         ("import", "rwkv_jit, after torch", f"{costs['import_ms']:.1f} ms"),
         ("import", "its first op", f"{costs['op_import_ms']:.1f} ms"),
     ]  # fmt: skip
-    where = machine({**costs, "device": "cuda"})
+    where = f"{machine(costs)}, commit {str(costs['commit'])[:10]}"
     return f"{where}.\n\n{_lines([('', 'of', 'measured'), ('---',) * 3, *lines])}"
 
 
@@ -271,11 +348,12 @@ def _table(rows: list[Row]) -> str:
     phases = list(dict.fromkeys(row["phase"] for row in rows))
     lines: dict[Case, dict[str, Row]] = {}
     for row in rows:
-        lines.setdefault((row["suite"], shape_of(row), row["dtype"], contestant(row)), {})[row["phase"]] = row
+        by = gpu_of(row), row["suite"], shape_of(row), row["dtype"], contestant(row)
+        lines.setdefault(by, {})[row["phase"]] = row
     times = [f"{phase.replace('+', ' + ')} ms" for phase in phases]
-    head = ["shape", "dtype", "by", *times, "rwkv_jit is faster", "host us", "error", "memory MiB"]
+    head = ["GPU", "shape", "dtype", "by", *times, "rwkv_jit is faster", "host us", "error", "memory MiB"]
     table = [head, ["---"] * len(head)]
-    for (_, shape, dtype, who), by_phase in lines.items():
+    for (gpu, _, shape, dtype, who), by_phase in lines.items():
         done = [by_phase[phase] for phase in phases if phase in by_phase]
         measured = [row for row in done if row["median_ms"] is not None]
         peers = [(first[case_of(row)], row) for row in measured if row["who"] != OURS and case_of(row) in first]
@@ -284,7 +362,7 @@ def _table(rows: list[Row]) -> str:
         error = _largest(done, "error", lambda value: f"{value:.1e}")
         memory = _largest(done, "peak_mib", lambda value: f"{value:.0f}")
         table.append(
-            [shape, dtype, who, *(_time(by_phase.get(phase)) for phase in phases), faster, host, error, memory]
+            [gpu, shape, dtype, who, *(_time(by_phase.get(phase)) for phase in phases), faster, host, error, memory]
         )
     return _lines(table) + _left_out(rows)
 
@@ -294,12 +372,12 @@ def _updates(rows: list[Row]) -> str:
     if not rows:
         return _NOTHING
     first = our_rows(rows)
-    head = ["call", "dtype", "by", "update ms", "rwkv_jit is faster", "host us", "error of y", "of the states"]
+    head = ["GPU", "call", "dtype", "by", "update ms", "rwkv_jit is faster", "host us", "error of y", "of the states"]
     table = [head, ["---"] * len(head)]
     for row in rows:
         is_compared = row["median_ms"] is not None and row["who"] != OURS and case_of(row) in first
         table.append([
-            f"{row['op']} {shape_of(row)}", row["dtype"], contestant(row), _time(row),
+            gpu_of(row), f"{row['op']} {shape_of(row)}", row["dtype"], contestant(row), _time(row),
             Speedup(first[case_of(row)], row).written if is_compared else "",
             "" if row["host_us"] is None else _host(row),
             *(f"{row['errors'][name]:.1e}" if name in row["errors"] else "" for name in ("y", "state")),

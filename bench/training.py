@@ -40,8 +40,9 @@ _WARM_UP, _BUDGET_MS, _DEPTH = 3, 1000.0, 24
 _PEAKS = {"H100": 989e12, "H200": 989e12}  # FLOPs a second of dense bfloat16 matrices
 _PATIENCE = timedelta(minutes=2)  # for another rank
 METHODS = (
-    "Median and quartiles of a step: loss, backward and fused AdamW, no clipping. Everyone's parameters, gradients and "
-    "moments are bfloat16: under autocast FLA's model would keep the residual and its elementwise work in float32. "
+    "Median and quartiles of a step: loss, backward and fused AdamW, no clipping. Gradients and moments have the dtype "
+    "of the parameters. Those of float32 are under autocast to bfloat16, where FLA's model would keep the residual and "
+    "its elementwise work in float32. "
     "Passes: so many parts of the batch add up their gradients, the fewest that fit. Memory: the peak, with parameters "
     "and moments. FLOPs: six for each weight of a matrix and token, and the recurrence, of dense bfloat16. A layer: "
     "forward and backward, with the peak beside its inputs and parameters."
@@ -60,11 +61,12 @@ def compile_each(blocks: Sequence[nn.Module]) -> None:
         block.compile()
 
 
-def _ours(sizes: Sizes, device: str, is_compiled: bool) -> Made:
-    model = rwkv7_models.our_model(sizes, device, torch.bfloat16)
+def _ours(sizes: Sizes, device: str, is_compiled: bool, dtype: torch.dtype = torch.bfloat16) -> Made:
+    model = rwkv7_models.our_model(sizes, device, dtype)
     if is_compiled:
         compile_each(list(model.blocks))
-    return model.loss, model.param_groups(**RATES)
+    loss = torch.autocast(device, torch.bfloat16, dtype != torch.bfloat16)(model.loss)
+    return loss, model.param_groups(**RATES)
 
 
 def _theirs(sizes: Sizes, device: str, is_compiled: bool, **options: Any) -> Made:
@@ -78,6 +80,7 @@ def _theirs(sizes: Sizes, device: str, is_compiled: bool, **options: Any) -> Mad
 _FUSED_LOSS = {"fuse_cross_entropy": False, "fuse_linear_cross_entropy": True}
 WHO: dict[str, Callable[[Sizes, str], Made]] = {
     "rwkv_jit": lambda sizes, device: _ours(sizes, device, False),
+    "rwkv_jit, float32 parameters": lambda sizes, device: _ours(sizes, device, False, torch.float32),
     "rwkv_jit compiled": lambda sizes, device: _ours(sizes, device, True),
     "fla": lambda sizes, device: _theirs(sizes, device, False),
     "fla fused loss": lambda sizes, device: _theirs(sizes, device, False, **_FUSED_LOSS),
@@ -104,6 +107,7 @@ class Training:
 
     def __init__(self, loss: Loss, groups: list[dict[str, Any]], sizes: Sizes, device: str) -> None:
         self._loss, self.device, self.passes = loss, device, 1
+        self.dtype = str(groups[0]["params"][0].dtype).removeprefix("torch.")  # of the parameters
         self.optimizer = torch.optim.AdamW(groups, betas=BETAS, eps=EPS, fused=True)
         tokens = torch.randint(sizes.vocabulary, (sizes.batch, sizes.tokens + 1), device=device)
         self._tokens, self._targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -169,9 +173,9 @@ def step_row(
 ) -> dict[str, Any]:  # fmt: skip
     """Measure the steps of one model; `ranks` of them take steps together once all `meet`."""
     row: dict[str, Any] = {
-        "part": "steps", "by": name, "ranks": ranks, **sizes._asdict(), "passes": None, "first_s": None,
-        "median_ms": None, "low_ms": None, "high_ms": None, "runs": 0, "tokens_per_s": None, "flops_use": None,
-        "peak_mib": None, "loss": None, "skipped": None,
+        "part": "steps", "by": name, "ranks": ranks, **sizes._asdict(), "parameters": None, "passes": None,
+        "first_s": None, "median_ms": None, "low_ms": None, "high_ms": None, "runs": 0, "tokens_per_s": None,
+        "flops_use": None, "peak_mib": None, "loss": None, "skipped": None,
     }  # fmt: skip
     with _survived(row):
         begun = time.perf_counter()
@@ -180,7 +184,7 @@ def step_row(
         if device == "cuda":
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-        row |= {"passes": training.passes, "first_s": time.perf_counter() - begun}
+        row |= {"parameters": training.dtype, "passes": training.passes, "first_s": time.perf_counter() - begun}
         meet()
         times, loss = training.timed(runs)
         if not math.isfinite(loss):
@@ -335,6 +339,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--who", action="append", choices=dict.fromkeys([*WHO, *LAYERS]), help=text)
     parser.add_argument("--layer-width", type=int, metavar="N", help=f"of the layer; default: {LAYER_WIDTH} on a GPU")
     parser.add_argument("--runs", type=int, default=10, metavar="N", help="steps that are timed (default: 10)")
+    parser.add_argument("--record", action="store_true", help="keep the rows in bench.json")
     parser.add_argument("--ranks", type=int, metavar="N", help="in place of all that: our model on N GPUs, by FSDP2")
 
 
@@ -362,6 +367,8 @@ def run(parsed: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"--layer-width: expected a multiple of {HEAD_SIZE}, got {layer_width}")
     if parsed.runs < 2:
         raise ValueError(f"--runs: expected at least 2, got {parsed.runs}")
+    if parsed.record and device == "cpu":
+        raise ValueError("--record: keeps what was measured on a GPU, and there is none")
     has_fla = device == "cuda" and find_spec("fla") is not None
     known = [name for name in dict.fromkeys([*WHO, *LAYERS]) if has_fla or not name.startswith("fla")]
     for name in parsed.who or ():
@@ -394,9 +401,10 @@ def tell(text: str) -> None:
 
 
 _STEPS = {
-    "by": "{by}", "ranks": "{ranks}", "passes": "{passes}", "ms a step": "{median_ms:.1f}",
-    "quartiles": "{low_ms:.1f} to {high_ms:.1f}", "tokens a second": "{tokens_per_s:,.0f}",
-    "of the FLOPs": "{flops_use:.1%}", "peak GiB": "{peak_gib:.1f}", "loss": "{loss:.3f}", "first s": "{first_s:.0f}",
+    "by": "{by}", "ranks": "{ranks}", "parameters": "{parameters}", "passes": "{passes}",
+    "ms a step": "{median_ms:.1f}", "quartiles": "{low_ms:.1f} to {high_ms:.1f}",
+    "tokens a second": "{tokens_per_s:,.0f}", "of the FLOPs": "{flops_use:.1%}",
+    "peak GiB": "{peak_gib:.1f}", "loss": "{loss:.3f}", "first s": "{first_s:.0f}",
 }  # fmt: skip
 _LAYER = {
     "by": "{by}", "ms": "{median_ms:.2f}", "quartiles": "{low_ms:.2f} to {high_ms:.2f}", "peak GiB": "{peak_gib:.2f}",

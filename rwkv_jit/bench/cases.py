@@ -49,12 +49,12 @@ KINDS = {
     "bf16-states": "bfloat16 states", "kv-states": "states [K, V]", "vk-states": "states [V, K]",
     "bf16-kv-states": "bfloat16 states [K, V]", "bf16-vk-states": "bfloat16 states [V, K]",
 }  # fmt: skip
-KINDS_OF_SUITES = {**KINDS, "16-keys": "16 key heads"}
+KINDS_OF_SUITES = {**KINDS, "16-keys": "16 key heads", "strong-gates": "strong gates", "slow-gates": "slow gates"}
 _WITH_HEADS = tuple(name for name, op in table.OPS.items() if op.has_heads)
 _WITH_DECAYS = tuple(name for name in _WITH_HEADS if table.OPS[name].decay != "none")
 _WITH_LAYOUT = {x: tuple(name for name in _WITH_HEADS if table.OPS[name].state_layout == x) for x in ("vk", "kv")}
 _OPS_OF_KINDS = {
-    "16-keys": tuple(op for op in DERIVED if op != "ssd"),
+    "16-keys": tuple(op for op in DERIVED if op != "ssd"), "strong-gates": ("kda",), "slow-gates": ("kda",),
     "strong": _WITH_DECAYS, "one-strong": _WITH_DECAYS, "packed": _WITH_HEADS, "bf16-states": _WITH_HEADS,
     "kv-states": _WITH_LAYOUT["vk"], "bf16-kv-states": _WITH_LAYOUT["vk"],
     "vk-states": _WITH_LAYOUT["kv"], "bf16-vk-states": _WITH_LAYOUT["kv"],
@@ -197,8 +197,7 @@ def ops_of(kind: str) -> Sequence[str]:
 
 def phases_of(op: str) -> Sequence[str]:
     """Return the phases that an op has."""
-    without = {"timex": (*WITH_STATES, UPDATE), "wkv4": (UPDATE,)}.get(op, ())
-    without = (*WITH_STATES, UPDATE) if op in DERIVED else without
+    without = {"wkv4": (UPDATE,), **dict.fromkeys(("timex", *DERIVED), (*WITH_STATES, UPDATE))}.get(op, ())
     return tuple(phase for phase in PHASES if phase not in without)
 
 
@@ -222,10 +221,8 @@ def _sizes(text: str) -> tuple[int, ...]:
 def shape_of(op: str, text: str, phase: str = "forward") -> tuple[int, int, int, int, int]:
     """Return B, T, H, K, V from a command line, where B,T,H,N stands for equal head sizes.
 
-    T is 1 for a decode and for an update.
-
-    Raises ValueError where these are not four or five positive numbers; of wkv4 and timex not those of B,T,C and B,C,T
-    either.
+    T is 1 for a decode and for an update. Raises ValueError where these are not four or five positive numbers; of wkv4
+    and timex not those of B,T,C and B,C,T either.
     """
     sizes = _sizes(text)
     if len(sizes) not in ((3, 4) if op in WITHOUT_HEADS else (4, 5)):
@@ -299,6 +296,11 @@ def _inputs_of_derived(case: Case, device: str) -> list[Tensor]:
     }  # fmt: skip
     if case.op == "simple_gla":  # which has no norm of them
         made |= {name: made[name] * 0.5 for name in "qk"}
+    if case.kind == "strong-gates":  # with which all channels forget within some tokens
+        made["g"] = -5 * torch.sigmoid(random(*keys))
+    if case.kind == "slow-gates":  # as Kimi Linear begins: steps of channels from 0.001 to 0.1
+        steps = torch.exp(random(*keys) / 4) * 10 ** (-1 - 2 * torch.rand(*keys, device=device))
+        made["g"] = rates_of(heads, device)[:, None] * steps
     wide = () if case.op == "kda" else ("g", "dt")
     return [made[name].to(torch.float32 if name in wide else case.dtype).requires_grad_() for name in names_of(case.op)]
 
@@ -391,9 +393,7 @@ def least_bytes(case: Case) -> int:
     def elements(dims: str) -> int:
         return math.prod(sizes[dim] for dim in dims)
 
-    inputs = sum(
-        elements(dims) * (4 if name in wide else item) for name, dims in op.inputs.items()
-    )  # fmt: skip
+    inputs = sum(elements(dims) * (4 if name in wide else item) for name, dims in op.inputs.items())
     output = item * elements(op.output)
     sequences = _PACKED if case.kind == "packed" else batch
     state = case.state_dtype.itemsize * sequences * channels * (value_size if op.has_heads else 3)
@@ -403,8 +403,7 @@ def least_bytes(case: Case) -> int:
         "backward": backward,
         "forward+backward": forward + backward,
         "prefill": forward + state,
-        "decode": forward + 2 * state,
-        UPDATE: forward + 2 * state,
+        **dict.fromkeys(OF_ONE_TOKEN, forward + 2 * state),
     }[case.phase]
 
 

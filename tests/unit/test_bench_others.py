@@ -3,11 +3,13 @@
 import csv
 import functools
 import json
+import os
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -91,6 +93,8 @@ def refer_to(op, names):
 
     def run(*inputs, use_qk_l2norm_in_kernel=False, initial_state=None, **more):
         names.append(op)
+        for name in ("safe_gate", "lower_bound", "disable_recompute"):
+            more.pop(name, None)
         normed = {"qk_norm": True} if use_qk_l2norm_in_kernel else {}
         if op == "ssd":
             return rwkv_jit.ssd_ref(*inputs[:5])[0]
@@ -99,17 +103,21 @@ def refer_to(op, names):
     return run
 
 
+_OF_KDA = ["chunk_kda safe_gate", "chunk_kda disable_recompute", "chunk_kda safe_gate disable_recompute"]
+
+
 @pytest.mark.parametrize(("op", "kind"), [
-    ("kda", "usual"), ("gated_delta_rule", "16-keys"), ("delta_rule", "usual"), ("simple_gla", "usual"),
-    ("ssd", "usual"),
+    ("kda", "usual"), ("kda", "strong-gates"), ("kda", "slow-gates"), ("gated_delta_rule", "16-keys"),
+    ("delta_rule", "usual"), ("simple_gla", "usual"), ("ssd", "usual"),
 ])  # fmt: skip
 def test_peers_of_ops_made_of_others_compute_the_same(op, kind, monkeypatch):
     asked, called = [], []
     monkeypatch.setattr(peers, "_loaded", lambda *names: asked.append(names) or refer_to(op, called))
     case = Case(op, (2, 20, 32, 4, 3), torch.float32, "forward+backward", kind=kind).check()
-    (peer,) = peers._mamba(case) if op == "ssd" else peers._fla(case)
-    (error,) = errors_of(case, [peer])
-    assert 0 < error < 4e-6
+    peer, *kept = peers._mamba(case) if op == "ssd" else peers._fla(case)
+    assert [each.what for each in kept] == _OF_KDA * (op == "kda")
+    errors = errors_of(case, [peer, *kept])
+    assert all(0 < error < 4e-6 for error in errors)
     assert called
     module, name = asked[0]
     if op == "ssd":
@@ -195,23 +203,113 @@ def test_peer_of_wkv4_begins_with_an_empty_state(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["usual", "strong"])
-def test_peers_of_wind_get_what_they_ask_for(kind, monkeypatch):
+def test_peers_of_wind_get_what_they_ask_for(kind, monkeypatch, tmp_path):
     loads = []
 
     def loaded(module, name):
         assert module == "wind_rwkv.rwkv7"
         if name.startswith("load_"):
-            return lambda *sizes: loads.append((name, *sizes))
+            return lambda *sizes: loads.append(((name, *sizes), Path(os.environ["TORCH_EXTENSIONS_DIR"]).name))
         return lambda *given: reference.wkv7_ref(*given, True, decay="raw")
 
     monkeypatch.setattr(peers, "_loaded", loaded)
+    monkeypatch.setattr(peers, "_BUILDS", tmp_path)
+    monkeypatch.setattr(peers, "_LARGEST_CHUNKED", 3)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "elsewhere")
     peers._load.cache_clear()
     case = Case("wkv7", (2, 6, 2, 4, 4), torch.float32, "forward+backward", kind=kind)
     assert all(error < 2e-6 for error in errors_of(case, peers._wind(case)))
     assert loads == [
-        ("load_chunked_cuda", 4), ("load_backstepping_longhead", 4, 4), ("load_backstepping_smallhead", 4),
+        (("load_chunked_cuda", 4), "bench-load_chunked_cuda-4"),
+        (("load_backstepping_longhead", 4, 4), "bench-load_backstepping_longhead-4-4"),
+        (("load_backstepping_smallhead", 4), "bench-load_backstepping_smallhead-4"),
     ]  # fmt: skip
+    monkeypatch.setattr(peers, "_LARGEST_CHUNKED", 4)
+    assert [peer.what for peer in peers._wind(case)] == ["chunked_cuda"]
     assert peers._wind(Case("wkv7", (1, 16, 2, 4, 4), torch.float32, kind="packed")) == []
+
+
+def test_kernels_of_trainers_are_built_for_a_head_size(monkeypatch, tmp_path):
+    """By a name each, for the sources that a variable tells; they compute y and all gradients."""
+    folder = tmp_path / "RWKV-v7" / "train_temp" / "cuda"
+    folder.mkdir(parents=True)
+    (folder / "rwkv7_clampw_v3.cpp").write_text("TORCH_LIBRARY(rwkv7_clampw_v3, m) {}")
+    (folder / "rwkv7_clampw.cpp").write_text("TORCH_LIBRARY(rwkv7_clampw, m) {}")
+    built = {}
+
+    class Kernels:
+        def forward(self, *given):
+            *inputs, y, states, kept = given
+            assert (states.shape, states.dtype, kept.dtype) == ((1, 2, 2, 64, 64), torch.float32, torch.float32)
+            y.copy_(reference.wkv7_ref(*inputs, decay="sigmoid")[0])
+
+        def backward(self, *given):
+            inputs, dy, grads = given[:6], given[6], given[9:]
+            leaves = [x.detach().requires_grad_() for x in inputs]
+            with torch.enable_grad():
+                y, _ = reference.wkv7_ref(*leaves, decay="sigmoid")
+            for grad, found in zip(grads, torch.autograd.grad(y, leaves, dy), strict=True):
+                grad.copy_(found)
+
+    def load(name, sources, build_directory, is_python_module, extra_cuda_cflags):
+        built[name] = Path(sources[0]).name, Path(sources[1]).read_text()
+        assert {"-D_N_=64", "-D_CHUNK_LEN_=16"} < set(extra_cuda_cflags)
+        assert (Path(build_directory), is_python_module) == (tmp_path / f"bench-{name}-64", False)
+        monkeypatch.setattr(torch.ops, name, Kernels(), raising=False)
+
+    monkeypatch.setattr(peers, "_loaded", lambda module, name: load)
+    monkeypatch.setattr(peers, "_BUILDS", tmp_path)
+    monkeypatch.setenv("RWKV_LM", str(tmp_path))
+    peers._of_trainer.cache_clear()
+    case = Case("wkv7", (1, 32, 2, 64, 64), torch.bfloat16, "forward+backward")
+    found = [peer for peer in peers.peers_of(case) if peer.who == "rwkv_lm"]
+    assert all(error < 6e-3 for error in errors_of(case, found))
+    v3 = "rwkv7_clampw_v3_for_h100"
+    assert built == {
+        name: (f"{name}.cu", f"TORCH_LIBRARY({name}, m) {{}}") for name in ("rwkv7_clampw", v3, f"{v3}_alt")
+    }  # fmt: skip
+    for other in (
+        case._replace(dtype=torch.float16), case._replace(phase="decode"), case._replace(kind="strong"),
+        case._replace(op="wkv6"), case._replace(shape=(1, 32, 2, 96, 96)), case._replace(shape=(1, 32, 2, 64, 128)),
+    ):  # fmt: skip
+        assert peers._rwkv_lm(other) == []
+    assert [peer.what for peer in peers._rwkv_lm(case._replace(shape=(1, 16, 2, 128, 128)))] == ["rwkv7_clampw128_v2"]
+    peers._of_trainer.cache_clear()
+
+
+@pytest.mark.parametrize("kind", ["usual", "strong-gates", "slow-gates"])
+def test_cudnn_gets_what_its_kernels_take(kind, monkeypatch):
+    """All sequences in one row, with where they begin; q and k of length 1, and gates in float32."""
+    case = Case("kda", (2, 20, 3, 8, 8), torch.bfloat16, "forward+backward", kind=kind).check()
+
+    def kda(q, k, v, g, beta, ends):
+        assert (g.dtype, beta.dtype, ends.dtype, ends.tolist()) == (
+            torch.float32,
+            torch.float32,
+            torch.int32,
+            [0, 20, 40],
+        )
+        assert bool((torch.cat([q, k]).float().norm(dim=-1) - 1).abs().max() < 0.01)
+        given = [x.unflatten(0, (2, 20)) for x in (q, k, v, g, beta)]
+        return rwkv_jit.kda_ref(*given)[0].flatten(0, 1), None
+
+    monkeypatch.setattr(peers, "_loaded", lambda module, name: kda)
+    (peer,) = peers._cudnn(case)
+    assert (peer.who, peer.what) == ("cudnn", "kimi_delta_attention")
+    (error,) = errors_of(case, [peer])
+    assert 0 < error < 2e-2
+    assert peers._cudnn(case._replace(op="delta_rule")) == []
+
+
+def test_gates_forget_within_tokens_or_remember():
+    """Strong ones leave 2^-20 of a state after 20 tokens, slow ones a third of most channels after 16."""
+    logs = {
+        kind: cases.given_for(Case("kda", (1, 64, 8, 64, 64), torch.float32, kind=kind).check(), "cpu").inputs[3]
+        for kind in ("strong-gates", "slow-gates")
+    }
+    assert all(bool((x.detach() < 0).all()) for x in logs.values())
+    assert float(logs["strong-gates"].detach()[:, :20].sum(1).max()) < -14
+    assert float(logs["slow-gates"].detach()[:, :16].sum(1).median()) > -2
 
 
 def test_peer_of_flash_rwkv_gets_what_it_asks_for(monkeypatch):
@@ -341,7 +439,7 @@ def test_who_finds_no_memory_beside_others_is_tried_alone(children, monkeypatch)
 
 
 def test_those_with_gradients_are_tried_first(children, monkeypatch):
-    """They tune what a forward alone takes, too."""
+    """They tune what a forward alone takes, too, which is not tried again where that went well."""
     asked, entry = [], children("works")
     monkeypatch.setattr(processes.Helper, "ask", lambda self, case, *_: asked.append(case.phase))
     monkeypatch.setattr(processes, "_MOST", 1)
@@ -349,7 +447,12 @@ def test_those_with_gradients_are_tried_first(children, monkeypatch):
     processes.obstacles(
         [Entry(None, case._replace(phase=phase)) for phase in ("forward", "forward+backward", "decode")]
     )
-    assert asked == ["forward+backward", "forward", "decode"]
+    assert asked == ["forward+backward", "decode"]
+    asked.clear()
+    monkeypatch.setattr(processes.Helper, "ask", lambda self, case, *_: asked.append(case.phase) or "no backward")
+    known = processes.obstacles([Entry(None, case._replace(phase=phase)) for phase in ("forward", "forward+backward")])
+    assert asked == ["forward+backward", "forward"]
+    assert list(known.values()) == ["no backward"] * 2
 
 
 def test_a_case_is_measured_with_those_that_can(children):
@@ -359,6 +462,12 @@ def test_a_case_is_measured_with_those_that_can(children):
         assert measured == {"peers": [["fla", "works"]], "copy": 4.0}
         assert (skipped["what"], skipped["skipped"]) == ("dies", "ended")
         assert processes.rows_of(helper, entry, 4.0, False, {}) == [{"peers": [], "copy": 4.0}]
+        helper.end()
+        dying = CHILD.replace("if what", "if asked.get('peers')").replace('== "dies"', "")
+        entry = children("works", program=dying)
+        measured, skipped = processes.rows_of(helper, entry, 4.0, True, {})  # ours stays
+        assert measured == {"peers": [], "copy": 4.0}
+        assert (skipped["what"], skipped["skipped"]) == ("works", "one of these peers: ended its process with 7")
         helper.end()
         children(program="import sys; print('x', file=sys.stderr); sys.exit('CUDA error: lost')")
         with pytest.raises(ChildProcessError, match="^ended its process with 1: CUDA error: lost$"):
@@ -483,7 +592,7 @@ def test_all_suites_are_recorded_and_nothing_else():
     recorded = {
         (row["suite"], row["op"], tuple(row["shape"]), row["phase"], row["inputs"])
         for row in record.read(record.FILE)["rows"]
-        if row["suite"] != "family"  # which is recorded by itself
+        if row["suite"] in suites.STUDIES  # others are recorded by themselves
     }
     assert recorded == everything
     assert len(everything) == 78
@@ -540,9 +649,11 @@ def test_command_measures_what_it_is_asked_for(gpu, program):
     ((entry, with_peers),) = gpu.entries
     assert (entry.case, with_peers) == (Case("wkv6", (2, 32, 4, 16, 16), torch.bfloat16, "backward"), True)
     assert (gpu.tried, gpu.minutes) == ([entry], 3)
-    assert set(found) == {"format", "env", "commit", "sources", "copy_tb_per_s", "device", "rows"}
-    assert (found["format"], found["device"], found["copy_tb_per_s"]) == (2, "cuda", 4.25)
-    assert set(found["sources"]) == set(bench.OPS)
+    assert set(found) == {"format", "env", "copy_tb_per_s", "device", "machines", "rows"}
+    assert (found["format"], found["device"], found["copy_tb_per_s"]) == (3, "cuda", 4.25)
+    (row,) = found["rows"]
+    assert (row["machine"], row["commit"], row["copy_tb_per_s"]) == (*found["machines"], record.commit(), 4.25)
+    assert row["sources"] == record.sources_of(row)
     gpu.entries.clear()
     gpu.tried = None
     assert program("ops", "--suite", "chunk_rwkv6", "--no-peers")[0] == 0
@@ -561,13 +672,14 @@ def test_files_are_written(gpu, program, tmp_path):
     assert {row["suite"] for row in record.read(tmp_path / "bench.json")["rows"]} == {"timex"}
 
 
-def test_a_suite_is_kept_as_it_ends(gpu, program, tmp_path):
+def test_a_case_is_kept_as_it_ends(gpu, program, tmp_path):
     """An interrupt, or what ends the whole process, costs the others alone."""
     gpu.interrupted = "wkv4"
     code, printed, _ = program("ops", *(f"--suite={name}" for name in ("gla", "wkv4", "timex")), "--record", "--json")
     assert code == 0
     rows = json.loads(printed)["rows"]
-    assert {(row["suite"], row["skipped"]) for row in rows} == {("gla", None), ("wkv4", "interrupted")}
+    stopped = {(name, "interrupted") for name in ("wkv4", "timex")}
+    assert {(row["suite"], row["skipped"]) for row in rows} == {("gla", None), *stopped}
     assert {row["suite"] for row in record.read(tmp_path / "bench.json")["rows"]} == {"gla"}
     gpu.interrupted = ...
     assert program("ops", "--suite", "wkv4", "--suite", "timex", "--record")[0] == 0
@@ -584,8 +696,7 @@ def test_a_suite_is_kept_as_it_ends(gpu, program, tmp_path):
         (["ops", "--plot", "/nowhere/x.png"], "--plot: expected a file in a folder that exists, got /nowhere/x.png"),
         (["ops", "--plot", "x.doc"], ", got x.doc"),
         (["ops", "--peer-minutes", "nan"], "--peer-minutes: expected a number above 0, got nan"),
-        (["ops", "--record"], "--record: keeps a whole suite; expected --suite and no --op"),
-        (["ops", "--suite", "gla", "--op", "gla", "--record"], "--record: keeps a whole suite"),
+        (["ops", "--record"], "--record: keeps what suites have; expected --suite"),
         (["history", "--op", "gla"], "argument --op: invalid choice: 'gla' (choose from 'wkv5', 'timex')"),
         (["compare", "/nowhere/a.json", "b"], "No such file or directory: '/nowhere/a.json'"),
     ],
@@ -614,14 +725,11 @@ def test_what_needs_a_gpu_says_so(program, arguments, message, monkeypatch):
     assert message in said
 
 
-def test_sources_are_those_that_calls_take(own_templates):
-    before = record.sources()
-    assert before["wkv5"] == before["gla"] != before["wkv7"]
-    path = next(own_templates.rglob("wkv7_*.cu"))
-    path.write_text(path.read_text() + "\n// changed\n")
-    record.template.library.cache_clear()
-    after = record.sources()
-    assert {op for op in before if before[op] != after[op]} == {"wkv7"}
+def test_what_is_stale_is_told(program):
+    code, printed, said = program("stale", "--json")
+    assert (code, said) == (0, "")
+    found = json.loads(printed)["suites"]
+    assert sum(each["rows"] for each in found) == len(record.read(record.FILE)["rows"])
 
 
 # ---- the service -------------------------------------------------------------------------------------------------

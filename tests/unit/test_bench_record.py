@@ -1,6 +1,7 @@
 """The recorded result: its file, what pages and pictures show of it, and how two results are compared."""
 
 import math
+import shutil
 import subprocess
 import sys
 
@@ -8,10 +9,14 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from bench import plot, record, tables
+from bench import plot, record, suites, tables
 from rwkv_jit.bench import cases
 
 COPY = 4.0  # TB/s
+ENVIRONMENT = {"gpus": ["NVIDIA H200, sm_90, 139 GiB"], "torch": "2.11.0", "nvrtc": "13.0 0123abcd"}
+MACHINE, COMMIT = "NVIDIA H200, sm_90, 139 GiB, torch 2.11.0, NVRTC 13.0", "c753463aaaaabbbbbccccc"
+H100 = {"gpus": ["NVIDIA H100, sm_90, 79 GiB"], "torch": "2.12.0"}
+ON_H100 = {"machine": "NVIDIA H100, sm_90, 79 GiB, torch 2.12.0"}
 MISSING = ("low_ms", "high_ms", "host_us", "floor_ms", "fraction", "peak_mib", "error")
 
 
@@ -21,7 +26,8 @@ def row(op="wkv7", shape=(8, 4096, 64, 64, 64), phase="forward", who="rwkv_jit",
         "suite": "studies", "op": op, "shape": list(shape), "dtype": "bfloat16", "phase": phase, "inputs": "usual",
         "who": who, "what": what, "median_ms": median, "low_ms": 0.98 * median, "high_ms": 1.04 * median, "runs": 30,
         "in_graph": False, "host_us": 12.0, "floor_ms": 0.5, "fraction": 0.5 / median, "peak_mib": 512.0,
-        "error": 4e-3, "errors": {}, "other": None, "other_error": None, "skipped": None,
+        "error": 4e-3, "errors": {}, "other": None, "other_error": None, "skipped": None, "machine": MACHINE,
+        "copy_tb_per_s": COPY, "commit": COMMIT, "sources": "1" * 64,
     }  # fmt: skip
     return made | changes
 
@@ -46,16 +52,7 @@ def many_rows():
 
 
 def result(**changes):
-    made = {
-        "format": 2,
-        "env": {"gpus": ["NVIDIA H200, sm_90, 139 GiB"], "torch": "2.11.0", "nvrtc": "13.0 0123abcd"},
-        "commit": "c753463aaaaabbbbbccccc",
-        "sources": {"wkv7": "1" * 64, "wkv6": "2" * 64},
-        "copy_tb_per_s": COPY,
-        "device": "cuda",
-        "rows": many_rows(),
-    }
-    return made | changes
+    return {"format": 3, "machines": {MACHINE: ENVIRONMENT}, "rows": many_rows(), "training": []} | changes
 
 
 BOTH = {"phase": "forward+backward"}
@@ -120,42 +117,107 @@ def test_writing_fills_the_pages_and_draws_the_picture(checkout):
     assert (checkout / "README.md").read_text(encoding="utf-8") == filled
 
 
-def test_a_record_is_made_in_parts_on_one_machine(checkout):
-    wind, gla = [row(suite="wind")], [row("gla", suite="gla")]
+def test_rows_say_where_they_come_from(monkeypatch):
+    monkeypatch.setattr(record, "commit", lambda: COMMIT)
+    monkeypatch.setattr(record, "sources_of", lambda row: f"of {row['op']}")
+    bare = {name: x for name, x in row().items() if name not in ("machine", "copy_tb_per_s", "commit", "sources")}
+    measured = {"env": ENVIRONMENT, "copy_tb_per_s": COPY, "device": "cuda", "rows": [bare]}
+    assert record.result_of(measured) == {
+        "format": 3, **measured, "machines": {MACHINE: ENVIRONMENT}, "rows": [row(sources="of wkv7")],
+    }  # fmt: skip
+
+
+def test_a_record_is_made_in_parts(checkout):
+    """A case takes the place of its own rows on the same kind of GPU; all others stay, with their commits."""
+    wind, gla = [row(suite="wind"), row(suite="wind", who="fla")], [row("gla", suite="gla")]
     record.write(result(rows=wind))
     record.write(result(rows=gla))
     assert record.read(checkout / "bench.json")["rows"] == wind + gla
-    again = [row(suite="wind", median=2.0)]
+    again = [row(suite="wind", median=2.0, commit="another", sources="2" * 64)]
     record.write(result(rows=again))
     assert record.read(checkout / "bench.json")["rows"] == gla + again
-    elsewhere = result()["env"] | {"platform": "another host"}
-    record.write(result(rows=wind, env=elsewhere, copy_tb_per_s=4.1))
-    assert record.read(checkout / "bench.json")["rows"] == gla + wind
-    record.write(result(rows=again, env=elsewhere | {"torch": "2.12.0"}))
-    assert record.read(checkout / "bench.json")["rows"] == again
+    newer = "NVIDIA H200, sm_90, 139 GiB, torch 2.12.0"
+    record.write(result(rows=[row("gla", suite="gla", machine=newer)], machines={newer: {"torch": "2.12.0"}}))
+    found = record.read(checkout / "bench.json")
+    assert [each["machine"] for each in found["rows"]] == [MACHINE, newer]
+    assert found["machines"] == {MACHINE: ENVIRONMENT, newer: {"torch": "2.12.0"}}
 
 
-def test_suites_of_other_commits_stay_and_say_so(checkout):
-    (checkout / "docs").mkdir()
-    (checkout / "docs" / "speed.md").write_text("<!-- bench:machine -->\n<!-- /bench -->\n")
-    wind, gla, wkv4 = [row(suite="wind")], [row("gla", suite="gla")], [row("wkv4", suite="wkv4")]
-    record.write(result(rows=wind))
-    record.write(result(rows=gla, commit="second"))
-    first = [{**wind[0], "commit": result()["commit"]}]
-    assert record.read(checkout / "bench.json")["rows"] == first + gla
-    record.write(result(rows=wkv4, commit="third"))
-    assert record.read(checkout / "bench.json")["rows"] == [*first, {**gla[0], "commit": "second"}, *wkv4]
-    page = (checkout / "docs" / "speed.md").read_text(encoding="utf-8")
-    assert "commit third" in page
-    assert "Suites that were measured at other commits: wind of commit c753463aaa; gla of commit second." in page
-    record.write(result(rows=gla))
-    assert record.read(checkout / "bench.json")["rows"] == [*wind, {**wkv4[0], "commit": "third"}, *gla]
+def test_two_kinds_of_gpus_stand_side_by_side(checkout):
+    there = [row(suite="wind"), row(suite="wind", who="fla", median=3.0)]
+    record.write(result(rows=there))
+    here = [row(suite="wind", median=2.0, **ON_H100), row(suite="wind", who="fla", median=8.0, **ON_H100)]
+    record.write(result(rows=here, machines={ON_H100["machine"]: H100}))
+    found = record.read(checkout / "bench.json")
+    assert (found["rows"], list(found["machines"])) == (there + here, [MACHINE, ON_H100["machine"]])
+    assert [each.written for each in tables.speedups(found["rows"])] == ["3.0×", "4.0×"]
+    table = tables.blocks(found)["wkv7"].splitlines()[2:]
+    assert [line.split(" | ")[0] for line in table] == ["| H200", "| H200", "| H100", "| H100"]
+    record.write(result(rows=there[:1]))
+    assert record.read(checkout / "bench.json")["rows"] == here + there[:1]
+
+
+def test_pages_say_what_was_measured_where():
+    rows = [row(suite="wind"), row("gla", suite="gla", commit="second"), row("gla", suite="family", **ON_H100)]
+    assert tables.blocks(result(rows=rows))["machine"].endswith(
+        "| suites | measured on | at commit | copy TB/s |\n| --- | --- | --- | --- |\n"
+        f"| wind | {MACHINE} | c753463aaa | 4.00 |\n| gla | {MACHINE} | second | 4.00 |\n"
+        f"| family | {ON_H100['machine']} | c753463aaa | 4.00 |\n"
+    )
+
+
+def test_rows_of_other_sources_are_stale(monkeypatch, capsys):
+    monkeypatch.setattr(record, "sources_of", lambda row: "1" * 64 if row.get("op") != "gla" else "2" * 64)
+    rows = [row(), row("gla"), row("gla", suite="gla"), row("wkv6", commit=None, **ON_H100)]
+    model = {"machine": MACHINE, "commit": COMMIT, "sources": None}
+    found = record.stale(result(rows=rows, training=[model]))
+    record.show_stale(found)
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "  studies   H200  c753463aaaaabbbbbccccc     2      1",
+        "  gla       H200  c753463aaaaabbbbbccccc     1      1",
+        "  studies   H100  unknown                    1",
+        "  training  H200  c753463aaaaabbbbbccccc     1      1",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "stale"),
+    [
+        ("kernel_templates/recurrent/wkv7_recurrent_forward.cu", {"wkv7", "kda", "update", "model"}),
+        ("rwkv_jit/derived/delta.py", {"kda", "ssd", "model"}),
+        ("rwkv_jit/inference/update.py", {"update"}),
+        ("rwkv_jit/layers/steps.py", {"kda", "ssd", "model"}),
+        ("rwkv_jit/algorithms/recurrent.py", {"wkv7", "kda", "ssd", "update", "model"}),
+        ("rwkv_jit/reference.py", set()),
+    ],
+)
+def test_digests_are_those_of_all_that_runs(path, stale, tmp_path, monkeypatch, root):
+    """Of the op's own and of those that it is made of, whichever folder they lie in."""
+    for folder in ("kernel_templates", "rwkv_jit"):
+        shutil.copytree(root / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "record.py").parent.mkdir(exist_ok=True)
+    gpu = tmp_path / "tests" / "gpu" / "record.py"
+    gpu.parent.mkdir(parents=True)
+    gpu.write_bytes(record._DIGESTS.read_bytes())
+    monkeypatch.setattr(record, "_DIGESTS", gpu)
+    rows = {"wkv7": row(), "kda": row("kda"), "ssd": row("ssd"), "update": row(phase="update"), "model": {"by": "x"}}
+
+    def digests():
+        record._digest.cache_clear()
+        return {name: record.sources_of(each) for name, each in rows.items()}
+
+    before = digests()
+    with open(tmp_path / path, "a", encoding="utf-8") as file:
+        file.write("\nEXTRA = 1\n" if path.endswith(".py") else "\nconstexpr int EXTRA = 1;\n")
+    after = digests()
+    record._digest.cache_clear()
+    assert {name for name in rows if before[name] != after[name]} == stale
 
 
 @pytest.mark.parametrize("phase", ["forward", "forward+backward"])
 def test_pages_and_picture_are_those_of_a_record_with_few_rows(phase, root, checkout):
     """As the first part of one has, and one without peers."""
-    (checkout / "docs").mkdir()
+    (checkout / "docs" / "guides").mkdir(parents=True)
     for page in record.PAGES:
         (checkout / page).write_text((root / page).read_text(encoding="utf-8"), encoding="utf-8")
     record.write(result(rows=[row("wkv5", phase=phase)]))
@@ -201,8 +263,8 @@ def test_service_is_recorded_beside_the_suites(checkout):
     record.write(result())
     record.write_service(COSTS)
     assert record.read(checkout / "bench.json") == result(service=COSTS)
-    record.write(result(commit="another"))
-    assert record.read(checkout / "bench.json") == result(commit="another", service=COSTS)
+    record.write(result(rows=[row(median=2.0)]))
+    assert record.read(checkout / "bench.json")["service"] == COSTS
 
 
 @pytest.mark.parametrize("there", ["{", '{"rows": [], "format": 0}'])
@@ -256,11 +318,8 @@ def test_times_have_three_digits(value, text):
 
 
 def test_machine_in_words():
-    assert tables.machine(result()) == (
-        "NVIDIA H200, sm_90, 139 GiB, torch 2.11.0, NVRTC 13.0, commit c753463aaa, copy 4.00 TB/s"
-    )
-    env = {"gpus": [], "torch": "2.13.0+cpu", "nvrtc": "there is none"}
-    cpu = result(env=env, device="cpu", copy_tb_per_s=None, commit=None)
+    assert tables.machine({"env": ENVIRONMENT, "device": "cuda"}) == MACHINE
+    cpu = {"env": {"gpus": [], "torch": "2.13.0+cpu", "nvrtc": "there is none"}, "device": "cpu"}
     assert tables.machine(cpu) == "CPU reference; not the speed of the kernels, torch 2.13.0+cpu"
 
 
@@ -276,32 +335,56 @@ def test_a_table_has_a_line_for_each_contestant_and_a_column_for_each_phase():
         row("wkv6"),
     ]
     assert tables.blocks(result(rows=rows))["wkv7"] == (
-        "| shape | dtype | by | forward ms | forward + backward ms | rwkv_jit is faster | host us | error | memory MiB"
-        " |\n| --- | --- | --- | --- | --- | --- | --- | --- | --- |\n"
-        "| (8, 4096, 64, 64) | bfloat16 | rwkv_jit chunked | 0.700 (0.686 to 0.728) 71% | 2.25 (2.21 to 2.34) 22%"
-        " |  | 10.7, 3185.0 † | 5.0e-03 | 300 |\n"
-        "| (8, 4096, 64, 64) | bfloat16 | fla a/b | 200 | 400 | 285.7×, 177.8× |  |  |  |\n"
-        "| (8, 4096, 64, 64) | bfloat16 | torch loop | left out |  |  |  |  |  |\n"
-        "| (8, 4096, 64, 64) | bfloat16 | fla b | left out |  |  |  |  |  |\n"
-        "| (8, 4096, 64, 64), strong decays | bfloat16 | rwkv_jit chunked | 1.00 (0.980 to 1.04) 50% |  |  | 12.0"
-        " | 4.0e-03 | 512 |\n"
+        "| GPU | shape | dtype | by | forward ms | forward + backward ms | rwkv_jit is faster | host us | error |"
+        " memory MiB |\n| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |\n"
+        "| H200 | (8, 4096, 64, 64) | bfloat16 | rwkv_jit chunked | 0.700 (0.686 to 0.728) 71% | 2.25 (2.21 to 2.34)"
+        " 22% |  | 10.7, 3185.0 † | 5.0e-03 | 300 |\n"
+        "| H200 | (8, 4096, 64, 64) | bfloat16 | FLA a/b | 200 | 400 | 285.7×, 177.8× |  |  |  |\n"
+        "| H200 | (8, 4096, 64, 64) | bfloat16 | torch loop | left out |  |  |  |  |  |\n"
+        "| H200 | (8, 4096, 64, 64) | bfloat16 | FLA b | left out |  |  |  |  |  |\n"
+        "| H200 | (8, 4096, 64, 64), strong decays | bfloat16 | rwkv_jit chunked | 1.00 (0.980 to 1.04) 50% |  |  |"
+        " 12.0 | 4.0e-03 | 512 |\n"
         "\nLeft out:\n\n"
-        "- no room: torch loop (8, 4096, 64, 64) bfloat16 forward; fla b (8, 4096, 64, 64) bfloat16 forward\n"
+        "- no room: torch loop (8, 4096, 64, 64) bfloat16 forward; FLA b (8, 4096, 64, 64) bfloat16 forward\n"
     )
 
 
 def test_blocks_are_the_machine_the_picture_the_speedups_and_the_ops():
     blocks = tables.blocks(result())
     ops = *cases.OPS, *cases.DERIVED
-    assert list(blocks) == ["machine", "picture", "speedups", "service", "errors", "inference", *ops]
-    assert blocks["inference"] == "The record has none of these yet.\n"
+    others = ["machine", "picture", "speedups", "float32", "training", "service", "errors", "inference"]
+    assert list(blocks) == [*others, *ops]
+    assert all(blocks[name] == "The record has none of these yet.\n" for name in ("float32", "training", "inference"))
     empty = {op for op in ops if blocks[op] == "The record has none of these yet.\n"}
     assert empty == {"wkv5", "linear_attention", *cases.DERIVED}
-    assert blocks["machine"].startswith(f"{tables.machine(result())}. Medians")
-    assert "floor over the median" in blocks["machine"]
-    assert "floor" not in tables.blocks(result(copy_tb_per_s=None))["machine"]
+    assert blocks["machine"].startswith("Medians")
     assert blocks["picture"] == f"![{tables.sentence(result()['rows'])}](docs/speedups.png)\n"
     assert all(text.endswith("\n") for text in blocks.values())
+
+
+def test_float32_is_held_against_bfloat16_on_the_same_gpu():
+    float32 = {"suite": "float32", "dtype": "float32"}
+    rows = [
+        row(suite="front", median=0.5), row(**float32, median=2.45), row(**BOTH, suite="front", median=2.0),
+        row(**BOTH, **float32, median=26.0), row("gla", **float32), row(suite="wind", median=9.0),
+        row(**float32, **ON_H100), row(suite="front", who="fla", median=9.0),
+    ]  # fmt: skip
+    assert tables.blocks(result(rows=rows))["float32"].splitlines()[2:] == [
+        "| wkv7 (8, 4096, 64, 64), forward | 2.45 | 0.500 | 5× | H200, c753463aaa |",
+        "| wkv7 (8, 4096, 64, 64), forward + backward | 26.0 | 2.00 | 13× | H200, c753463aaa |",
+    ]
+
+
+def test_steps_of_models_name_the_dtype_of_their_parameters():
+    step = {
+        "part": "steps", "by": "rwkv_jit", "parameters": "bfloat16", "layers": 24, "width": 1024, "batch": 8,
+        "tokens": 4096, "median_ms": 194.2, "tokens_per_s": 168733.0, "flops_use": 0.402, "peak_mib": 55091.2,
+        "skipped": None, "machine": MACHINE, "commit": COMMIT,
+    }  # fmt: skip
+    rows = [step, step | {"by": "fla", "skipped": "no memory"}, {"part": "layer", "skipped": None}]
+    assert tables.blocks(result(training=rows))["training"].splitlines()[2:] == [
+        "| 24 x 1024, 8 x 4096 tokens | rwkv_jit | bfloat16 | 194 | 168,733 | 40% | 54 | H200, c753463aaa |"
+    ]
 
 
 def test_errors_are_a_table_of_results():
@@ -327,17 +410,17 @@ def test_updates_are_a_table_of_their_own():
     ]
     blocks = tables.blocks(result(rows=rows))
     assert blocks["inference"] == (
-        "| call | dtype | by | update ms | rwkv_jit is faster | host us | error of y | of the states |\n"
-        "| --- | --- | --- | --- | --- | --- | --- | --- |\n"
-        "| wkv7 (32, 1, 64, 64) | bfloat16 | rwkv_jit update | 0.100 (0.0980 to 0.104) 90% |  | 12.0 | 1.7e-03"
+        "| GPU | call | dtype | by | update ms | rwkv_jit is faster | host us | error of y | of the states |\n"
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |\n"
+        "| H200 | wkv7 (32, 1, 64, 64) | bfloat16 | rwkv_jit update | 0.100 (0.0980 to 0.104) 90% |  | 12.0 | 1.7e-03"
         " | 4.0e-08 |\n"
-        "| wkv7 (32, 1, 64, 64) | bfloat16 | torch copy | 0.0800 (0.0784 to 0.0832) 625% | 0.8× | 12.0 |  |  |\n"
-        "| wkv7 (32, 1, 64, 64) | bfloat16 | fla step | 0.200 (0.196 to 0.208) 250% | 2.0× | 250.0 † | 2.0e-03"
+        "| H200 | wkv7 (32, 1, 64, 64) | bfloat16 | torch copy | 0.0800 (0.0784 to 0.0832) 625% | 0.8× | 12.0 |  |  |\n"
+        "| H200 | wkv7 (32, 1, 64, 64) | bfloat16 | FLA step | 0.200 (0.196 to 0.208) 250% | 2.0× | 250.0 † | 2.0e-03"
         " | 1.0e-07 |\n"
-        "| wkv7 (32, 1, 64, 64), bfloat16 states | bfloat16 | rwkv_jit update | 0.0500 (0.0490 to 0.0520) 80% |  | 12.0"
-        " | 1.7e-03 | 4.0e-08 |\n"
-        "| wkv7 (32, 1, 64, 64), bfloat16 states | bfloat16 | fla step | left out |  |  |  |  |\n"
-        "\nLeft out:\n\n- no room: fla step (32, 1, 64, 64), bfloat16 states bfloat16 update\n"
+        "| H200 | wkv7 (32, 1, 64, 64), bfloat16 states | bfloat16 | rwkv_jit update | 0.0500 (0.0490 to 0.0520) 80% |"
+        "  | 12.0 | 1.7e-03 | 4.0e-08 |\n"
+        "| H200 | wkv7 (32, 1, 64, 64), bfloat16 states | bfloat16 | FLA step | left out |  |  |  |  |\n"
+        "\nLeft out:\n\n- no room: FLA step (32, 1, 64, 64), bfloat16 states bfloat16 update\n"
     )
     assert blocks["wkv7"] == tables.blocks(result(rows=rows[:1]))["wkv7"]
     assert blocks["errors"] == "The record has none of these yet.\n"
@@ -377,22 +460,33 @@ def test_what_calls_take_is_compared_with_the_fastest_peer_of_the_same_case():
     assert slower.written == "0.5×"  # and says so
 
 
-def test_speedups_have_a_line_for_each_call_with_gradients_one_op_after_another():
+def test_the_first_page_has_a_line_for_each_call_with_gradients_one_op_after_another():
+    front = {"suite": "front"}
     rows = [
-        row(median=0.5), row(who="fla", what="chunk", median=2.0),
-        row(**BOTH, median=2.0, peak_mib=1024.0), row(**BOTH, who="fla", what="loop", median=3.0, peak_mib=2560.0),
-        row("gla", **BOTH, median=1.0), row("gla", **BOTH, who="fla", what="g", median=4.0, peak_mib=None),
-        row("timex", (32, 768, 768), "backward", median=1.0), row("timex", (32, 768, 768), "backward", "torch", "fft"),
-        row("wkv6"), row("wkv6", who="fla", median=2.0),  # forward alone
-        row(**BOTH, shape=(1, 2, 3, 4, 4)), row(**BOTH, shape=(1, 2, 3, 4, 4), who="fla", what="chunk", median=7.0),
+        row(**front, median=0.5), row(**front, who="fla", what="chunk", median=2.0),
+        row(**front, **BOTH, median=2.0, host_us=3000.0), row(**front, **BOTH, who="wind_rwkv", what="c", median=3.0),
+        row("gla", **front, **BOTH, median=4.0), row("gla", **front, **BOTH, who="cudnn", what="g", median=3.0),
+        left_out("no room", op="gla", **front, **BOTH, who="fla", what="h"),
+        row("wkv6", **front), row("wkv6", **front, who="fla", median=2.0),  # forward alone
+        row(**front, **BOTH, shape=(1, 2, 3, 4, 4)), row(**front, **BOTH, shape=(1, 2, 3, 4, 4), who="fla", median=7.0),
+        row("wkv4", **BOTH), row("wkv4", **BOTH, who="fla", median=2.0),  # of another suite
     ]  # fmt: skip
     assert tables.blocks(result(rows=rows))["speedups"].splitlines()[2:] == [
-        "| wkv7 | (8, 4096, 64, 64) bfloat16 | fla chunk, fla loop | 0.500 vs 2.00 | **4.0×** | 2.00 vs 3.00 | **1.5×**"
-        " | 1.0 vs 2.5 |",
-        "| wkv7 | (1, 2, 3, 4) bfloat16 | fla chunk |  |  | 1.00 vs 7.00 | **7.0×** | 0.5 vs 0.5 |",
-        "| gla | (8, 4096, 64, 64) bfloat16 | fla g |  |  | 1.00 vs 4.00 | **4.0×** |  |",
-        "| timex | (32, 768, 768) bfloat16 | torch fft |  |  | 1.00 vs 1.00 (backward alone) | **1.0×** | 0.5 vs 0.5 |",
-    ]
+        "| wkv7 | (8, 4096, 64, 64) | 0.500 | 2.00 FLA chunk | **4.0×** | 2.00 | 3.00 Wind c | **1.5×** |"
+        " 12.0, 3000.0 † |",
+        "| wkv7 | (1, 2, 3, 4) |  |  |  | 1.00 | 7.00 FLA chunked | **7.0×** | 12.0 |",
+        "| gla | (8, 4096, 64, 64) |  |  |  | 4.00 | 3.00 cuDNN g | 0.8× | 12.0 |",
+        "",
+        "bfloat16, on one H200, at commit c753463aaa, beside FLA and Wind and cuDNN. †: the host takes longer than the "
+        "GPU, so calls one after another take the host's time.",
+        "", "Left out:", "", "- no room: FLA h (8, 4096, 64, 64) bfloat16 forward+backward",
+    ]  # fmt: skip
+
+
+def test_the_first_page_has_eight_rows_at_most_of_calls_that_are_measured_in_one_run():
+    calls = {entry.case._replace(phase="") for entry in suites.entries_of(["front"])}
+    assert len(calls) == 8
+    assert {"wkv7", "kda", "ssd"} < {case.op for case in calls}
 
 
 # ---- pictures ----------------------------------------------------------------------------------------------------
@@ -416,24 +510,34 @@ def texts(axis):
     return [text.get_text() for text in axis.texts]
 
 
-def test_speedups_have_a_bar_for_the_first_shape_of_each_op_and_head_size(drawn, tmp_path):
-    (axis,) = drawn(plot.draw_speedups, result(), tmp_path).axes
-    assert [label.get_text() for label in axis.get_yticklabels()] == [
-        "wkv7 (8, 4096, 64, 64)", "wkv7 (8, 4096, 32, 128)", "timex (32, 768, 768), backward",
+def test_the_picture_has_a_bar_for_each_of_the_first_calls_of_the_first_page(drawn, tmp_path):
+    rows = [{**each, "suite": "front"} for each in many_rows()]
+    (axis,) = drawn(plot.draw_speedups, rows, tmp_path).axes
+    assert texts(axis) == [
+        "wkv7 (8, 4096, 64, 64): 6.4× FLA", "wkv7 (8, 4096, 32, 128): 6.4× FLA", "timex (32, 768, 768): 110.0× torch",
     ]  # fmt: skip
-    assert texts(axis) == ["6.4×  fla chunk", "6.4×  fla chunk", "110.0×  torch conv1d"]
     assert [bar.get_width() for bar in axis.patches] == pytest.approx([6.43, 6.43, 110], abs=0.01)
-    assert axis.get_title(loc="left").endswith("\nNVIDIA H200, sm_90, 139 GiB, torch 2.11.0, NVRTC 13.0")
-    assert drawn(plot.draw_speedups, result(rows=[row()]), tmp_path).axes[0].containers[0].patches == []
+    assert axis.get_title(loc="left").endswith("H200")
+    assert drawn(plot.draw_speedups, [row()], tmp_path).axes[0].containers[0].patches == []
+    many = [row(op, suite="front", who=who, **BOTH) for op in cases.OPS for who in ("rwkv_jit", "fla")]
+    assert len(drawn(plot.draw_speedups, many, tmp_path).axes[0].patches) == 6
 
 
-def test_names_of_peers_end_inside_the_picture(drawn, tmp_path):
-    rows = [row(who="fla", what="chunk_rwkv7 disable_recompute", phase="forward+backward", median=12.0),
-            row(phase="forward+backward", median=2.0)]  # fmt: skip
-    figure = drawn(plot.draw_speedups, result(rows=rows), tmp_path)
+def test_the_picture_can_be_read_when_it_is_small_and_on_any_page(drawn, tmp_path):
+    rows = [
+        row("linear_attention", (8, 4096, 32, 128, 64), suite="front", who=who, **BOTH)
+        for who in ("rwkv_jit", "mamba_ssm")
+    ]
+    figure = drawn(plot.draw_speedups, rows, tmp_path)
     figure.canvas.draw()
     (label,) = figure.axes[0].texts
     assert label.get_window_extent().x1 <= figure.bbox.x1
+    assert label.get_fontsize() / 72 * 400 / figure.get_figwidth() > 11  # pixels, at a width of 400
+    plot.draw_speedups(rows, tmp_path)
+    with Image.open(tmp_path / tables.PICTURE) as picture:
+        assert picture.getpixel((0, 0))[3] == 0  # nothing is behind it
+        inks = {pixel[:3] for _, pixel in picture.getcolors(2**24) if pixel[3] == 255}
+    assert all(60 < sum(ink) / 3 < 200 for ink in inks)  # neither white nor black
 
 
 def test_bars_are_medians_with_whiskers_and_the_floor(drawn):
@@ -448,7 +552,7 @@ def test_bars_are_medians_with_whiskers_and_the_floor(drawn):
     (whiskers,) = [each for each in axis.collections if hasattr(each, "get_segments")]
     ends = [[x for x, _ in segment] for segment in whiskers.get_segments()]
     assert ends == [pytest.approx([1.96, 2.08]), pytest.approx([3.92, 4.16])]
-    assert [label.get_text() for label in axis.get_yticklabels()] == ["rwkv_jit chunked", "fla chunk", "torch loop"]
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["rwkv_jit chunked", "FLA chunk", "torch loop"]
     assert texts(axis) == ["2.00  25%", "4.00  12%", "left out: no room"]
     assert [list(line.get_xdata()) for line in axis.lines if line.get_linestyle() == "--"] == [[0.5, 0.5]]
     (whiskers,) = [each for each in bare.collections if hasattr(each, "get_segments")]
@@ -500,8 +604,8 @@ def test_pictures_are_files_and_faults_are_said(tmp_path, monkeypatch):
         (b"\xff\xfe\x00", "expected JSON of `python -m bench ops --json`"),
         (b"[]", "got JSON without its rows"),
         (b'{"format": 1}', "got JSON without its rows"),
-        (b'{"rows": []}', "expected a result of format 2, got None"),
-        (b'{"rows": [], "format": 1}', "expected a result of format 2, got 1"),
+        (b'{"rows": []}', "expected a result of format 3, got None"),
+        (b'{"rows": [], "format": 1}', "expected a result of format 3, got 1"),
     ],
 )
 def test_what_is_no_result_is_told(content, said, tmp_path):
@@ -566,17 +670,17 @@ def test_a_row_that_is_there_twice_is_an_error():
 def test_a_comparison_in_print(capsys):
     env = {"gpus": ["another GPU"], "torch": "2.11.0", "nvrtc": "12.9 0123abcd", "cache": "/elsewhere"}
     a = result(rows=[row(), row("wkv6"), row("gla"), left_out(op="wkv5")])
-    b = result(
-        rows=[row(median=0.5), row("wkv6", median=1.5), left_out(op="wkv5"), row("timex", (32, 768, 768))], env=env
-    )
-    sources = {"wkv7": "3" * 64, "wkv6": "2" * 64, "gla": "4" * 64}
-    record.show_comparison(record.compare(a, b | {"commit": None, "sources": sources}))
+    now = {"machine": "another GPU, torch 2.11.0", "commit": None}
+    rows = [
+        row(median=0.5, sources="3" * 64, **now), row("wkv6", median=1.5, **now), left_out(op="wkv5", **now),
+        row("timex", (32, 768, 768), **now),
+    ]  # fmt: skip
+    record.show_comparison(record.compare(a, result(rows=rows, machines={now["machine"]: env})))
     assert capsys.readouterr().out == (
         "commit: c753463aaaaabbbbbccccc before, unknown now\n"
         "gpus: NVIDIA H200, sm_90, 139 GiB before, another GPU now\n"
         "nvrtc: 13.0 0123abcd before, 12.9 0123abcd now\n"
         "sources of wkv7: 1111111111 before, 3333333333 now\n"
-        "sources of gla: unknown before, 4444444444 now\n"
         "  case                                     by                before ms  now ms  now / before  verdict\n"
         "  wkv7 (8, 4096, 64, 64) bfloat16 forward  rwkv_jit chunked       1.00   0.500         0.500  faster\n"
         "  wkv6 (8, 4096, 64, 64) bfloat16 forward  rwkv_jit chunked       1.00    1.50         1.500  slower\n"
