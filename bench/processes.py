@@ -281,6 +281,8 @@ def obstacles(entries: Iterable[Entry], minutes: float | None = None) -> dict[At
                     for done, (attempt, error) in enumerate(zip(asked, pool.map(attempted, asked), strict=True), 1):
                         if error is not None:
                             known[attempt] = error
+                        case, *by = attempt
+                        report.note(f"tried {done} of {len(asked)}: {case.op} {case.phase} by {' '.join(by)}")
                         if tell:
                             tell(done, len(asked))
         except KeyboardInterrupt:

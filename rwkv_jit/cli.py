@@ -8,8 +8,9 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
+from rwkv_jit.errors import printable
 from rwkv_jit.ops.table import OPS
 
 _DTYPES = ("bf16", "fp16", "fp32")
@@ -49,7 +50,7 @@ def _run(arguments: list[str]) -> int:
     if parsed.command == "run":
         return _run_script(parsed)
     from rwkv_jit import commands, stats
-    from rwkv_jit.errors import RwkvJitError, printable
+    from rwkv_jit.errors import RwkvJitError
 
     try:
         stats.configure_logging()
@@ -97,10 +98,17 @@ def _in_options(message: str, parsed: argparse.Namespace, arguments: Sequence[st
     return re.sub(r"\b(\w+)='(\w+)'", option, re.sub(r"^(\w+)(?=: )", option, message))
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as the commands do."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {printable(message.removeprefix('argument '))}\n")
+
+
 def _parser() -> argparse.ArgumentParser:
     from rwkv_jit import __version__
 
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="rwkv-jit", description="RWKV CUDA kernels, compiled for your GPU when they are first called."
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
@@ -197,7 +205,7 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
 
     parser.epilog = "A LIST is one value or several, separated by commas; the option may be repeated too."
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--op", type=_list_of(str), action="extend", metavar="LIST", help=", ".join(_OPS))
+    what.add_argument("--op", type=_list_of(_op), action="extend", metavar="LIST", help=", ".join(_OPS))
     text = "the ops, sizes and dtype of this model: a checkpoint (.pth, .safetensors) or its config.json"
     what.add_argument("--model", metavar="FILE", help=text)
     add("--head-size", "K, from 1; for all ops but wkv4 and timex", _size)
@@ -205,13 +213,13 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
     add("--tokens", "T, for timex alone", _size)
     add("--batch", "B, for timex alone (default: all)", _size)
     add("--dtype", "of r, k, v: bf16 (default), fp16, fp32", _dtype)
-    add("--arch", "e.g. sm_90a, or compute_80 for PTX (default: this machine's GPU)")
+    add("--arch", "e.g. sm_90a, or compute_80 for PTX (default: this machine's GPU)", _arch)
     add("--width", "channels of a model of RWKV-5, 6 or 7, for the small work of its layers", _size)
     text = "default: both; update: the kernels of <op>_update and <op>_varlen"
     parser.add_argument("--direction", choices=("forward", "backward", "both", "update"), default="both", help=text)
     add("--decay", "raw, sigmoid, log, direct (default: the op's)")
     parser.add_argument("--decay-bound", type=float, metavar="X", help="as calls will give it, e.g. -1")
-    add("--state-layout", "vk, kv (default: the op's)")
+    add("--state-layout", "vk, kv (default: the op's)", _one_of("vk", "kv"))
     add("--w-dtype", "of w, g and u (default: that of r, k, v)", _dtype)
     add("--state-dtype", "of the initial state, and of pools (default: fp32)", _dtype)
     text = "high: for calls after torch.set_float32_matmul_precision('high') and set_bfloat16_precision('high')"
@@ -226,14 +234,14 @@ def _add_verbose(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_show(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("op", help=f"one of {', '.join(_OPS)}")
+    parser.add_argument("op", type=_op, help=f"one of {', '.join(_OPS)}")
     parser.add_argument("--head-size", type=_size, metavar="K", help="from 1; for all ops but wkv4 and timex")
     parser.add_argument("--value-size", type=_size, metavar="V", help="default: the head size")
     parser.add_argument("--tokens", type=_size, metavar="T", help="for timex alone")
     parser.add_argument("--batch", type=_size, metavar="B", help="for timex alone (default: more than 16)")
     parser.add_argument("--direction", choices=("forward", "backward"), default="forward", help="default: forward")
     parser.add_argument("--dtype", choices=_DTYPES, default="bf16", help="of r, k, v (default: bf16)")
-    parser.add_argument("--arch", help="e.g. sm_90a, or compute_80 for PTX (default: this machine's GPU)")
+    parser.add_argument("--arch", type=_arch, help="e.g. sm_90a, or compute_80 for PTX (default: this machine's GPU)")
     parser.add_argument("--decay", help="raw, sigmoid, log, direct (default: the op's)")
     parser.add_argument(
         "--backend", default="auto", help="auto (default), recurrent, chunked, split; of timex tiles, transforms"
@@ -281,9 +289,24 @@ def _size(text: str) -> int:
     return int(text)
 
 
-def _dtype(text: str) -> str:
-    _check(text in _DTYPES, f"one of {', '.join(_DTYPES)}", text)
-    return text
+def _one_of(*names: str) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        _check(text in names, f"one of {', '.join(names)}", text)
+        return text
+
+    return read
+
+
+_dtype, _op = _one_of(*_DTYPES), _one_of(*_OPS)
+
+
+def _arch(text: str) -> str:
+    from rwkv_jit import compiler
+
+    try:
+        return compiler.check_arch(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error).partition(": ")[2]) from error
 
 
 def _sha256(text: str) -> str:

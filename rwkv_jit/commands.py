@@ -98,18 +98,24 @@ def _show_sections(result: dict[str, Any]) -> None:
 
 def build(parsed: argparse.Namespace) -> Outcome:
     """Compile kernels, once everything that can be wrong beforehand has been checked."""
-    from rwkv_jit import compiler, identity, models, modes
+    from rwkv_jit import models
+    from rwkv_jit.ops.table import OPS
 
     if parsed.model:
         models.fill(parsed)
+    for op in parsed.op:
+        if OPS[op].has_heads and parsed.head_size is None:
+            raise ValueError(f"--head-size: {op} needs some, got none")
+    if parsed.digest and not parsed.output:
+        raise ValueError("--digest: is that of a bundle, which --output names")
+    from rwkv_jit import compiler, identity, modes  # with torch, which takes seconds
+
     with modes.high() if parsed.precision else contextlib.nullcontext():
         requests = [request._replace(also=()) for request in _asked_for(parsed)]  # exactly what was asked for
     if not requests:
         raise ValueError("--tokens: calls of timex with so many run torch.fft, and there is nothing to compile")
     for arch in dict.fromkeys(request.arch for request in requests):
         compiler.target_for(arch, newer=False)  # a bundle for a GPU that is not known is a slip of the pen
-    if parsed.digest and not parsed.output:
-        raise ValueError("--digest: is that of a bundle, which --output names")
     _check_writable(parsed.output, "name a bundle with --output")
     kernels = _compile(requests, alike=parsed.output is not None)
     written = bundle.write(Path(parsed.output), (kernel.entry() for kernel in kernels)) if parsed.output else None
@@ -125,7 +131,6 @@ def build(parsed: argparse.Namespace) -> Outcome:
 def _asked_for(parsed: argparse.Namespace) -> list[Request]:
     """Return the kernels that the options of a build name. What an op does not have is for the others."""
     from rwkv_jit import ahead_requests, tensors
-    from rwkv_jit.ops.table import OPS
 
     dtypes = {name: dtype for dtype, name in tensors.STORAGE.items()}
     defaults = {"dtype": "bf16", "state_dtype": "fp32"}
@@ -134,8 +139,8 @@ def _asked_for(parsed: argparse.Namespace) -> list[Request]:
              "decay_bound", "w_dtype", "state_dtype", "width", "shards")  # fmt: skip
 
     def values(op: str, name: str) -> list[Any]:
-        given, own = asked[name], ahead_requests.OPTIONS[op] if op in OPS else names
-        if name not in own and any(name in ahead_requests.OPTIONS.get(other, ()) for other in parsed.op):
+        given, own = asked[name], ahead_requests.OPTIONS[op]
+        if name not in own and any(name in ahead_requests.OPTIONS[other] for other in parsed.op):
             given = None
         if given is None:
             given = defaults.get(name)
@@ -144,8 +149,6 @@ def _asked_for(parsed: argparse.Namespace) -> list[Request]:
 
     requests: list[Request] = []
     for op in parsed.op:
-        if op in OPS and OPS[op].has_heads and parsed.head_size is None:
-            raise ValueError(f"--head-size: {op} needs some, got none")
         for case in product(*(values(op, name) for name in names)):
             requests += ahead_requests.call_requests(op, **dict(zip(names, case, strict=True)))
     return requests

@@ -217,6 +217,26 @@ def _driver_function(name: str) -> Any:
         return None
 
 
+def devices() -> list[str]:
+    """Return name, architecture and memory of each GPU that the driver shows, e.g. "NVIDIA H200, sm_90, 139 GiB"."""
+    begin, count = _driver_function("cuInit"), ctypes.c_int()
+    if begin is None or begin(0) or _driver_function("cuDeviceGetCount")(ctypes.byref(count)):
+        return []
+    return list(map(_device, range(count.value)))
+
+
+def _device(index: int) -> str:
+    device, name, memory, number = ctypes.c_int(), ctypes.create_string_buffer(256), ctypes.c_size_t(), ctypes.c_int()
+    _driver_function("cuDeviceGet")(ctypes.byref(device), index)
+    _driver_function("cuDeviceGetName")(name, len(name), device)
+    _driver_function("cuDeviceTotalMem_v2")(ctypes.byref(memory), device)
+    capability = ""
+    for attribute in (75, 76):  # of the driver's CUdevice_attribute: major and minor
+        _driver_function("cuDeviceGetAttribute")(ctypes.byref(number), attribute, device)
+        capability += str(number.value)
+    return f"{name.value.decode()}, sm_{capability}, {memory.value >> 30} GiB"
+
+
 class _LaunchAttribute(ctypes.Structure):
     """The driver's CUlaunchAttribute, whose value is a union of 64 bytes."""
 

@@ -9,15 +9,14 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rwkv_jit import __version__, cache, compiler, cuda, env, identity, kernel, kernel_wheels, report
+from rwkv_jit import __version__, cache, compiler, cuda, env, identity, kernel_wheels, report
 from rwkv_jit.cache import files, lock
 from rwkv_jit.errors import NvrtcNotFoundError, RwkvJitError, reason
 
-HEAD_SIZE, TOKENS, BATCH = 16, 256, 8  # compile fast
+HEAD_SIZE = 16  # compiles fast
 OLDEST_TORCH = (2, 6)  # the bound of the package
 
 
@@ -259,21 +258,20 @@ def _variables() -> Iterator[Finding]:
 def _ops() -> Iterator[Finding]:
     import torch
 
-    from rwkv_jit import demo
+    from rwkv_jit import ahead, demo
 
     if not _can_compile():
         return  # the check of the compiler says why
-    with demo.empty_cache():
-        for name, future in _compiles(demo.default_arch()):
-            try:
-                made = future.result()
-            except (RwkvJitError, ValueError) as error:
-                yield Finding(f"compile {name}", "error", str(error))
-                continue
-            text = f"{made.target}: {made.registers} registers, {made.spill_bytes} bytes spilled"
-            yield _finding(f"compile {name}", f"{text}, {1e3 * made.compile_seconds:.0f} ms")
-        if torch.cuda.is_available():
-            yield from (_run_op(op) for op in demo.OPS)
+    try:
+        with demo.empty_cache():
+            made = ahead.specialize("wkv7", HEAD_SIZE, arch=demo.default_arch(), backend="recurrent")
+    except (RwkvJitError, ValueError) as error:
+        yield Finding("compile wkv7", "error", str(error))
+        return
+    text = f"{made.target}: {made.registers} registers, {made.spill_bytes} bytes spilled"
+    yield _finding("compile wkv7", f"{text}, {1e3 * made.compile_seconds:.0f} ms")
+    if torch.cuda.is_available():
+        yield from map(_run_op, demo.OPS)
 
 
 def _can_compile() -> bool:
@@ -282,19 +280,6 @@ def _can_compile() -> bool:
         return not _is_too_old(identity.version()) and all(compiler.target_for(arch) for arch in _archs())
     except (NvrtcNotFoundError, ValueError):
         return False
-
-
-def _compiles(arch: str | None) -> list[tuple[str, Future[kernel.Kernel]]]:
-    """Start a compile of both directions of every op, side by side."""
-    from rwkv_jit import ahead, ahead_requests
-    from rwkv_jit.ops.table import OPS
-
-    sizes: dict[str, dict[str, Any]] = {"wkv4": {}, "timex": {"tokens": TOKENS, "batch": BATCH}}
-    return [
-        (f"{op} {way}", ahead.compile_async(op, arch=arch, direction=way, **sizes.get(op, {"head_size": HEAD_SIZE})))
-        for op in OPS
-        for way in ahead_requests.DIRECTIONS
-    ]
 
 
 def _run_op(op: str) -> Finding:

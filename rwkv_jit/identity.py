@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from rwkv_jit import cuda, env
 from rwkv_jit.cache import files, read_note, write_note
@@ -44,16 +44,22 @@ def assumed_identity() -> str | None:
         return None
     root = env.cache_dir()
     if root not in _assumed:
-        note = read_note(root, _note_name())
-        libraries = note.get("libraries", {})
-        try:
-            is_current = bool(libraries) and all(_stamp(path) == stamp for path, stamp in libraries.items())
-        except OSError:  # a library is gone
-            is_current = False
-        if not (is_current and note.get("identity")):
+        note = noted()
+        if not note:
             return None
         _assumed[root] = note["identity"]
     return _assumed[root]
+
+
+def noted() -> dict[str, Any]:
+    """Return the identity and the libraries that an earlier process noted, while these are unchanged; else nothing."""
+    note = read_note(env.cache_dir(), _note_name()) if env.cache_is_on() else {}
+    libraries = note.get("libraries", {})
+    try:
+        is_current = bool(libraries) and all(_stamp(path) == stamp for path, stamp in libraries.items())
+    except OSError:  # a library is gone
+        is_current = False
+    return note if is_current and note.get("identity") else {}
 
 
 def _stamp(path: str) -> list[int]:

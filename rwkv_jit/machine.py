@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import platform
+import re
+import sys
+from importlib import metadata
+from pathlib import Path
 from typing import Any
-
-import torch
 
 from rwkv_jit import __version__, cache, cuda, env, identity, kernel, stats
 from rwkv_jit.errors import NvrtcNotFoundError
@@ -19,6 +21,8 @@ def is_available() -> bool:
     bool
         There is a GPU that torch sees, CuPy, and NVRTC.
     """
+    import torch
+
     if not torch.cuda.is_available():
         return False
     try:
@@ -73,26 +77,35 @@ def env_report() -> dict[str, Any]:
     -------
     dict
         package, python, platform, torch, torch_cuda, cupy, nvrtc, nvrtc_libraries, gpus, cache and the RWKVJIT_*
-        variables that are set. `nvrtc` is the library that really compiles.
+        variables that are set. `nvrtc` is the library that really compiles. torch is not imported for it.
     """
+    noted = {} if "torch" in sys.modules else identity.noted()  # torch decides which of several NVRTCs is loaded
     try:
-        nvrtc: dict[str, Any] = {"nvrtc": identity.identity(), "nvrtc_libraries": identity.libraries()}
+        nvrtc: dict[str, Any] = {
+            "nvrtc": noted.get("identity") or identity.identity(),
+            "nvrtc_libraries": sorted(noted.get("libraries", ()), key=len) or identity.libraries(),
+        }
     except NvrtcNotFoundError as error:
         nvrtc = {"nvrtc": str(error)}
     return {
         "rwkv_jit": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "torch": torch.__version__,
-        "torch_cuda": torch.version.cuda,
+        **_torch(),
         "cupy": cuda.installed_cupy(),
         **nvrtc,
-        "gpus": [_gpu(index) for index in range(torch.cuda.device_count())],
+        "gpus": cuda.devices(),
         "cache": str(env.cache_dir()),
         "environment": env.set_variables(),
     }
 
 
-def _gpu(index: int) -> str:
-    properties = torch.cuda.get_device_properties(index)
-    return f"{properties.name}, sm_{properties.major}{properties.minor}, {properties.total_memory >> 30} GiB"
+def _torch() -> dict[str, str | None]:
+    """Return torch's version and its CUDA as the installed files say them, without importing it."""
+    distribution = metadata.distribution("torch")
+    try:
+        text = Path(str(distribution.locate_file("torch/version.py"))).read_text(encoding="utf-8")
+    except OSError:  # an editable one
+        text = ""
+    found = dict(re.findall(r"^(__version__|cuda)\b[^=\n]*= *'([^'\n]*)'", text, re.MULTILINE))
+    return {"torch": found.get("__version__", distribution.version), "torch_cuda": found.get("cuda")}

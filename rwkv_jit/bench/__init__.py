@@ -7,7 +7,7 @@ a checkout measures other libraries too, and keeps what it finds.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -108,8 +108,16 @@ def on_cpu(arguments: argparse.Namespace, entries: Sequence[Entry]) -> dict[str,
             raise ValueError(f"--backend: torch sees no GPU; expected {' or '.join(expected)} for {op}, got {backend}")
     if arguments.shape is None:
         entries = list({(entry.case.op, entry.case.phase): measure.on_small_shape(entry) for entry in entries}.values())
-    rows = [row for entry in entries for row in measure.rows_of_cpu(entry)]
+    rows = [row for number, entry in _announced(entries) for row in measure.rows_of_cpu(entry)]
     return {"env": environment(), "copy_tb_per_s": None, "device": "cpu", "rows": rows}
+
+
+def _announced(entries: Sequence[Entry]) -> Iterator[tuple[int, Entry]]:
+    """Yield entries and their numbers, each said before it is measured."""
+    for number, entry in enumerate(entries):
+        case, shape = entry.case, ",".join(map(str, entry.case.shown))
+        report.note(f"measuring {number + 1} of {len(entries)}: {case.op} {case.phase} {shape}")
+        yield number, entry
 
 
 def measured(
@@ -118,7 +126,7 @@ def measured(
     """Return the rows of all entries; one that fails hides no other, and an interrupt none before it."""
     rows: list[dict[str, Any]] = []
     with report.progress("measuring") as tell:
-        for number, entry in enumerate(entries):
+        for number, entry in _announced(entries):
 
             def tell_case(done: int, total: int, number: int = number) -> None:
                 if tell:

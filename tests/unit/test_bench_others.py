@@ -644,7 +644,7 @@ def gpu(monkeypatch, tmp_path):
 def test_command_measures_what_it_is_asked_for(gpu, program):
     options = ("--op", "wkv6", "--shape", "2,32,4,16", "--phase", "backward", "--peer-minutes", "3", "--json")
     code, printed, said = program("ops", *options)
-    assert (code, said) == (0, "")
+    assert (code, said) == (0, "measuring 1 of 1: wkv6 backward 2,32,4,16,16\n")
     found = json.loads(printed)
     ((entry, with_peers),) = gpu.entries
     assert (entry.case, with_peers) == (Case("wkv6", (2, 32, 4, 16, 16), torch.bfloat16, "backward"), True)

@@ -247,6 +247,45 @@ def test_info_is_a_bug_report(data, run, fresh_service, monkeypatch):
     assert words in [line.split() for line in lines]  # how wide the names are depends on whether NVRTC is there
 
 
+WITHOUT_TORCH = """
+import sys
+from rwkv_jit import cli
+try:
+    code = cli.main(sys.argv[1:])
+except SystemExit as end:
+    code = end.code
+sys.exit(f"imported torch: {'torch' in sys.modules}, {code}")
+"""
+
+
+OPS_SHOWN = "expected one of wkv4, wkv5, wkv6, wkv7, gla, linear_attention, timex, got 'wkv8'"
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "message"),
+    [
+        ("build --op wkv8", 2, f"--op: {OPS_SHOWN}"),
+        ("warm --op wkv6,wkv7", 2, "--head-size: wkv6 needs some, got none"),
+        ("build --op wkv7 --head-size x", 2, "--head-size: expected a whole number of at least 1, got 'x'"),
+        ("build --op wkv7 --arch sm_9", 2, "--arch: expected sm_NN, sm_NNa or compute_NN, got 'sm_9'"),
+        ("build --op wkv7 --state-layout kk", 2, "--state-layout: expected one of vk, kv, got 'kk'"),
+        ("build --op wkv4 --digest", 2, "--digest: is that of a bundle, which --output names"),
+        ("build --model none.json", 2, "--model: none.json cannot be read: No such file or directory"),
+        ("show wkv8", 2, f"op: {OPS_SHOWN}"),
+        ("banana", 2, "command: invalid choice: 'banana'"),
+        ("build --op wkv4 a\x1b[31mb", 2, r"unrecognized arguments: a\x1b[31mb"),
+        ("info", 0, ""),
+        ("cache list", 0, ""),
+    ],
+)
+def test_what_needs_no_torch_does_not_import_it(command, code, message, child):
+    done = child(WITHOUT_TORCH, *command.split(), check=False)
+    *lines, last = done.stderr.splitlines()
+    assert last == f"imported torch: False, {code}", done.stderr
+    program = "rwkv-jit" if message.startswith(("command", "unrecog")) else f"rwkv-jit {command.split()[0]}"
+    assert [line.startswith(f"{program}: {message}") for line in lines] == [True] * bool(message), done.stderr
+
+
 # ---- the cache ---------------------------------------------------------------------------------------------------
 
 

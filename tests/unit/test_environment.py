@@ -16,7 +16,7 @@ import platformdirs
 import pytest
 
 import rwkv_jit
-from rwkv_jit import cache, cuda, env, errors, stats
+from rwkv_jit import cache, cuda, env, errors, identity, stats
 from rwkv_jit.errors import NvrtcNotFoundError
 
 PACKAGE = Path(rwkv_jit.__file__).parent
@@ -100,6 +100,46 @@ def test_without_cupy_a_kernel_is_an_error_with_the_command_and_all_else_works(i
     assert "pip install" in report["nvrtc"]
     assert rwkv_jit.is_available() is False
     assert (rwkv_jit.cache_info()["entries"], rwkv_jit.clear_cache()) == (0, 0)
+
+
+def test_torch_and_gpus_are_known_without_importing_it(monkeypatch):
+    import torch
+
+    report = rwkv_jit.env_report()
+    assert (report["torch"], report["torch_cuda"]) == (torch.__version__, torch.version.cuda)
+
+    def write(reference, value):
+        reference._obj.value = value
+
+    functions = {
+        "cuInit": lambda flags: 0,
+        "cuDeviceGetCount": lambda count: write(count, 2),
+        "cuDeviceGet": lambda device, index: write(device, 10 + index),
+        "cuDeviceGetName": lambda name, size, device: setattr(name, "value", f"GPU of {device.value}".encode()),
+        "cuDeviceTotalMem_v2": lambda memory, device: write(memory, device.value << 30),
+        "cuDeviceGetAttribute": lambda number, which, device: write(number, {75: 12, 76: 1}[which]),
+    }
+    monkeypatch.setattr(cuda, "_driver_function", functions.get)
+    assert rwkv_jit.env_report()["gpus"] == ["GPU of 10, sm_121, 10 GiB", "GPU of 11, sm_121, 11 GiB"]
+    functions["cuInit"] = lambda flags: 100  # there is none
+    assert rwkv_jit.env_report()["gpus"] == []
+    functions.clear()  # nor a driver
+    assert rwkv_jit.env_report()["gpus"] == []
+
+
+def test_nvrtc_that_was_noted_is_told_where_torch_has_loaded_none(tmp_path, monkeypatch):
+    paths = [str(tmp_path / name) for name in ("libnvrtc.so.12", "libnvrtc-builtins.so.12")]
+    for path in paths:
+        Path(path).write_bytes(b"library")
+    cache.write_note(
+        identity._note_name(), {"identity": "12.9 0123", "libraries": {p: identity._stamp(p) for p in paths}}
+    )
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    report = rwkv_jit.env_report()
+    assert (report["nvrtc"], report["nvrtc_libraries"]) == ("12.9 0123", paths)
+    Path(paths[0]).write_bytes(b"another")
+    os.utime(paths[0], (0, 0))
+    assert "pip install" in rwkv_jit.env_report()["nvrtc"]
 
 
 @pytest.mark.parametrize(("wheel", "command"), [("cupy-cuda12x", INSTALL_12), ("cupy-cuda13x", INSTALL_13)])
