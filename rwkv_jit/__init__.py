@@ -53,10 +53,10 @@ _MODULES = lazy.modules({
     "modes": "set_batch_invariant set_bfloat16_precision get_bfloat16_precision is_batch_invariant",
     "errors": "RwkvJitError CompileError NvrtcNotFoundError UnsupportedConfigError CacheError",
 })  # fmt: skip
-_ROOMS = ("nn", "parallel")  # with names of their own
+_ROOMS = ("compat", "nn", "parallel")  # with names of their own
 __all__ = sorted(_MODULES)
 __getattr__, __dir__ = lazy.members(globals(), _ROOMS)
 
 
 for _ops in ("ops", "inference", "layers"):
-    after.imported("torch", then=f"rwkv_jit.{_ops}.registry")
+    after.imported(["torch"], then=f"rwkv_jit.{_ops}.registry")

@@ -10,6 +10,7 @@ from rwkv_jit.tensors import SupportsDLPack
 from torch import Tensor
 from typing import Any, Literal, overload
 from typing_extensions import Unpack
+from rwkv_jit import compat as compat
 from rwkv_jit import nn as nn
 from rwkv_jit import parallel as parallel
 from rwkv_jit.ahead import compile_async as compile_async

@@ -14,8 +14,8 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from rwkv_jit import after
-from rwkv_jit.compat import alias
+from rwkv_jit import after, lazy
+from rwkv_jit.compat import alias, replacing
 
 if TYPE_CHECKING:
     from rwkv_jit.compat.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
@@ -80,6 +80,7 @@ def _module_of(name: str) -> str:
 
 
 _MODULES = {name: f"{__name__}.{_module_of(name)}" for name in __all__ if name not in ("install", "uninstall")}
+__getattr__, __dir__ = lazy.members(globals(), ("fla", "hf", "mamba", "megatron"))
 is_installed = False
 # Files of transformers with short convolutions, KDA, the gated delta rule or Mamba-2.
 MODELS = tuple(
@@ -91,13 +92,12 @@ MODELS = tuple(
     )
 )  # fmt: skip
 # Modules of others, and who takes over there as soon as they are imported.
-_ROOMS = {
+_REPLACED = {
     "torch.utils.cpp_extension": "rwkv_jit.compat.loading",
     "deepspeed.ops.op_builder.builder": "rwkv_jit.compat.deepspeed",
     "transformers.models.rwkv.modeling_rwkv": "rwkv_jit.compat.hf_rwkv4",
     **dict.fromkeys(MODELS, "rwkv_jit.compat.hf_models"),
 }
-_awaited: set[str] = set()
 
 
 def install() -> None:
@@ -116,40 +116,32 @@ def install() -> None:
     The environment variable RWKVJIT_COMPAT=1 does the same for a program that has no such line.
     """
     global is_installed
-    is_installed = True
-    alias.add()
-    for name in _ROOMS:
-        if name in sys.modules:
-            _take_over(name)
-        elif name not in _awaited:
-            _awaited.add(name)
-            after.imported(name, _take_over)
+    with replacing.LOCK:
+        is_installed = True
+        alias.add()
+    after.imported(_REPLACED, _take_over)
 
 
 def uninstall() -> None:
     """Give everything back: torch its `load`, without the ops that were defined for it, and others what they had."""
     global is_installed
-    is_installed = False
-    alias.remove()
-    for room in (*dict.fromkeys(_ROOMS.values()), "rwkv_jit.compat.hf", "rwkv_jit.compat.megatron"):
-        if room in sys.modules:
-            sys.modules[room].give_back()
+    with replacing.LOCK:
+        is_installed = False
+        after.forget(_take_over)
+        alias.remove()
+        replacing.undo()
+        for name in ("deepspeed", "loading"):
+            getattr(sys.modules.get(f"rwkv_jit.compat.{name}"), "give_back", lambda: None)()
 
 
-def _take_over(name: str) -> None:
-    """Take over in a module of others that is there now."""
-    _awaited.discard(name)
-    if is_installed:
-        import_module(_ROOMS[name]).take_over()
+def put(owner: Any, name: str, ours: Any) -> None:
+    """Put ours in the place of what `owner` has there until `uninstall`, which may have been called meanwhile."""
+    with replacing.LOCK:
+        if is_installed:
+            replacing.put(owner, name, ours)
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'rwkv_jit.compat' has no attribute {name!r}")
-    value = getattr(import_module(_MODULES[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+def _take_over(names: list[str]) -> None:
+    """Take over in modules of others that have been executed."""
+    for name in names if is_installed else ():
+        import_module(_REPLACED[name]).take_over(sys.modules[name])

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rwkv_jit import compat
+from rwkv_jit.compat import replacing
+
 _NAME = "fused_adam"
-_BUILDER = "deepspeed.ops.op_builder.builder"
 _ORDERS = (torch.contiguous_format, torch.channels_last)
 
 
@@ -64,17 +65,23 @@ def multi_tensor_adam(
 _MODULE = SimpleNamespace(multi_tensor_adam=multi_tensor_adam)
 
 
-def _loaded_ops() -> dict[str, Any]:
-    """Return what deepspeed has loaded, by name; it asks for neither ninja, nvcc nor CUDA_HOME for what is there."""
-    return getattr(sys.modules[_BUILDER].OpBuilder, "_loaded_ops", {})  # old ones have none, and build the op
+_given: list[dict[str, Any]] = []  # what deepspeed has loaded, by name, where the op is ours
 
 
-def take_over() -> None:
-    """Put the op among those that deepspeed has loaded, unless it has its own."""
-    _loaded_ops().setdefault(_NAME, _MODULE)
+def take_over(builder: ModuleType) -> None:
+    """Put the op among those that deepspeed has loaded, unless it has its own.
+
+    For what is there it asks for neither ninja, nvcc nor CUDA_HOME. Old ones keep nothing there, and build the op.
+    """
+    loaded = getattr(getattr(builder, "OpBuilder", None), "_loaded_ops", None)
+    with replacing.LOCK:
+        if compat.is_installed and loaded is not None and loaded.setdefault(_NAME, _MODULE) is _MODULE:
+            _given.append(loaded)
 
 
 def give_back() -> None:
     """Take the op away: optimizers that are made from now on have deepspeed's."""
-    if _BUILDER in sys.modules and _loaded_ops().get(_NAME) is _MODULE:
-        del _loaded_ops()[_NAME]
+    while _given:
+        loaded = _given.pop()
+        if loaded.get(_NAME) is _MODULE:
+            del loaded[_NAME]

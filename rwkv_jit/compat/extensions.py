@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rwkv_jit.compat import channels, counts, delta, diagonal, trainer, wind
+from rwkv_jit.errors import brief
 
+_SUFFIX = r"(_(op|cuda|infer|runner|eval|ref|for|h100|alt|bf16|fp16|f?32|v?\d\w*))*\.(cpp|cu|cuh|h|hip)"
 _SIZES, _CHANNELS = "int B, int T, int C, int H", "int B, int T, int C"
 _COUNTS = {"": counts.ALIKE, _SIZES: counts.OF_HEADS, _CHANNELS: counts.OF_CHANNELS}
 
@@ -28,6 +30,11 @@ class Extension:
 
     namespace: str
     ops: Mapping[str, Entry]
+    stems: str = ""  # how names of its sources begin, apart by |; as the namespace by default, without wind_
+
+    def is_of(self, source: str) -> bool:
+        """Return whether projects call a source of this extension so."""
+        return re.fullmatch(f"({self.stems or self.namespace.removeprefix('wind_')}){_SUFFIX}", source) is not None
 
 
 def _entry(
@@ -97,15 +104,15 @@ NAMES: dict[str, Extension] = {
     "wind_backstepping": Extension("wind_backstepping", _pair(
         _entry(delta.backstepping_forward, "w q k v z a", "y s sa"),
         _entry(delta.backstepping_backward, "w q k v z a dy s sa", "dw dq dk dv dz da"),
-    )),
+    ), "wkv7|backstepping"),
     "wind_chunked_cuda": Extension("wind_chunked_cuda", _pair(
         _entry(wind.chunked_forward, "w q k v a b s0 y! s? sT!", ""),
         _entry(wind.chunked_backward, "w q k v a b dy s dsT", _WIND),
-    )),
+    ), "chunked_cuda|tile"),
     "wind_chunked_cuda_varlen": Extension("wind_chunked_cuda_varlen", _pair(
         _entry(wind.chunked_forward, "w q k v a b s0 y! s? sT! cu_seqlens", ""),
         _entry(wind.chunked_backward, "w q k v a b dy s dsT dw! dq! dk! dv! da! db! ds0! cu_seqlens", ""),
-    )),
+    ), "chunked_cuda_varlen|tile"),
     "wind_backstepping_smallhead": Extension("wind_backstepping_smallhead", _WIND_BACKSTEPPING),
     "wind_backstepping_longhead": Extension("wind_backstepping_longhead", _WIND_BACKSTEPPING),
     "rwkv7_clampw": Extension("rwkv7_clampw", _CLAMPW),
@@ -131,8 +138,9 @@ NAMES: dict[str, Extension] = {
     "wkv6infctx": Extension("", _pair(
         _entry(diagonal.rwkv6_overwriting_forward, "r k v w u s!", "y", _SIZES),
         _entry(diagonal.rwkv6_overwriting_backward, "r k v w u s gy", "gr gk gv gw gu gs", _SIZES),
-    )),
+    ), "wkv6infctx"),
     "wkv5": Extension("wkv5", _RWKV5),
+    "wkv5_ref": Extension("wkv5_ref", _RWKV5, "wkv5"),
     "rwkv5": Extension("rwkv5", {
         f"forward_{x}": _RWKV5_IN_PLACE for x in _BY_DTYPE
     }),
@@ -149,7 +157,7 @@ NAMES: dict[str, Extension] = {
         "mm8_seq": _entry(channels.mm8_seq, "x w mx rx my ry", "y", "int B, int N, int M"),
         "mm8_one": _entry(channels.mm8_one, "x w mx rx my ry", "y", "int N, int M"),
         "gemm_fp16_cublas": _entry(channels.gemm_fp16_cublas, "a b", "c", elements={}),
-    }),
+    }, "wrapper|operators|gemm_fp16_cublas"),
     "rwkv7_tmix_mix6_bf16_v5": Extension("rwkv7_tmix_mix6_bf16_v5", _pair(
         _functional(trainer.mix_forward, "x x_r x_w x_k x_v x_a x_g"),
         _functional(
@@ -183,34 +191,41 @@ NAMES: dict[str, Extension] = {
     "rwkv7_l2wrap_ce_bf16_v2": Extension("", _pair(
         _functional(trainer.loss_forward, "logits targets"),
         _functional(trainer.loss_backward, "grad_loss logits targets lse max_vals argmax", "Tensor"),
-    )),
+    ), "rwkv7_l2wrap_ce"),
     "rwkv7_head_l2wrap_ce_bf16_v4": Extension("", {
         "forward": _functional(trainer.head_forward, "hidden weight targets int:chunk_rows"),
-    }),
+    }, "rwkv7_head_l2wrap_ce"),
 }  # fmt: skip
 _FLASH_RWKV: dict[str, Extension] = {  # by a source, as both are built under the one name flash_rwkv_5
     "wkv5_op.cpp": Extension("", {
         **{f"forward_{x}": _RWKV5_IN_PLACE for x in _BY_DTYPE},
         **{f"backward_{x}": _RWKV5["backward"] for x in _BY_DTYPE},
-    }),
+    }, ".*"),
     "wkv6_op.cpp": Extension("", {
         f"forward_{x}": _entry(diagonal.rwkv6_log_in_place, "state! r k v w u", "y", _SIZES) for x in _BY_DTYPE
-    }),
+    }, ".*"),
 }  # fmt: skip
 _LONGEST_IN_NAME = re.compile(r"wkv_\d+(_bf16)?")  # a build for at most so many tokens
 
 
-def find(name: Any, sources: Any = ()) -> Extension | None:
+def base_names(sources: Any) -> list[str]:
+    """Return the base names of what `load` is given as sources."""
+    listed = [sources] if isinstance(sources, str | os.PathLike) else sources
+    if not isinstance(listed, Collection) or not all(isinstance(x, str | os.PathLike) for x in listed):
+        raise TypeError(f"sources: expected a path or a list of paths, got {brief(sources)}")
+    return [os.path.basename(x) for x in listed]
+
+
+def find(name: str, sources: Collection[str] = ()) -> Extension | None:
     """Return the extension of a name that `load` is called with; None of one that is not known.
 
-    Where several builds share a name the sources tell which it is: flash-rwkv's two, and the wkv5 that remote code of
-    RWKV-5 builds as `wkv_64`.
+    Where several builds share a name the base names of their sources tell which it is: flash-rwkv's two, the wkv5 that
+    remote code of RWKV-5 builds as `wkv_64`, and RWKV-4's as `wkv_cuda`.
     """
-    listed = [sources] if isinstance(sources, str | os.PathLike) else sources
     if name == "flash_rwkv_5":
-        return next((_FLASH_RWKV[x] for x in map(os.path.basename, listed) if x in _FLASH_RWKV), None)
-    if isinstance(name, str) and _LONGEST_IN_NAME.fullmatch(name):
-        name = None if any(os.path.basename(x).startswith("wkv5") for x in listed) else "wkv"
+        return next((_FLASH_RWKV[x] for x in sources if x in _FLASH_RWKV), None)
+    if _LONGEST_IN_NAME.fullmatch(name) or (name == "wkv_cuda" and any(x.startswith("wkv_") for x in sources)):
+        return None if any(x.startswith("wkv5") for x in sources) else NAMES["wkv"]
     return NAMES.get(name)
 
 

@@ -12,8 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rwkv_jit.compat import hf_models
-from rwkv_jit.compat.replacing import Replacements
+from rwkv_jit.compat import hf_models, replacing
 from rwkv_jit.errors import brief
 from rwkv_jit.ops.wkv5 import wkv5
 from rwkv_jit.ops.wkv6 import wkv6
@@ -27,8 +26,6 @@ FUNCTIONS = {
     "rwkv7_recurrent": "rwkv_jit.compat",
 }
 KERNELS = Path(__file__).with_name("hf_kernels")
-_patches = Replacements()
-give_back = _patches.undo
 
 
 def rwkv5_linear_attention(
@@ -197,7 +194,7 @@ def patch(target: ModuleType | nn.Module) -> list[str]:
                 f"{module.__name__}.{name}: expected the arguments {', '.join(wanted)}, got {', '.join(theirs)}"
             )
     for (module, name), ours in found.items():
-        _patches.put(module, name, ours)
+        replacing.put(module, name, ours)
     layers = hf_models.layers_of(target) if isinstance(target, nn.Module) else []
     owners: list[tuple[str, Any]] = [*((module.__name__, module) for module in modules), *layers]
     replaced = [f"{module.__name__}.{name}" for module, name in found] + hf_models.put_into(owners)

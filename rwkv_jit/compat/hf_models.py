@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Iterable
 from importlib import import_module
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from rwkv_jit import compat
+from rwkv_jit.compat import replacing
 from rwkv_jit.compat.falling_back import with_fallback
-from rwkv_jit.compat.replacing import Replacements
 from rwkv_jit.errors import UnsupportedConfigError
 
 
@@ -60,8 +60,6 @@ FUNCTIONS = {
     ),
 }
 _NAMES = {called: name for name, function in FUNCTIONS.items() for called in function.called}
-_patches = Replacements()
-give_back = _patches.undo
 
 
 @functools.cache
@@ -88,7 +86,7 @@ def _wants_gradients(given: Iterable[Any]) -> bool:
     return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in given)
 
 
-def put_into(owners: Iterable[tuple[str, Any]]) -> list[str]:
+def put_into(owners: Iterable[tuple[str, Any]], put: Callable[[Any, str, Any], None] = replacing.put) -> list[str]:
     """Put ours into modules and layers, by their names, with their own behind it; return what stands for ours now."""
     found = []
     for where, owner in owners:
@@ -96,8 +94,8 @@ def put_into(owners: Iterable[tuple[str, Any]]) -> list[str]:
             theirs = vars(owner).get(called)
             if callable(theirs) and not isinstance(theirs, type):
                 found.append(f"{where}.{called}")
-                if not _patches.has(owner, called):
-                    _patches.put(owner, called, with_fallback(found[-1], find(_NAMES[called]), theirs))
+                if not replacing.has(owner, called):
+                    put(owner, called, with_fallback(found[-1], find(_NAMES[called]), theirs))
     return found
 
 
@@ -106,6 +104,6 @@ def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name or type(part).__name__, part) for name, part in model.named_modules()]
 
 
-def take_over() -> None:
-    """Put ours into the files of models that have been imported."""
-    put_into((name, sys.modules[name]) for name in compat.MODELS if name in sys.modules)
+def take_over(model: ModuleType) -> None:
+    """Put ours into the file of a model."""
+    put_into([(model.__name__, model)], compat.put)

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import sys
-from importlib import import_module
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 from torch import Tensor
 
+from rwkv_jit import compat
 from rwkv_jit.compat import buffers, channels
-from rwkv_jit.compat.replacing import Replacements
 from rwkv_jit.ops.wkv4 import wkv4
-
-_model = import_module("transformers.models.rwkv.modeling_rwkv")
-_replaced = Replacements()
 
 
 def forward(w: Tensor, u: Tensor, k: Tensor, v: Tensor, y: Tensor) -> None:
@@ -52,10 +48,7 @@ def load_wkv_cuda_kernel(context_length: int) -> None:
     """Load nothing: `KERNEL` is there, for any length."""
 
 
-def take_over() -> None:
+def take_over(model: ModuleType) -> None:
     """Give the model our kernel."""
-    _replaced.put(_model, "rwkv_cuda_kernel", KERNEL)
-    _replaced.put(_model, "load_wkv_cuda_kernel", load_wkv_cuda_kernel)
-
-
-give_back = _replaced.undo
+    compat.put(model, "rwkv_cuda_kernel", KERNEL)
+    compat.put(model, "load_wkv_cuda_kernel", load_wkv_cuda_kernel)

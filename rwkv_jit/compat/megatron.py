@@ -6,16 +6,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from rwkv_jit.compat import replacing
 from rwkv_jit.compat.falling_back import with_fallback
 from rwkv_jit.compat.fla import family
-from rwkv_jit.compat.replacing import Replacements
 from rwkv_jit.errors import brief
 
 __all__ = ["gated_delta_rule", "patch"]
 
 _NAME = "gated_delta_rule"
-_patches = Replacements()
-give_back = _patches.undo
 
 
 def gated_delta_rule(
@@ -134,6 +132,6 @@ def patch(target: nn.Module) -> list[str]:
         raise ValueError(f"target: expected a model with layers that have {_NAME}, got {type(target).__name__}")
     for layer in layers.values():
         theirs = vars(layer)[_NAME]
-        if not _patches.has(layer, _NAME):
-            _patches.put(layer, _NAME, with_fallback(_NAME, gated_delta_rule, theirs))
+        if not replacing.has(layer, _NAME):
+            replacing.put(layer, _NAME, with_fallback(_NAME, gated_delta_rule, theirs))
     return list(layers)

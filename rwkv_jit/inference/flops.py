@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.utils import flop_counter
 
-from rwkv_jit.inference import registry
+from rwkv_jit.ops.flops import register
 from rwkv_jit.ops.table import OPS
 
 _INPUTS = 8  # their place behind y among the arguments of a replay
@@ -29,7 +28,7 @@ def _count_wkv4(op: str, state: Tensor, y: Tensor, *_: Any, **__: Any) -> int:
     return 8 * y.numel()
 
 
-flop_counter.register_flop_formula(registry.find("wkv4_states").overloadpacket, get_raw=True)(_count_wkv4)
-for _name in ("update_states", "varlen_states"):
-    flop_counter.register_flop_formula(registry.find(_name).overloadpacket, get_raw=True)(_count)
-flop_counter.register_flop_formula(registry.find("replay_states").overloadpacket, get_raw=True)(_count_replay)
+register("wkv4_states", _count_wkv4)
+register("update_states", _count)
+register("varlen_states", _count)
+register("replay_states", _count_replay)

@@ -58,4 +58,4 @@ for _name, (_schema, _module) in _OPS.items():
         _LIBRARY.impl(_name, _later(_module, "run"), _key)
     _LIBRARY.impl(_name, _later(_module, "record"), "Autograd", with_keyset=True)
     torch.library.register_fake(f"rwkv_jit::{_name}", _later(_module, "fake"), lib=_LIBRARY)
-after.imported("torch.utils.flop_counter", then="rwkv_jit.inference.flops")  # which nobody but those who count needs
+after.imported(["torch.utils.flop_counter"], then="rwkv_jit.inference.flops")  # which nobody but those who count needs

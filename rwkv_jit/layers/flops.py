@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.utils import flop_counter
 
-from rwkv_jit.layers import registry
+from rwkv_jit.ops.flops import register
 
 
 def _count(
@@ -18,4 +17,4 @@ def _count(
     return 2 * hidden.numel() * weight.shape[0] * (1 + want_hidden + want_weight)
 
 
-flop_counter.register_flop_formula(registry.find("linear_cross_entropy_fwd").overloadpacket, get_raw=True)(_count)
+register("linear_cross_entropy_fwd", _count)

@@ -133,4 +133,4 @@ def _register(name: str, entry: Entry) -> None:
 
 for _name, _entry in _OPS.items():
     _register(_name, _entry)
-after.imported("torch.utils.flop_counter", then="rwkv_jit.layers.flops")  # which nobody but those who count needs
+after.imported(["torch.utils.flop_counter"], then="rwkv_jit.layers.flops")  # which nobody but those who count needs

@@ -7,12 +7,13 @@ gradients, so a backward counts twice its forward.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.utils.flop_counter
 from torch import Tensor
-from torch.utils import flop_counter
 
 from rwkv_jit.ops.table import OPS
 
@@ -25,17 +26,20 @@ _PRODUCTS = {"wkv5": 2, "wkv6": 2, "wkv7": 4, "gla": 2, "linear_attention": 2}
 def _register_all() -> None:
     for op, products in _PRODUCTS.items():
         forward, backward = _of_recurrence(products, OPS[op].names.index("v"))
-        _register(f"{op}_fwd", forward)
-        _register(f"{op}_bwd", backward)
+        register(f"{op}_fwd", forward)
+        register(f"{op}_bwd", backward)
     # The two sums gain a term each; the output is made of the sums and a term more of each.
-    _register("wkv4_fwd", lambda w, u, k, *_, **__: 8 * k.numel())
-    _register("wkv4_bwd", lambda dy, grad_final, w, u, k, *_, **__: 16 * k.numel())
-    _register("timex_fwd", lambda w, k, *_, **__: _of_convolution(k))
-    _register("timex_bwd", lambda g, w, k, backend, want_w, want_k, **_: (want_w + want_k) * _of_convolution(k))
+    register("wkv4_fwd", lambda w, u, k, *_, **__: 8 * k.numel())
+    register("wkv4_bwd", lambda dy, grad_final, w, u, k, *_, **__: 16 * k.numel())
+    register("timex_fwd", lambda w, k, *_, **__: _of_convolution(k))
+    register("timex_bwd", lambda g, w, k, backend, want_w, want_k, **_: (want_w + want_k) * _of_convolution(k))
 
 
-def _register(name: str, formula: Formula) -> None:
-    flop_counter.register_flop_formula(getattr(torch.ops.rwkv_jit, name), get_raw=True)(formula)
+def register(name: str, formula: Formula) -> None:
+    """Say what a torch op of this package counts, unless that is known."""
+    op, counter = getattr(torch.ops.rwkv_jit, name), sys.modules["torch.utils.flop_counter"]  # the newest one
+    if op not in counter.flop_registry:
+        counter.register_flop_formula(op, get_raw=True)(formula)
 
 
 def _of_recurrence(products: int, v: int) -> tuple[Formula, Formula]:

@@ -136,4 +136,4 @@ for _op in OPS.values():
 for _name, _schema in _OF_OTHERS.items():
     _register(_name, _schema)
 # It imports triton, which nobody but those who count needs.
-after.imported("torch.utils.flop_counter", then="rwkv_jit.ops.flops")
+after.imported(["torch.utils.flop_counter"], then="rwkv_jit.ops.flops")

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ def installed():
 
 
 def load(name, **options):
-    return cpp_extension.load(name=name, sources=["nowhere.cpp"], is_python_module=False, **options)
+    return cpp_extension.load(name=name, sources=[], is_python_module=False, **options)
 
 
 def rows(*shape, dtype=torch.float32, scale=0.5):
@@ -394,6 +395,193 @@ def test_ops_that_another_extension_defined_are_an_error_and_stay():
     assert not hasattr(torch.ops.wkv5, "forward")
     library._destroy()
     torch.ops.wkv5.__dict__.pop("backward", None)
+
+
+HELD = """
+import torch, rwkv_jit
+from rwkv_jit.compat import extensions
+from torch.utils import cpp_extension
+
+rwkv_jit.compat.install()
+held, modules = {}, {}
+for name, extension in extensions.NAMES.items():
+    modules[name] = cpp_extension.load(name, [])
+    for op in extension.ops if extension.namespace else ():
+        packet = getattr(getattr(torch.ops, extension.namespace), op)
+        held[f"torch.ops.{extension.namespace}.{op}"] = packet, packet.default
+
+script = torch.jit.CompilationUnit('''
+def script(r, y):
+    torch.ops.wkv7.forward(1, 3, 4, 2, r, r, r, r, r, r, y)
+    return y
+''').script
+ones = torch.ones(1, 3, 4)
+want = script(ones, torch.empty(1, 3, 4))
+for _ in range(2):
+    rwkv_jit.compat.uninstall()
+    rwkv_jit.compat.uninstall()
+    for name, calls in held.items():
+        for call in calls:
+            for arguments in ((), (torch.zeros(1),)):
+                try:
+                    call(*arguments)
+                except rwkv_jit.RwkvJitError as error:
+                    assert name in str(error) and "uninstall" in str(error), error
+                else:
+                    raise AssertionError(name)
+    try:
+        script(ones, torch.empty(1, 3, 4))
+    except RuntimeError:
+        pass
+    else:
+        raise AssertionError
+    rwkv_jit.compat.install()
+    for name in extensions.NAMES:
+        cpp_extension.load(name, [])
+    for call in held["torch.ops.wkv7.forward"]:
+        y = torch.empty(1, 3, 4)
+        call(1, 3, 4, 2, *[ones] * 6, y)
+        assert torch.equal(y, want)
+    assert torch.equal(script(ones, torch.empty(1, 3, 4)), want)
+rwkv_jit.compat.uninstall()
+own = torch.library.Library("wkv7", "DEF")  # as a built extension has it
+own.define("forward(Tensor x) -> Tensor")
+own.impl("forward", lambda x: x + 1, "CPU")
+assert torch.ops.wkv7.forward(torch.zeros(1)) == 1
+"""
+
+
+def test_ops_that_a_program_holds_raise_after_uninstall_and_run_once_they_are_loaded_again(child):
+    child(HELD)
+
+
+THREADS = """
+import sys, threading
+from concurrent.futures import ThreadPoolExecutor
+import torch, rwkv_jit
+from torch.utils import cpp_extension
+from rwkv_jit import compat
+from rwkv_jit.compat import fla
+
+sys.setswitchinterval(1e-5)
+theirs, start = cpp_extension.load, threading.Barrier(16)
+
+def load(number):
+    start.wait()
+    for name in ("wkv6", "wkv7s", "wind_backstepping", "rwkv7_cmix_bf16_v5", "wkv_cuda"):
+        module = cpp_extension.load(name=name, sources=[])
+    y = torch.empty(1, 2, 4)
+    torch.ops.wkv6.forward(1, 2, 4, 1, *[torch.ones(1, 2, 4)] * 4, torch.ones(1, 4), y)
+    return y
+
+def toggle(number):
+    start.wait()
+    for _ in range(30):
+        (compat, fla)[number % 2].install()
+        (compat, fla)[number % 2].uninstall()
+
+for work in (toggle, load, toggle):
+    if work is load:
+        compat.install()
+    with ThreadPoolExecutor(16) as pool:
+        results = list(pool.map(work, range(16)))
+    compat.uninstall()
+    assert cpp_extension.load is theirs
+    assert work is toggle or all(torch.equal(y, results[0]) for y in results)
+"""
+
+
+def test_many_threads_load_and_install(child):
+    child(THREADS)
+
+
+@pytest.mark.parametrize(
+    ("name", "sources", "strange"),
+    [
+        ("wkv6", ["my.cpp"], "my.cpp"),
+        ("wkv6", [Path("a/wkv6_op.cpp"), "b/mine.cu"], "mine.cu"),
+        ("wkv7", ["cuda/wkv7state_op.cpp", "cuda/wkv7.cu"], "wkv7state_op.cpp"),
+        ("wkv_1024_bf16", ["wkv_op_state_bf16.cpp"], "wkv_op_state_bf16.cpp"),
+        ("wkv6", "cuda/wkv6_op.cpp", None),
+        ("wkv6", ("cuda/wkv6_op.cpp", "cuda/wkv6_cuda_v1a.cu"), None),
+        ("wkv_4096_bf16", ["wkv_op_bf16.cpp", "wkv_cuda_bf16.cu"], None),
+        ("wkv5", ["wkv5_op.cpp", "wkv5_cuda_v1b2.cu"], None),
+        ("wkv5_ref", ["wkv5_ref.cpp", "wkv5_cuda_ref.cu"], None),
+        ("wind_backstepping", ["wkv7_cuda.cu", "wkv7_op.cpp"], None),
+        ("wind_backstepping", ["backstepping_f32_1.cu", "backstepping_f32.cpp"], None),
+        ("wind_chunked_cuda_varlen", ["chunked_cuda_varlen.cu", "chunked_cuda_varlen.cpp"], None),
+        ("rwkv7_clampw_v3", ["rwkv7_clampw_v3_for_h100_alt.cu", "rwkv7_clampw_v3.cpp"], None),
+        ("rwkv7_state_fwd_fp16", ["rwkv7_state_fwd_fp16_op.hip", "rwkv7_state_fwd_fp16.hip"], None),
+        ("wkv_cuda", ["wrapper.cpp", "operators.cu", "gemm_fp16_cublas.cpp"], None),
+        ("wkv_cuda", ["wkv_op.cpp", "wkv_cuda.cu"], None),
+        ("timex", ["timex_op.cpp", "timex_cuda_v3.cu"], None),
+        ("rwkv7_head_l2wrap_ce_bf16_v4", ["rwkv7_head_l2wrap_ce_bf16_v4.cpp"], None),
+    ],
+)
+def test_sources_that_are_not_those_of_a_known_extension_are_warned_of(name, sources, strange):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        module = cpp_extension.load(name, sources)
+    assert vars(module)
+    if strange is None:
+        assert said == []
+    else:
+        (warning,) = said
+        assert warning.filename == __file__
+        assert warning.category is RuntimeWarning
+        text = str(warning.message)
+        assert f"the extension {name} " in text
+        assert f" {strange} of it" in text
+        assert "another name, or call rwkv_jit.compat.uninstall() before" in text
+
+
+def test_a_build_of_rwkv4_is_one_whatever_it_is_called():
+    assert set(vars(cpp_extension.load("wkv_cuda", ["a/wkv_op.cpp", "wkv_cuda.cu"]))) == {"forward", "backward"}
+
+
+@pytest.mark.parametrize("name", [None, 3, b"wkv6"])
+def test_a_name_that_is_none(name):
+    with pytest.raises(TypeError, match=f"^name: expected the name of an extension, got {name!r}$"):
+        cpp_extension.load(name, ["a.cpp"])
+
+
+@pytest.mark.parametrize("sources", [None, 3, [None], [b"a.cpp"], iter(["a.cpp"])])
+@pytest.mark.parametrize("name", ["wkv6", "mine"])
+def test_sources_that_are_none(name, sources):
+    with pytest.raises(TypeError, match=r"^sources: expected a path or a list of paths, got "):
+        cpp_extension.load(name=name, sources=sources)
+
+
+def test_a_load_that_a_program_holds_is_that_of_torch_after_uninstall(monkeypatch):
+    held = cpp_extension.load
+    monkeypatch.setattr(loading, "_torch_load", lambda *given, **named: "built")
+    assert held("mine", ["a.cpp"]) == "built"
+    assert vars(held("wkv6", []))
+    compat.uninstall()
+    assert held("wkv6", []) == "built"
+
+
+@pytest.mark.parametrize("name", ["compat", "nn", "parallel"])
+def test_a_subpackage_needs_no_line_of_its_own(name, child):
+    child(f"""
+import sys, rwkv_jit
+assert "{name}" in dir(rwkv_jit) and "torch" not in sys.modules
+assert rwkv_jit.{name}.__name__ == "rwkv_jit.{name}" and rwkv_jit.{name} is rwkv_jit.{name}
+""")
+
+
+def test_rooms_of_compat_need_no_line_of_their_own(child):
+    child("""
+import sys, rwkv_jit.compat as compat
+for name in ("fla", "hf", "mamba", "megatron"):
+    assert name in dir(compat)
+assert compat.fla.install and "torch" not in sys.modules
+assert compat.hf.patch and compat.mamba.selective_state_update and compat.megatron.patch
+try:
+    compat.nothing
+except AttributeError as error:
+    assert "nothing" in str(error)
+""")
 
 
 def test_scripts_of_torch_find_the_ops():

@@ -521,13 +521,13 @@ nn parallel.tensor ahead_layers
 parallel
 ahead_requests
 ahead bench.cases
-bench.measure
-bench compat.alias compat.buffers compat.rows compat.scripts compat.fla compat.replacing compat.falling_back
+bench.measure compat.replacing
+bench compat.alias compat.buffers compat.rows compat.scripts compat.fla compat.falling_back
 bench.layers compat.causal_conv1d compat.flash_rwkv compat.functions compat.rwkv7_hf compat.rwkvfla compat.wind
 compat.mamba
 compat.fla.functions
-compat compat.counts compat.deepspeed compat.fla.layers compat.fla.family
-compat.autoload compat.fla.patches compat.megatron compat.hf_models profiling tune demo
+compat compat.counts compat.fla.layers compat.fla.family
+compat.autoload compat.deepspeed compat.fla.patches compat.megatron compat.hf_models profiling tune demo
 compat.channels compat.delta compat.diagonal compat.hf compat.trainer doctor
 compat.extensions compat.hf_kernels.layers commands
 compat.hf_kernels compat.hf_rwkv4

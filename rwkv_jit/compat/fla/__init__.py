@@ -9,6 +9,7 @@ import sys
 from importlib import import_module
 
 from rwkv_jit import after
+from rwkv_jit.compat import replacing
 
 __all__ = ["install", "report", "uninstall"]
 
@@ -51,8 +52,7 @@ LAYERS = {
     "fla.layers.rwkv7": ("RWKV7Attention",),
     "fla.models.rwkv7.modeling_rwkv7": ("RWKV7FeedForward",),
 }
-_MODULES, _PATCHES = (*FUNCTIONS, *LAYERS), f"{__name__}.patches"
-_awaited: set[str] = set()
+_PATCHES = f"{__name__}.patches"
 
 
 def install() -> None:
@@ -65,22 +65,18 @@ def install() -> None:
     A second call does nothing.
     """
     global is_installed
-    is_installed = True
-    there = [name for name in _MODULES if name in sys.modules]
-    if there:
-        import_module(_PATCHES).apply(there)
-    for name in _MODULES:
-        if name not in sys.modules and name not in _awaited:
-            _awaited.add(name)
-            after.imported(name, _apply)
+    with replacing.LOCK:
+        is_installed = True
+    after.imported((*FUNCTIONS, *LAYERS), _apply)
 
 
 def uninstall() -> None:
     """Give FLA its own functions and layers back."""
     global is_installed
-    is_installed = False
-    if _PATCHES in sys.modules:
-        sys.modules[_PATCHES].take_back()
+    with replacing.LOCK:
+        is_installed = False
+        after.forget(_apply)
+        getattr(sys.modules.get(_PATCHES), "take_back", lambda: None)()
 
 
 def report() -> dict[str, dict[str, int]]:
@@ -97,11 +93,12 @@ def report() -> dict[str, dict[str, int]]:
     >>> rwkv_jit.compat.fla.report()
     {'chunk_gla': {'rwkv_jit': 24}, 'fused_recurrent_gla': {'FLA: gv is not supported': 2}}
     """
-    return sys.modules[_PATCHES].counted() if _PATCHES in sys.modules else {}
+    return getattr(sys.modules.get(_PATCHES), "counted", dict)()
 
 
-def _apply(name: str) -> None:
-    """Replace what a module defines that has just been imported."""
-    _awaited.discard(name)
-    if is_installed:
-        import_module(_PATCHES).apply([name])
+def _apply(names: list[str]) -> None:
+    """Replace what modules define that have been executed."""
+    patches = import_module(_PATCHES)
+    with replacing.LOCK:
+        if is_installed:
+            patches.apply(names)

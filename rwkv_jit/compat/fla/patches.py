@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
@@ -31,6 +32,7 @@ _DISPATCHED = {
 _calls: dict[str, Counter[str]] = defaultdict(Counter)
 _replaced: dict[Any, Any] = {}  # FLA's own function by ours
 _forwards: dict[Any, Any] = {}  # FLA's own, by the class
+_owners: weakref.WeakSet[ModuleType] = weakref.WeakSet()  # modules of FLA, also those that were imported anew since
 
 
 def apply(names: Sequence[str]) -> None:
@@ -38,6 +40,7 @@ def apply(names: Sequence[str]) -> None:
     ours: dict[int, Any] = {}
     for name in names:
         module = sys.modules[name]
+        _owners.add(module)
         for function in fla.FUNCTIONS.get(name, ()):
             original = getattr(module, function, None)
             if original is None or original in _replaced:
@@ -81,7 +84,7 @@ def _exchange(new: Mapping[int, Any]) -> None:
     """Put other objects in the place of some, by their ids, in all modules there are."""
     if not new:
         return
-    for module in list(sys.modules.values()):
+    for module in (*sys.modules.values(), *_owners):
         if isinstance(module, ModuleType) and module.__name__ != __name__:
             for name, value in list(vars(module).items()):
                 if id(value) in new:
@@ -90,20 +93,20 @@ def _exchange(new: Mapping[int, Any]) -> None:
 
 def _register(name: str, original: Callable[..., Any]) -> bool:
     """Enter a function in FLA's registry, and return whether this FLA has one that is in use."""
+    backends = sys.modules.get("fla.backends")  # and not an import, which may wait for who waits for this
+    if backends is None or getattr(backends, "_DISPATCH_DISABLED", False):
+        return False
     try:
-        from fla import backends
 
-        class Backend(backends.BaseBackend):  # type: ignore[misc]
+        class Backend(backends.BaseBackend):  # type: ignore[misc, name-defined]
             backend_type, priority = _OURS, 1
 
             def is_enabled(self) -> bool:
                 return fla.is_installed
 
         setattr(Backend, name, staticmethod(with_fallback(name, _ours(name), inspect.unwrap(original), _note)))
-        if getattr(backends, "_DISPATCH_DISABLED", False):
-            return False
         backends.register(_DISPATCHED[name] or original)(Backend)
-    except (ImportError, KeyError):  # there is no registry, or none of this function
+    except (AttributeError, KeyError):  # there is no registry, or none of this function
         return False
     return True
 
