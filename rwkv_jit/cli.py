@@ -43,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     parser = _parser()
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:], "--help"]
     parsed = parser.parse_args(arguments)
     if parsed.command is None:
         parser.print_help()
@@ -69,21 +71,43 @@ def _run(arguments: list[str]) -> int:
 
 
 def _run_script(parsed: argparse.Namespace) -> int:
-    """Run a script as Python does, which says itself what goes wrong in it."""
+    """Run a script or a module as Python does, which says itself what goes wrong in it."""
     import runpy
 
-    from rwkv_jit import compat
+    from rwkv_jit import compat, stats
 
-    if not os.path.isfile(parsed.script):
-        print(f"{parsed.program}: script: expected a Python file, got {parsed.script!r}", file=sys.stderr)
+    where = os.getcwd() if parsed.m else os.path.dirname(os.path.abspath(parsed.script))
+    if not getattr(sys.flags, "safe_path", False):  # -P leaves out folders of scripts, and what is first is another's
+        sys.path[0] = where
+    if not (_is_module(parsed.script) if parsed.m else os.path.isfile(parsed.script)):
+        expected = "-m: expected a module that can be run" if parsed.m else "script: expected a Python file"
+        print(f"{parsed.program}: {expected}, got {parsed.script!r}", file=sys.stderr)
         return 2
     compat.install()
     os.environ["RWKVJIT_COMPAT"] = "1"  # for ranks that the script starts: Lightning runs `python train.py` for each
     sys.argv = [parsed.script, *parsed.arguments]
-    if not getattr(sys.flags, "safe_path", False):  # -P leaves out folders of scripts, and what is first is another's
-        sys.path[0] = os.path.dirname(os.path.abspath(parsed.script))
-    runpy.run_path(parsed.script, run_name="__main__")
+    try:
+        if parsed.m:
+            runpy.run_module(parsed.script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(parsed.script, run_name="__main__")
+    finally:
+        if parsed.json:
+            answered = getattr(sys.modules.get("rwkv_jit.compat.loading"), "answered", {})
+            print(json.dumps({"extensions": answered, "kernels": stats.snapshot(), "fla": compat.fla.report()}))
     return 0
+
+
+def _is_module(name: str) -> bool:
+    """Return whether Python can run a module of this name: for a package that is its `__main__`."""
+    from importlib.util import find_spec
+
+    try:
+        spec = find_spec(name)
+        is_package = spec is not None and spec.submodule_search_locations is not None
+        return spec is not None and (not is_package or find_spec(f"{name}.__main__") is not None)
+    except (ImportError, ValueError):
+        return False
 
 
 def _in_options(message: str, parsed: argparse.Namespace, arguments: Sequence[str]) -> str:
@@ -109,7 +133,9 @@ def _parser() -> argparse.ArgumentParser:
     from rwkv_jit import __version__
 
     parser = _Parser(
-        prog="rwkv-jit", description="RWKV CUDA kernels, compiled for your GPU when they are first called."
+        prog="rwkv-jit",
+        description="RWKV CUDA kernels, compiled for your GPU when they are first called.",
+        epilog="`rwkv-jit help COMMAND` says what a command takes.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command")
@@ -154,6 +180,9 @@ def _add(commands: Any, name: str, summary: str) -> argparse.ArgumentParser:
 def _add_run(commands: Any) -> None:
     summary = "run a script with rwkv_jit in the place of the extensions that it would compile"
     run = commands.add_parser("run", help=summary, description=_sentence(summary))
+    run.add_argument("-m", action="store_true", help="SCRIPT is the name of a module, as with `python -m`")
+    text = "print a line of JSON at the end: the extensions that were loaded with who answered, and counts of kernels"
+    run.add_argument("--json", action="store_true", help=text)
     run.add_argument("script", help="a Python file")
     run.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script finds in sys.argv")
     run.set_defaults(program=run.prog)

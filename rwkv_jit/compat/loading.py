@@ -16,6 +16,7 @@ from rwkv_jit.errors import RwkvJitError, brief
 
 _log = logging.getLogger("rwkv_jit")
 _torch_load: Any = None
+answered: dict[str, str] = {}  # who answered for an extension, by its name
 _libraries: dict[str, torch.library.Library] = {}  # by namespace
 # By namespace: without a kernel torch would free an op, and a call of one that a program holds would crash.
 _kept: dict[str, torch.library.Library] = {}
@@ -32,6 +33,7 @@ def load(name: str, *arguments: Any, **options: Any) -> Any:
         extension = extensions.find(name, sources) if compat.is_installed else None
         if extension and extension.namespace and extension.namespace not in _libraries:
             _libraries[extension.namespace] = _define(extension)
+    answered[name] = "torch" if extension is None else "rwkv_jit"
     if extension is None:
         _log.info("%s is no extension that rwkv_jit knows: torch builds it", name)
         return _torch_load(name, *arguments, **options)

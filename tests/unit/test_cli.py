@@ -71,9 +71,22 @@ def test_no_command_prints_the_commands(run):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("names", [[], ["build"], ["cache", "export"], ["run"]], ids=" ".join)
+def test_help_of_a_command(names, capsys):
+    printed = []
+    for arguments in (["help", *names], [*names, "--help"]):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(arguments)
+        assert ended.value.code == 0
+        printed.append(capsys.readouterr())
+    assert printed[0] == printed[1]
+    assert printed[0].out.startswith(f"usage: {' '.join(['rwkv-jit', *names])} ")
+
+
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
+        (["help", "dance"], ["'dance'", "demo", "cache"]),
         (["dance"], ["'dance'", "demo", "cache"]),
         (["cache"], ["rwkv-jit cache", "required", "command"]),
         (["cache", "dance"], ["'dance'", "verify"]),

@@ -1,6 +1,7 @@
 """Extensions of RWKV projects without a compiler: each op that they define, against float64, and who answers for it."""
 
 import gc
+import json
 import math
 import os
 import shutil
@@ -672,6 +673,33 @@ def test_run_a_script(tmp_path):
     run = [sys.executable, "-m", "rwkv_jit", "run", str(script), "--json", "x"]
     done = subprocess.run(run, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "['--json', 'x'] __main__ True"
+
+
+def test_run_a_module(tmp_path):
+    """As `python -m` does, with the working directory first; a package by its __main__."""
+    package = tmp_path / "trainer"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    for name in ("__main__", "train"):
+        (package / f"{name}.py").write_text(f"from . import __name__ as package, __file__ as own\n{SCRIPT}", "utf-8")
+
+    def run(*arguments, check=True):
+        command = [sys.executable, "-m", "rwkv_jit", "run", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=check, cwd=tmp_path)
+
+    assert run("-m", "trainer.train", "-m", "--json", "x").stdout.splitlines() == [
+        "['-m', '--json', 'x'] __main__ True"
+    ]
+    printed = run("--json", "-m", "trainer").stdout.splitlines()
+    assert printed[0] == "[] __main__ True"
+    told = json.loads(printed[1])
+    assert told["extensions"] == {"wkv7": "rwkv_jit"}
+    assert told["kernels"]["compiled"] == 0
+    assert told["fla"] == {}
+    for name in ("nowhere", "trainer.nowhere", "nowhere.train", "tests..x"):
+        done = run("-m", name, check=False)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == f"rwkv-jit run: -m: expected a module that can be run, got '{name}'\n"
 
 
 @pytest.mark.parametrize("is_safe", [False, pytest.param(True, marks=pytest.mark.skipif("sys.version_info < (3, 11)"))])
