@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    text = "Measure the ops beside other libraries, what the service costs, and how kernels became fast."
+    text = "Measure the ops and other libraries, the cost of the service, and the history of kernels."
     parser = argparse.ArgumentParser(prog="python -m bench", description=text)
     commands = parser.add_subparsers(required=True, metavar="command")
 
@@ -53,11 +53,11 @@ def _parser() -> argparse.ArgumentParser:
     cli.add_cases(ops)
     text = "the tables of published studies and more, or one of them (may be repeated)"
     ops.add_argument("--suite", action="append", choices=suites.SUITES, help=text)
-    ops.add_argument("--no-peers", action="store_true", help="measure nobody else's kernels")
-    text = "leave out whose kernels have not compiled and tuned themselves by then (default: wait for all)"
+    ops.add_argument("--no-peers", action="store_true", help="do not measure other libraries")
+    text = "leave out libraries that take longer to compile and tune (default: wait for all)"
     ops.add_argument("--peer-minutes", type=float, metavar="N", help=text)
-    ops.add_argument("--csv", metavar="FILE", help="write the rows there too")
-    ops.add_argument("--plot", metavar="FILE", help="draw them, e.g. out.png")
+    ops.add_argument("--csv", metavar="FILE", help="also write the rows to FILE")
+    ops.add_argument("--plot", metavar="FILE", help="draw the rows, e.g. out.png")
     ops.add_argument("--record", action="store_true", help="keep the rows of each case in bench.json as it ends")
     costs = add("service", _service, "measure what the service costs: imports, first calls, the host's part of a call")
     costs.add_argument("--record", action="store_true", help="keep the result in bench.json")

@@ -163,7 +163,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Give the command its options."""
     training.add_sizes(parser, SIZES)
     parser.add_argument("--steps", type=int, default=300, metavar="N", help="default: 300")
-    parser.add_argument("--out", metavar="FOLDER", help="keep curves.json, after each training, and curves.png there")
+    parser.add_argument("--out", metavar="FOLDER", help="write curves.json, after each training, and curves.png there")
 
 
 def run(parsed: argparse.Namespace) -> dict[str, Any]:

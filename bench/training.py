@@ -338,9 +338,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     text = "only this one (may be repeated; default: rwkv_jit, and FLA where it is installed)"
     parser.add_argument("--who", action="append", choices=dict.fromkeys([*WHO, *LAYERS]), help=text)
     parser.add_argument("--layer-width", type=int, metavar="N", help=f"of the layer; default: {LAYER_WIDTH} on a GPU")
-    parser.add_argument("--runs", type=int, default=10, metavar="N", help="steps that are timed (default: 10)")
+    parser.add_argument("--runs", type=int, default=10, metavar="N", help="timed steps (default: 10)")
     parser.add_argument("--record", action="store_true", help="keep the rows in bench.json")
-    parser.add_argument("--ranks", type=int, metavar="N", help="in place of all that: our model on N GPUs, by FSDP2")
+    parser.add_argument("--ranks", type=int, metavar="N", help="instead: the model of rwkv_jit on N GPUs, with FSDP2")
 
 
 def sizes_of(parsed: argparse.Namespace, large: Sizes) -> tuple[Sizes, str]:

@@ -100,8 +100,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     training.add_sizes(parser, training.LARGE)
     width = training.LAYER_WIDTH
     parser.add_argument("--layer-width", type=int, default=width, metavar="N", help=f"of the layer; default: {width}")
-    parser.add_argument("--processes", type=int, default=8, metavar="N", help="beside each other (default: 8)")
-    parser.add_argument("--seconds", type=float, default=600, metavar="N", help="after which they end (default: 600)")
+    parser.add_argument("--processes", type=int, default=8, metavar="N", help="at once (default: 8)")
+    parser.add_argument("--seconds", type=float, default=600, metavar="N", help="time limit (default: 600)")
 
 
 def run(parsed: argparse.Namespace) -> dict[str, Any]:

@@ -341,7 +341,7 @@ def _timex_problem(
 ) -> Problem:
     """Return the problem of calls of timex with contiguous inputs, of one channel."""
     if tokens is None:
-        raise TypeError("tokens: the kernels of timex go by them, got None")
+        raise TypeError("tokens: expected a number for timex, got None")
     _check_sizes(tokens=tokens, batch=batch)
     checks.check_name("direction", direction, DIRECTIONS)
     checks.check_name("backend", backend, OPS["timex"].backends)

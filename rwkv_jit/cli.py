@@ -134,19 +134,19 @@ def _parser() -> argparse.ArgumentParser:
 
     parser = _Parser(
         prog="rwkv-jit",
-        description="RWKV CUDA kernels, compiled for your GPU when they are first called.",
-        epilog="`rwkv-jit help COMMAND` says what a command takes.",
+        description="CUDA kernels for RWKV and linear attention, compiled for your GPU when you first call them.",
+        epilog="`rwkv-jit help COMMAND` shows the options of a command.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command")
     _add(commands, "demo", "compile the ops, run them, compare them with float64 and time them")
-    _add(commands, "doctor", "check what kernels need of this machine, and say how to mend what is missing")
+    _add(
+        commands, "doctor", "check whether this machine can compile and run kernels, and say how to fix what it cannot"
+    )
     _add(commands, "info", "versions, GPUs, compiler and kernel cache of this machine")
     bench = _add(commands, "bench", "measure the speed of the ops, beside torch")
     bench.epilog = "`python -m bench` in a checkout measures other libraries too, in suites, and compares results."
-    text = (
-        "the small work of a layer, RWKV-7's time mixing and layer, and the loss, in place of the ops; --shape is B,T,C"
-    )
+    text = "instead of the ops: small operations of a layer, RWKV-7's time mixing and layer, the loss; --shape is B,T,C"
     bench.add_argument("--suite", choices=("layers",), help=text)
     add_cases(bench)
     _add_profile(_add(commands, "profile", "the kernels of an op, by torch.profiler, or for NVIDIA's profilers"))
@@ -155,10 +155,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_build(build)
     build.add_argument("-o", "--output", metavar="FILE", help="the bundle to write (default: into the cache)")
     build.add_argument("--digest", action="store_true", help=_DIGEST)
-    _add_build(_add(commands, "warm", "compile kernels into the cache, each once, whatever ranks ask for it at once"))
+    _add_build(_add(commands, "warm", "compile kernels into the cache, each one once, even if many ranks run this"))
     _add_show(_add(commands, "show", "source, PTX, machine code or resources of a kernel"))
     _add_run(commands)
-    summary = "look after the kernels on disk"
+    summary = "list, check, delete, export and import the kernels on disk"
     cache = commands.add_parser("cache", help=summary, description=_sentence(summary))
     _add_cache(cache.add_subparsers(required=True, metavar="command"))
     return parser
@@ -178,13 +178,13 @@ def _add(commands: Any, name: str, summary: str) -> argparse.ArgumentParser:
 
 
 def _add_run(commands: Any) -> None:
-    summary = "run a script with rwkv_jit in the place of the extensions that it would compile"
+    summary = "run a script with rwkv_jit instead of the extensions that it would compile"
     run = commands.add_parser("run", help=summary, description=_sentence(summary))
     run.add_argument("-m", action="store_true", help="SCRIPT is the name of a module, as with `python -m`")
     text = "print a line of JSON at the end: the extensions that were loaded with who answered, and counts of kernels"
     run.add_argument("--json", action="store_true", help=text)
     run.add_argument("script", help="a Python file")
-    run.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script finds in sys.argv")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     run.set_defaults(program=run.prog)
 
 
@@ -193,81 +193,81 @@ def add_cases(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--op", action="append", choices=_OPS, help="only this op (may be repeated)")
     parser.add_argument("--shape", help="B,T,H,N or B,T,H,K,V instead of the usual shapes; wkv4 B,T,C, timex B,C,T too")
     parser.add_argument("--dtype", choices=_DTYPES, help="default: bf16")
-    parser.add_argument("--backend", choices=_BACKENDS, help="only this one of ours (default: all)")
+    parser.add_argument("--backend", choices=_BACKENDS, help="only this backend of rwkv_jit (default: all)")
     text = "may be repeated (default: forward and forward+backward)"
     parser.add_argument("--phase", action="append", choices=_PHASES, help=text)
-    text = "decays that no chunk bears, in all heads or in one of a batch; packed sequences; or states of updates"
+    text = "decays that are out of range in a chunk, in all heads or in one; packed sequences; states of updates"
     parser.add_argument("--inputs", choices=_KINDS, help=f"{text} (default: usual)")
 
 
 def _add_profile(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("op", choices=_OPS, help="what to run")
-    text = "or as the bench takes it (default: 8,4096,64,64); decode and update take one token"
+    parser.add_argument("op", choices=_OPS, help="the op to run")
+    text = "or a shape of bench (default: 8,4096,64,64); decode and update take one token"
     parser.add_argument("--shape", default="8,4096,64,64", metavar="B,T,H,N", help=text)
     parser.add_argument("--dtype", choices=_DTYPES, default="bf16", help="default: bf16")
     parser.add_argument("--phase", choices=_PHASES, default="forward", help="default: forward")
-    parser.add_argument("--inputs", choices=_KINDS, default="usual", help="as the bench takes them (default: usual)")
-    parser.add_argument("--backend", default="auto", help="as the op takes it (default: auto)")
+    parser.add_argument("--inputs", choices=_KINDS, default="usual", help="as for bench (default: usual)")
+    parser.add_argument("--backend", default="auto", help="backend of the op (default: auto)")
     instead = parser.add_mutually_exclusive_group()
-    text = "write the trace there too: trace.json for Chrome's and Perfetto's viewers, and a file for TensorBoard"
+    text = "also write the trace: trace.json for the viewers of Chrome and Perfetto, and a file for TensorBoard"
     instead.add_argument("--trace", metavar="DIR", help=text)
-    text = "print the command line by which Nsight Compute measures this kernel; needs no GPU"
+    text = "print the command line with which Nsight Compute measures this kernel; needs no GPU"
     instead.add_argument("--ncu", metavar="KERNEL", help=text)
     text = "run once, without torch.profiler, between cudaProfilerStart and Stop: for ncu and nsys"
     instead.add_argument("--bare", action="store_true", help=text)
 
 
 def _add_tune(parser: argparse.ArgumentParser) -> None:
-    text = "what to tune; may be repeated (default: all ops)"
+    text = "op to tune; may be repeated (default: all ops)"
     parser.add_argument("--op", action="append", choices=_CHUNKED_OPS, help=text)
-    text = "what to tune for; may be repeated (default: 8,4096,64,64 and 8,4096,32,128)"
+    text = "shape to tune for; may be repeated (default: 8,4096,64,64 and 8,4096,32,128)"
     parser.add_argument("--shape", action="append", metavar="B,T,H,N", help=text)
     instead = parser.add_mutually_exclusive_group()
-    instead.add_argument("--dry-run", action="store_true", help="measure, and store nothing")
-    instead.add_argument("--show", action="store_true", help="list the choices there are; needs no GPU")
-    instead.add_argument("--forget", action="store_true", help="delete the choices that were stored")
+    instead.add_argument("--dry-run", action="store_true", help="measure, but store nothing")
+    instead.add_argument("--show", action="store_true", help="list the stored choices; needs no GPU")
+    instead.add_argument("--forget", action="store_true", help="delete the stored choices")
 
 
 def _add_build(parser: argparse.ArgumentParser) -> None:
     def add(name: str, help: str, kind: Callable[[str], Any] = str, **more: Any) -> None:
         parser.add_argument(name, type=_list_of(kind), action="extend", metavar="LIST", help=help, **more)
 
-    parser.epilog = "A LIST is one value or several, separated by commas; the option may be repeated too."
+    parser.epilog = "A LIST is one value, or several separated by commas; the option may also be repeated."
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--op", type=_list_of(_op), action="extend", metavar="LIST", help=", ".join(_OPS))
     text = "the ops, sizes and dtype of this model: a checkpoint (.pth, .safetensors) or its config.json"
     what.add_argument("--model", metavar="FILE", help=text)
     add("--head-size", "K, from 1; for all ops but wkv4 and timex", _size)
     add("--value-size", "V (default: the head size)", _size)
-    add("--tokens", "T, for timex alone", _size)
-    add("--batch", "B, for timex alone (default: all)", _size)
+    add("--tokens", "T, only for timex", _size)
+    add("--batch", "B, only for timex (default: all)", _size)
     add("--dtype", "of r, k, v: bf16 (default), fp16, fp32", _dtype)
     add("--arch", "e.g. sm_90a, or compute_80 for PTX (default: this machine's GPU)", _arch)
-    add("--width", "channels of a model of RWKV-5, 6 or 7, for the small work of its layers", _size)
+    add("--width", "channels of a model of RWKV-5, 6 or 7; adds the other kernels of its layers", _size)
     text = "default: both; update: the kernels of <op>_update and <op>_varlen"
     parser.add_argument("--direction", choices=("forward", "backward", "both", "update"), default="both", help=text)
     add("--decay", "raw, sigmoid, log, direct (default: the op's)")
-    parser.add_argument("--decay-bound", type=float, metavar="X", help="as calls will give it, e.g. -1")
+    parser.add_argument("--decay-bound", type=float, metavar="X", help="that of the calls, e.g. -1")
     add("--state-layout", "vk, kv (default: the op's)", _one_of("vk", "kv"))
     add("--w-dtype", "of w, g and u (default: that of r, k, v)", _dtype)
-    add("--state-dtype", "of the initial state, and of pools (default: fp32)", _dtype)
+    add("--state-dtype", "of initial states and pools (default: fp32)", _dtype)
     text = "high: for calls after torch.set_float32_matmul_precision('high') and set_bfloat16_precision('high')"
     parser.add_argument("--precision", choices=("high",), help=text)
-    text = "the kernels for parts of sequences on several GPUs too, as rwkv_jit.parallel takes them"
+    text = "also the kernels of rwkv_jit.parallel, for sequences over several GPUs (context parallel)"
     parser.add_argument("--shards", action="store_true", help=text)
     _add_verbose(parser)
 
 
 def _add_verbose(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--verbose", action="store_true", help="registers and parameters of each kernel too")
+    parser.add_argument("--verbose", action="store_true", help="also registers and parameters of each kernel")
 
 
 def _add_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("op", type=_op, help=f"one of {', '.join(_OPS)}")
     parser.add_argument("--head-size", type=_size, metavar="K", help="from 1; for all ops but wkv4 and timex")
     parser.add_argument("--value-size", type=_size, metavar="V", help="default: the head size")
-    parser.add_argument("--tokens", type=_size, metavar="T", help="for timex alone")
-    parser.add_argument("--batch", type=_size, metavar="B", help="for timex alone (default: more than 16)")
+    parser.add_argument("--tokens", type=_size, metavar="T", help="only for timex")
+    parser.add_argument("--batch", type=_size, metavar="B", help="only for timex (default: more than 16)")
     parser.add_argument("--direction", choices=("forward", "backward"), default="forward", help="default: forward")
     parser.add_argument("--dtype", choices=_DTYPES, default="bf16", help="of r, k, v (default: bf16)")
     parser.add_argument("--arch", type=_arch, help="e.g. sm_90a, or compute_80 for PTX (default: this machine's GPU)")
@@ -280,7 +280,7 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
         ("resources", "registers, spills and shared memory (default)"),
         ("source", "the CUDA source as the compiler reads it"),
         ("ptx", "the PTX"),
-        ("sass", "the machine code, by nvdisasm or cuobjdump"),
+        ("sass", "the machine code, from nvdisasm or cuobjdump"),
     ):
         parts.add_argument(f"--{part}", action="store_const", dest="part", const=part, default="resources", help=text)
 
@@ -288,8 +288,8 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
 def _add_cache(commands: Any) -> None:
     _add(commands, "path", "print the directory of the kernels")
     _add_verbose(_add(commands, "list", "list all kernels that can be read"))
-    show = _add(commands, "show", "print all that is stored of a kernel")
-    show.add_argument("name", help="beginning of the name, the key or the file of one kernel or several")
+    show = _add(commands, "show", "print everything that is stored about a kernel")
+    show.add_argument("name", help="start of the name, key or file of one or more kernels")
     _add(commands, "verify", "read every kernel and say which are damaged")
     prune = _add(commands, "prune", "delete damaged kernels, then the least recently used ones above the limit")
     prune.add_argument("--max-mb", type=_megabytes, metavar="N", help="default: RWKVJIT_CACHE_MAX_MB, or 512")
@@ -301,7 +301,9 @@ def _add_cache(commands: Any) -> None:
     export.add_argument("--digest", action="store_true", help=_DIGEST)
     imported = _add(commands, "import", "copy bundles into the user's directory")
     imported.add_argument("files", nargs="+", metavar="file")
-    imported.add_argument("--digest", type=_sha256, metavar="HEX", help="refuse any file of another SHA-256, unread")
+    imported.add_argument(
+        "--digest", type=_sha256, metavar="HEX", help="refuse a file with another SHA-256, without reading it"
+    )
 
 
 def _list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:

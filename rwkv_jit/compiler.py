@@ -151,7 +151,7 @@ def _explain(rendered: Rendered, target: str, parameters: Mapping[str, Parameter
         oldest = ".".join(map(str, cuda.OLDEST_NVRTC))
         return CompileError(
             f"NVRTC {version()} is older than {oldest}, the oldest that rwkv_jit works with, and could not compile "
-            f"{rendered.name}: `rwkv-jit doctor` names the command that mends it\n{log}"
+            f"{rendered.name}: `rwkv-jit doctor` prints the command that fixes it\n{log}"
         )
     values = ", ".join(f"{k}={short(str(v))}" for k, v in sorted(parameters.items()))
     rule = _ASSERTION.search(log)
@@ -212,9 +212,9 @@ HEADERS = {headers!r}
 OPTIONS = {options!r}
 
 here = Path(__file__).parent
-texts = [(here / file).read_bytes() for file in HEADERS.values()]
+headers = [(here / file).read_bytes() for file in HEADERS.values()]
 source = (here / SOURCE).read_text(encoding="utf-8")
-program = nvrtc.createProgram(source, "parameters.cu", texts, [name.encode() for name in HEADERS])
+program = nvrtc.createProgram(source, "parameters.cu", headers, [name.encode() for name in HEADERS])
 try:
     nvrtc.compileProgram(program, OPTIONS)
 except nvrtc.NVRTCError as error:

@@ -184,7 +184,7 @@ def _cache() -> Iterator[Finding]:
     root = env.cache_dir()
     fault = _write_fault(root)
     if fault:
-        mend = "set RWKVJIT_CACHE_DIR to a directory of your own"
+        mend = "set RWKVJIT_CACHE_DIR to a directory that you own"
         yield Finding("cache directory", "error", *_text_and_mend(fault, mend))
         return
     size, free, most = cache.size(), shutil.disk_usage(root).free, env.cache_max_bytes()
@@ -216,7 +216,7 @@ def _write_fault(folder: Path, is_private: bool = False) -> str:
 def _text_and_mend(message: str, otherwise: str) -> tuple[str, str]:
     """Split a message of this package, which says how to mend it after a semicolon, if it does."""
     text, _, mend = message.partition("; ")
-    return text, mend.removeprefix("mend it: ") or otherwise
+    return text, mend.removeprefix("fix it: ") or otherwise
 
 
 def _layers() -> Iterator[Finding]:

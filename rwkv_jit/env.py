@@ -14,15 +14,15 @@ from pathlib import Path
 from rwkv_jit.errors import brief
 
 DESCRIPTIONS = {
-    "RWKVJIT_CACHE_DIR": "where compiled kernels are kept (default: the user's cache directory)",
+    "RWKVJIT_CACHE_DIR": "directory of compiled kernels (default: the user's cache directory)",
     "RWKVJIT_CACHE_PATH": "more directories and bundles to read kernels from, separated as in PATH",
     "RWKVJIT_CACHE": "0: neither read nor write kernels on disk",
     "RWKVJIT_CACHE_MAX_MB": "size above which the least recently used kernels are deleted (default: 512)",
     "RWKVJIT_CACHE_SHARED": "1: trust cache directories and files that other users own or may write",
     "RWKVJIT_ARCH": "architecture to compile for instead of the GPU's own, e.g. sm_80 or compute_80 (PTX)",
-    "RWKVJIT_CHECK": "1: look at the slots of updates on a GPU, which waits for it; set it before the first one",
+    "RWKVJIT_CHECK": "1: check the slots of updates on a GPU, which waits for the GPU; set it before the first update",
     "RWKVJIT_FLA": "1: FLA's functions and layers run on these kernels, as after rwkv_jit.compat.fla.install()",
-    "RWKVJIT_COMPAT": "1: extensions of RWKV projects are there, as after rwkv_jit.compat.install()",
+    "RWKVJIT_COMPAT": "1: replace extensions of RWKV projects, as after rwkv_jit.compat.install()",
     "RWKVJIT_ASSERT_CACHED": "1: a kernel that is not in the cache is an error instead of a compile",
     "RWKVJIT_LINEINFO": "1: compile with line numbers for profilers",
     "RWKVJIT_KEEP_SOURCE": "1: keep the source of every kernel that is compiled, in the cache directory",
@@ -114,7 +114,7 @@ def _found_dir(chosen: str, *_: str | None) -> tuple[Path, str]:
         # Below a relative path every working directory would get a cache of its own.
         if path.is_absolute():
             return path, ""
-    return _NOWHERE, "the home directory is not known; set RWKVJIT_CACHE_DIR to a directory of your own"
+    return _NOWHERE, "the home directory is not known; set RWKVJIT_CACHE_DIR to a directory that you own"
 
 
 def cache_is_lasting() -> bool:

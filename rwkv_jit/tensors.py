@@ -91,7 +91,7 @@ def _dense(name: str, x: Tensor, in_place: bool) -> Tensor:
         raise TypeError(f"{name}: expected a dense tensor, got layout {x.layout}")
     if in_place and any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True)):
         raise ValueError(
-            f"{name}: is changed in place; expected memory of its own for every element, got strides {x.stride()} "
+            f"{name}: is changed in place; expected separate memory for every element, got strides {x.stride()} "
             f"with shape {list(x.shape)}"
         )
     return x

@@ -267,7 +267,7 @@ def show(result: dict[str, Any]) -> None:
             for row in result["rows"]
         ],
     )  # fmt: skip
-    report.say("\nA geometry is chunk_len, threads of the forward, blocks of a multiprocessor (forward, backward).")
+    report.say("\nA geometry is chunk_len, threads of the forward, blocks per SM (forward, backward).")
     for row in result["rows"]:
         for candidate in row["dropped"]:
             geometry = f"{candidate['chunk_len']}, {candidate['num_threads']}, {candidate['blocks']}"

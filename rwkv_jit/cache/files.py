@@ -51,9 +51,9 @@ def check(
         return
     otherwise = "" if is_private else ", or trust it: RWKVJIT_CACHE_SHARED=1"
     if not is_own:
-        raise UntrustedError(f"{path} belongs to user {status.st_uid}; use a directory of your own{otherwise}")
+        raise UntrustedError(f"{path} belongs to user {status.st_uid}; use a directory that you own{otherwise}")
     mode = stat.S_IMODE(status.st_mode)
-    raise UntrustedError(f"{path} can be written by others (mode {mode:o}); mend it: chmod go-w '{path}'{otherwise}")
+    raise UntrustedError(f"{path} can be written by others (mode {mode:o}); fix it: chmod go-w '{path}'{otherwise}")
 
 
 @contextlib.contextmanager
@@ -95,7 +95,7 @@ def read(root: Path, name: str, used: float | None = None, most: int = MOST_BYTE
             if stat.S_ISDIR(status.st_mode) and not os.listdir(handle):
                 return None
             if not stat.S_ISREG(status.st_mode):
-                raise UntrustedError(f"{root / name} is not a file; mend it: rm -r '{root / name}'")
+                raise UntrustedError(f"{root / name} is not a file; fix it: rm -r '{root / name}'")
             _check_size(status, most)
             data = os.read(handle, status.st_size + 1)
             if used is not None and is_stale(status, used):
@@ -224,7 +224,7 @@ def publish(path: Path, data: bytes) -> None:
         try:
             path.rmdir()
         except OSError as error:
-            raise OSError(error.errno, f"a directory lies in its place; mend it: rm -r '{path}'") from error
+            raise OSError(error.errno, f"there is a directory with this name; fix it: rm -r '{path}'") from error
     write(path, data)
 
 

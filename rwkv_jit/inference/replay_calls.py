@@ -152,7 +152,7 @@ def _check_step(op: Op, name: str, state: Any, arrays: Sequence[Any], options: d
     _check_sizes(ring, given.state, given.state_layout, given.inputs[0].dtype)
     tokens, most = given.inputs[0].shape[1], min(MOST_TOKENS, ring.drafts) if is_draft else MOST_TOKENS
     if tokens > most:
-        whose = f", as the ring has room for {ring.drafts} drafts" if is_draft else ""
+        whose = f", as the ring was created for {ring.drafts} speculative tokens" if is_draft else ""
         raise ValueError(f"{op.public_names[0]}: expected at most {most} tokens{whose}, got {tokens}")
     return _Step(
         op, (DRAFT if is_draft else STEP).name, given.state, given.y, *ring.fields, ring.length, given.inputs,
@@ -204,7 +204,7 @@ def _check_commit(op: Op, name: str, state: Any, arrays: Sequence[Any], options:
         outside = [number for number in counts.tolist() if not 0 <= number <= ring.drafts]
         if outside:
             raise ValueError(
-                f"accept_lens: expected numbers from 0 to the ring's {ring.drafts} drafts, got {outside[:8]}"
+                f"accept_lens: expected 0 to {ring.drafts}, the ring's speculative tokens, got {outside[:8]}"
             )
     arguments.refuse_gradients(op, name, [pool])
     seed = arguments.seed_tensor(options.get("seed"), rounds, pool, pool)

@@ -128,7 +128,7 @@ class ReplayRing:
             )
         self.length = arguments.count("length", length, 1)
         if self.entries > MOST_ENTRIES:
-            raise ValueError(f"length: expected at most {MOST_ENTRIES} with the {drafts} drafts, got {length}")
+            raise ValueError(f"length: expected at most {MOST_ENTRIES} with {drafts} speculative tokens, got {length}")
         wide = torch.promote_types(dtype, torch.float32)
 
         def new(size: int, dtype: torch.dtype) -> Tensor:

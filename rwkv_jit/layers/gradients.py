@@ -183,7 +183,7 @@ def forward_vmap(name: str, info: Any, dims: Sequence[int | None], *arguments: A
         x = x.movedim(dim, place) if dim is not None else torch.stack([x] * count, place)
         mapped.append(x.flatten(place, place + 1) if name in SHIFTS else x)
     if name in SHIFTS and inputs[-1] is not None:
-        raise RuntimeError(f"{name}: expected no cu_seqlens inside of torch.vmap; a batch has texts of one length")
+        raise RuntimeError(f"{name}: expected no cu_seqlens inside of torch.vmap; a batch has sequences of one length")
     made = registry.find(f"{name}_fwd")(*mapped, eps, kinds, save)
     place = _mapped_place("NC", kinds) if name == "activate" else 0
     if not isinstance(made, (tuple, list)):

@@ -226,7 +226,7 @@ def _bounds(cu_seqlens: Any) -> list[int]:
         raise TypeError(f"cu_seqlens: expected a tensor or a sequence of int, got {brief(cu_seqlens)}") from error
     values = tensors.from_any("cu_seqlens", values)
     if values.dim() != 1 or values.shape[0] < 2:
-        raise ValueError(f"cu_seqlens: expected shape [texts + 1], got {list(values.shape)}")
+        raise ValueError(f"cu_seqlens: expected shape [sequences + 1], got {list(values.shape)}")
     if values.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"cu_seqlens: expected torch.int32 or torch.int64, got {values.dtype}")
     bounds: list[int] = values.tolist()

@@ -280,7 +280,7 @@ def test_without_a_home_kernels_are_kept_in_memory_and_one_message_says_so(get, 
     assert (told["origin"], told["compiled"], told["bytes_written"]) == ("compiled", 2, 0)
     assert told["warnings"] == [
         "kernels are kept in memory only: the home directory is not known; "
-        "set RWKVJIT_CACHE_DIR to a directory of your own"
+        "set RWKVJIT_CACHE_DIR to a directory that you own"
     ]
     told = get(code=code, env={"HOME": "nowhere", "RWKVJIT_CACHE": "0"}, remove=removed)
     assert (told["origin"], told["warnings"]) == ("compiled", [])

@@ -289,7 +289,7 @@ def test_counts_and_slots_are_looked_at_when_asked(op, nothing_known, monkeypatc
     monkeypatch.setenv("RWKVJIT_CHECK", "1")
     options = {"state_indices": slots, "state_layout": "vk"}
     for counts in ([0, 5, 1], [-1, 0, 0]):
-        with pytest.raises(ValueError, match="accept_lens: expected numbers from 0 to the ring's 4 drafts"):
+        with pytest.raises(ValueError, match="accept_lens: expected 0 to 4, the ring's speculative tokens"):
             rwkv_jit.replay_commit(texts.pool, texts.ring, torch.tensor(counts, device="cuda"), **options)
     with pytest.raises(ValueError, match="twice"):
         texts.call("replay", given, torch.tensor([1, 4, 1], dtype=torch.int32, device="cuda"))

@@ -243,12 +243,12 @@ def test_directory_in_the_place_of_an_entry_makes_way_if_it_is_empty(made, caplo
         assert get(made[3]) is None
         cache.put(*made[:2])
     assert caplog.messages == [
-        f"kernels are not read from the cache: {path} is not a file; mend it: rm -r '{path}'",
+        f"kernels are not read from the cache: {path} is not a file; fix it: rm -r '{path}'",
         f"kernels are not kept: {path.parent} cannot be written "
-        f"(a directory lies in its place; mend it: rm -r '{path}')",
+        f"(there is a directory with this name; fix it: rm -r '{path}')",
     ]
     assert [file.name for file in path.parent.iterdir()] == [path.name]
-    subprocess.run(shlex.split(caplog.messages[0].split("mend it: ")[1]), check=True)
+    subprocess.run(shlex.split(caplog.messages[0].split("fix it: ")[1]), check=True)
     cache.put(*made[:2])
     assert get(made[3]) is not None
 
@@ -442,8 +442,8 @@ def owner_and_mode(path):
 @pytest.mark.parametrize(
     ("make_it_so", "mend"),
     [
-        (others_may_write, "mend it: chmod go-w '{}', or trust it: RWKVJIT_CACHE_SHARED=1"),
-        (belongs_to_another, "{} belongs to user 54321; use a directory of your own, or trust it"),
+        (others_may_write, "fix it: chmod go-w '{}', or trust it: RWKVJIT_CACHE_SHARED=1"),
+        (belongs_to_another, "{} belongs to user 54321; use a directory that you own, or trust it"),
         (is_a_link, "{} is a symbolic link; name what it leads to instead"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

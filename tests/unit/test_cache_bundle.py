@@ -278,7 +278,7 @@ def link(path):
     path.symlink_to(path.with_name("moved"))
 
 
-OPEN, OTHERS = r"can be written by others \(mode {}\); mend it: chmod go-w", "belongs to user 54321"
+OPEN, OTHERS = r"can be written by others \(mode {}\); fix it: chmod go-w", "belongs to user 54321"
 LINK = "is a symbolic link; name what it leads to instead"
 UNTRUSTED = {
     "others may write": (lambda path, give_away: path.chmod(0o622), OPEN.format(622), True),
@@ -329,7 +329,7 @@ def test_imported_bundle_is_not_read_where_others_may_have_put_it(place, tmp_pat
     for _ in range(2):
         assert cache.get("made_up", "sm_90", digest) is None
     (message,) = caplog.messages
-    assert f"{tmp_path / place} can be written by others (mode 777); mend it" in message
+    assert f"{tmp_path / place} can be written by others (mode 777); fix it" in message
 
 
 def test_bundle_that_is_swapped_once_it_has_been_opened_is_not_read(three, make_entry, write, monkeypatch):

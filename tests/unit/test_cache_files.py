@@ -80,11 +80,11 @@ except PermissionError as error:
 def test_what_others_may_write_is_refused_with_a_command_that_mends_it(tree, place, mode):
     path = places(tree)[place]
     path.chmod(mode)
-    with pytest.raises(files.UntrustedError, match=f"can be written by others .mode {mode:o}.; mend it: ") as caught:
+    with pytest.raises(files.UntrustedError, match=f"can be written by others .mode {mode:o}.; fix it: ") as caught:
         files.read(tree, NAME)
     assert str(caught.value).startswith(f"{path} ")
     assert stat.S_IMODE(path.stat().st_mode) == mode
-    subprocess.run(shlex.split(str(caught.value).split("mend it: ")[1].split(", or")[0]), check=True)
+    subprocess.run(shlex.split(str(caught.value).split("fix it: ")[1].split(", or")[0]), check=True)
     assert files.read(tree, NAME) == b"right"
 
 
@@ -119,7 +119,7 @@ def test_pipe_in_the_place_of_a_file_is_refused_without_waiting_for_a_writer(tre
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     reader.join(60)
-    assert messages == [f"{tree / NAME} is not a file; mend it: rm -r '{tree / NAME}'"]
+    assert messages == [f"{tree / NAME} is not a file; fix it: rm -r '{tree / NAME}'"]
 
 
 @pytest.mark.parametrize("place", ["root", "folder", "file"])
@@ -320,11 +320,11 @@ def test_what_is_private_is_not_trusted_to_others_though_the_cache_is_shared(tmp
     path.mkdir()
     path.chmod(0o777)
     files.make_directory(path)
-    with pytest.raises(files.UntrustedError, match=f"mend it: chmod go-w '{path}'$"):
+    with pytest.raises(files.UntrustedError, match=f"fix it: chmod go-w '{path}'$"):
         files.make_directory(path, is_private=True)
     path.chmod(0o700)
     give_away(path)
-    with pytest.raises(files.UntrustedError, match="use a directory of your own$"):
+    with pytest.raises(files.UntrustedError, match="use a directory that you own$"):
         files.make_directory(path, is_private=True)
 
 

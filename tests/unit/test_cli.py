@@ -92,7 +92,7 @@ def test_help_of_a_command(names, capsys):
         (["cache", "dance"], ["'dance'", "verify"]),
         (["build", "--head-size", "64"], ["rwkv-jit build", "--op", "required"]),
         (["build", "--op", "wkv7", "--arch", "sm_90"], ["--head-size", "wkv7 needs some"]),
-        (["build", "--op", "timex", "--arch", "sm_90"], ["build: --tokens: the kernels of timex go by them"]),
+        (["build", "--op", "timex", "--arch", "sm_90"], ["build: --tokens: expected a number for timex"]),
         (["build", "--op", "wkv4", "--head-size", "8", "--arch", "sm_90"], ["--head-size: wkv4 has none, got 8"]),
         (
             ["build", "--op", "wkv7", "--head-size", "8", "--tokens", "9", "--arch", "sm_90"],
@@ -105,7 +105,7 @@ def test_help_of_a_command(names, capsys):
         (["build", "--op", "wkv7", "--head-size", "8", "--w-dtype", "x"], ["--w-dtype", "bf16, fp16, fp32", "'x'"]),
         (["build", "--op", "wkv7", "--head-size", "8", "--direction", "up"], ["--direction", "'up'", "both"]),
         (["show", "wkv7", "--arch", "sm_90"], ["show: --head-size: wkv7 needs one"]),
-        (["show", "timex", "--arch", "sm_90"], ["show: --tokens: the kernels of timex go by them"]),
+        (["show", "timex", "--arch", "sm_90"], ["show: --tokens: expected a number for timex"]),
         (["show", "wkv4", "--value-size", "8", "--arch", "sm_90"], ["show: --value-size: wkv4 has none, got 8"]),
         (["show", "wkv7", "--head-size", "8", "--ptx", "--sass"], ["--sass", "not allowed with", "--ptx"]),
         (["cache", "prune", "--max-mb", "-1"], ["--max-mb", "at least 0", "'-1'"]),

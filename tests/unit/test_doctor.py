@@ -257,7 +257,7 @@ def test_kernels_are_counted(make_entry, tmp_path, monkeypatch, fresh_service):
     ("place", "text", "mend"),
     [
         ("open", "{} can be written by others (mode 777)", "chmod go-w '{}', or trust it: RWKVJIT_CACHE_SHARED=1"),
-        ("file/cache", "{} cannot be written: Not a directory", "set RWKVJIT_CACHE_DIR to a directory of your own"),
+        ("file/cache", "{} cannot be written: Not a directory", "set RWKVJIT_CACHE_DIR to a directory that you own"),
     ],
 )
 def test_cache_directory_that_cannot_be_used(place, text, mend, tmp_path, monkeypatch):

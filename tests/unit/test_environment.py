@@ -228,7 +228,7 @@ def test_without_a_home_there_is_no_directory_and_the_cache_is_off(found, monkey
     monkeypatch.setenv("HOME", f"no home of this test: {found}")  # nothing else has asked for it before
     assert not env.cache_is_on()
     assert not env.cache_is_lasting()
-    assert env.cache_fault() == "the home directory is not known; set RWKVJIT_CACHE_DIR to a directory of your own"
+    assert env.cache_fault() == "the home directory is not known; set RWKVJIT_CACHE_DIR to a directory that you own"
     with pytest.raises(NotADirectoryError):
         env.cache_dir().mkdir(parents=True)
 

@@ -152,7 +152,7 @@ def test_needs_a_process_group():
     ("given", "error", "message"),
     [
         ((3,), TypeError, "group: expected a ProcessGroup or a DeviceMesh, got int"),
-        ((None, [0]), ValueError, r"cu_seqlens: expected shape \[texts \+ 1\], got \[1\]"),
+        ((None, [0]), ValueError, r"cu_seqlens: expected shape \[sequences \+ 1\], got \[1\]"),
         ((None, [0.0, 4.0]), TypeError, "cu_seqlens: expected torch.int32 or torch.int64, got torch.float32"),
         ((None, [1, 4]), ValueError, r"cu_seqlens: expected numbers from 0 that do not fall, got \[1, 4\]"),
         ((None, [0, 5, 4]), ValueError, r"cu_seqlens: expected numbers from 0 that do not fall, got \[0, 5, 4\]"),

@@ -200,7 +200,7 @@ def test_a_compiled_graph_has_all_calls_in_it():
         ({"slots": 0}, ValueError, "slots: expected at least 1, got 0"),
         ({"heads": 2.0}, TypeError, "heads: expected an int, got 2.0"),
         ({"length": 0}, ValueError, "length: expected at least 1, got 0"),
-        ({"length": 13}, ValueError, "length: expected at most 16 with the 4 drafts, got 13"),
+        ({"length": 13}, ValueError, "length: expected at most 16 with 4 speculative tokens, got 13"),
         ({"drafts": -1}, ValueError, "drafts: expected at least 0, got -1"),
         ({"dtype": torch.int8}, TypeError, "dtype: expected .*torch.float16.* got torch.int8"),
     ],
@@ -256,7 +256,7 @@ def test_what_is_no_ring():
 @pytest.mark.parametrize("drafts", [1, 2])
 def test_drafts_need_room(drafts):
     ring = make_ring("wkv7", drafts=drafts)
-    message = f"r: expected at most {drafts} tokens, as the ring has room for {drafts} drafts, got 3"
+    message = f"r: expected at most {drafts} tokens, as the ring was created for {drafts} speculative tokens, got 3"
     with pytest.raises(ValueError, match=message):
         rwkv_jit.wkv7_verify(make_pool("wkv7"), ring, *tokens("wkv7", 3).values())
 
@@ -277,8 +277,8 @@ def test_drafts_are_rounded_by_nobody():
     ("counts", "options", "error", "message"),
     [
         (None, {}, TypeError, "accept_lens: expected a torch.Tensor or .*, got NoneType"),
-        (torch.tensor([1, 5]), {}, ValueError, "accept_lens: expected numbers from 0 to the ring's 4 drafts, got .5."),
-        (torch.tensor([-1]), {}, ValueError, "accept_lens: expected numbers from 0 to the ring's 4 drafts, got .-1."),
+        (torch.tensor([1, 5]), {}, ValueError, "accept_lens: expected 0 to 4, the ring's speculative tokens, got .5."),
+        (torch.tensor([-1]), {}, ValueError, "accept_lens: expected 0 to 4, the ring's speculative tokens, got .-1."),
         (torch.tensor([[1]]), {}, ValueError, "accept_lens: expected shape .rows., a number for each row"),
         (torch.tensor([1.0]), {}, TypeError, "accept_lens: expected torch.int32 or torch.int64, got torch.float32"),
         (torch.ones(SLOTS + 1, dtype=torch.int32), {}, ValueError, "state: expected a slot for each of the 8 rows"),

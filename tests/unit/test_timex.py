@@ -669,7 +669,7 @@ def test_one_kernel_is_named_by_tokens_and_batch(monkeypatch):
 
 
 NOT_COMPILED = [
-    ({}, TypeError, "tokens: the kernels of timex go by them, got None"),
+    ({}, TypeError, "tokens: expected a number for timex, got None"),
     ({"tokens": 0}, ValueError, "tokens: expected an int of at least 1, got 0"),
     ({"tokens": 64, "batch": True}, ValueError, "batch: expected an int of at least 1, got True"),
     ({"tokens": 64, "head_size": 8}, ValueError, "head_size: timex has none, got 8"),
@@ -682,7 +682,7 @@ NOT_COMPILED = [
     ({"op": "wkv4", "batch": 8}, ValueError, "batch: goes with timex alone, the kernels of wkv4 take any; got 8"),
 ]
 NOT_WARMED = [
-    ({}, TypeError, "tokens: the kernels of timex go by them, got None"),
+    ({}, TypeError, "tokens: expected a number for timex, got None"),
     ({"tokens": 64, "head_sizes": 8}, ValueError, "head_size: timex has none, got 8"),
     ({"tokens": 64, "state_dtype": torch.float16}, TypeError, "state_dtype: timex has no states"),
     ({"op": "wkv4", "value_sizes": 8}, ValueError, "value_size: wkv4 has none, got 8"),

@@ -236,7 +236,7 @@ def test_a_fault_of_an_update_names_the_argument():
     [
         (lambda x: np.frombuffer(x.numpy().tobytes(), "f4").reshape(x.shape), "expected an array that torch can view"),
         (lambda x: x.numpy()[:, :, ::-1], "expected .*, got one that runs backwards"),
-        (lambda x: x[:1].expand(B, 3, C), r"expected memory of its own for every element, got strides \(0, 5, 1\)"),
+        (lambda x: x[:1].expand(B, 3, C), r"expected separate memory for every element, got strides \(0, 5, 1\)"),
     ],
     ids=["read-only", "backwards", "expanded"],
 )
