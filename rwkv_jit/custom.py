@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rwkv_jit import cuda, kernel, template, tensors
+from rwkv_jit.cache.files import path_of
 from rwkv_jit.errors import RwkvJitError, brief, short
 from rwkv_jit.launch import LETTERS, Extent, Launch, Value
 from rwkv_jit.signatures import BySignature
@@ -73,7 +74,7 @@ class Template:
     """
 
     def __init__(self, path: str | Path):
-        path = Path(path)
+        path = path_of("path", path)
         if path.suffix != ".cu":
             raise ValueError(f"path: expected a .cu file, got {short(str(path))}")
         try:

@@ -16,13 +16,22 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from rwkv_jit import env
+from rwkv_jit.errors import brief
 
 MOST_BYTES = 64 << 20  # of one file; the largest kernels have some hundred kilobytes
 TEMPORARY = r"\.rwkvjit-[a-z0-9_]{8}\.tmp"  # names of files that are being written
 _HAS_MODES = hasattr(os, "getuid") and hasattr(os, "O_NOFOLLOW") and os.open in os.supports_dir_fd
+
+
+def path_of(name: str, given: Any) -> Path:
+    """Return an argument that is a path."""
+    try:
+        return Path(given)
+    except TypeError:
+        raise TypeError(f"{name}: expected a str or a path, got {brief(given)}") from None
 
 
 class UntrustedError(OSError):

@@ -53,7 +53,8 @@ def of_kda(
     beta_map: str,
 ) -> Result | None:  # fmt: skip
     """Run a call whose shapes have been checked; None where it is for other kernels."""
-    if beta_map not in RATE_MAPS or (a_log is None and not (dt_bias is None and lower_bound is None)):
+    checks.check_name("beta_map", beta_map, RATE_MAPS)
+    if a_log is None and not (dt_bias is None and lower_bound is None):
         return None  # which the checks there refuse
     v, head_size = call.inputs[2], call.inputs[1].shape[-1]
     heads = v.shape[-2]

@@ -15,8 +15,7 @@ from rwkv_jit.algorithms.parts import Case
 from rwkv_jit.derived import arguments, operands, own_kernels, steps
 from rwkv_jit.derived.arguments import Result, Sequences
 from rwkv_jit.derived.own_kernels import Kernels, Known
-from rwkv_jit.derived.table import Core
-from rwkv_jit.layers import plain
+from rwkv_jit.derived.table import RATE_MAPS, Core
 from rwkv_jit.ops import checks
 from rwkv_jit.ops.gla import gla
 from rwkv_jit.ops.wkv7 import wkv7
@@ -92,7 +91,8 @@ def of_delta_rule(
 ) -> Result | None:
     """Run a delta rule whose shapes have been checked; None where it is for other kernels."""
     q, k, v, *gates = call.inputs
-    if beta_map not in plain.RATES or (a_log is None and dt_bias is not None):
+    checks.check_name("beta_map", beta_map, RATE_MAPS)
+    if a_log is None and dt_bias is not None:
         return None  # which the checks there refuse
     heads = v.shape[-2]
     parameters = [

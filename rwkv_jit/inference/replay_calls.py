@@ -135,7 +135,9 @@ class _Step(NamedTuple):
 # ---- checks ------------------------------------------------------------------------------------------------------
 
 
-def _check_step(op: Op, name: str, state: Any, arrays: Sequence[Any], options: dict[str, Any], ring: Any) -> _Step:
+def _check_step(
+    op: Op, name: str, state: Any, arrays: Sequence[Any], options: dict[str, Any], ring: Any = None
+) -> _Step:
     """Check a step, and return it with all options.
 
     Raises
@@ -195,7 +197,8 @@ def _check_commit(op: Op, name: str, state: Any, arrays: Sequence[Any], options:
     indices = options.get("state_indices")
     if indices is not None:
         indices = tensors.from_any("state_indices", indices)
-        indices = arguments.indices("state_indices", indices, len(indices if counts is None else counts), pool)
+        rows = indices.numel() if counts is None else len(counts)
+        indices = arguments.indices("state_indices", indices, rows, pool)
     elif counts is not None:
         arguments.check_room("state", pool, None, len(counts))
     if arguments.may_look_at([indices]):

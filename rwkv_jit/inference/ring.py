@@ -184,6 +184,7 @@ class ReplayRing:
         >>> rwkv_jit.ReplayRing(64, "wkv7", 64, 64).pays(16)
         True
         """
+        arguments.count("rows", rows)
         is_large = rows * self.heads * self.head_size * self.value_size * self.state_dtype.itemsize >= _LEAST_BYTES
         return is_large and (OPS[self.op].family != "delta" or self.state_dtype.itemsize > 2)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -76,6 +75,8 @@ def check_dtype(name: str, dtype: Any) -> None:
 
 def described(specs: Mapping[str, StateSpec], metadata: Mapping[str, str] | None) -> dict[str, str]:
     """Return what a file says of its states, with what the user wants it to say."""
+    if metadata is not None and not isinstance(metadata, Mapping):
+        raise TypeError(f"metadata: expected a mapping of str to str, got {brief(metadata)}")
     more = {} if metadata is None else dict(metadata)
     for key, value in more.items():
         if not (isinstance(key, str) and isinstance(value, str)):
@@ -89,13 +90,13 @@ def described(specs: Mapping[str, StateSpec], metadata: Mapping[str, str] | None
 def write(path: str | os.PathLike[str], held: Mapping[str, Tensor], text: dict[str, str]) -> None:
     """Write states, [layers, slots, *shape] by name, and what the file says of them."""
     safetensors = _safetensors("save")
-    files.write(Path(path), safetensors.torch.save(held, text), mode=0o600)
+    files.write(files.path_of("path", path), safetensors.torch.save(held, text), mode=0o600)
 
 
 def read(path: str | os.PathLike[str], specs: Mapping[str, StateSpec]) -> dict[str, Tensor]:
     """Read states of these specs, of any number of slots, but of the same for each name."""
     safetensors = _safetensors("load")
-    if not Path(path).is_file():
+    if not files.path_of("path", path).is_file():
         raise FileNotFoundError(f"path: there is no file {path}")
     try:
         with safetensors.safe_open(path, framework="pt") as file:

@@ -348,7 +348,7 @@ def _check(op: Op, name: str, state: Any, arrays: Sequence[Any], options: dict[s
         checks.check_count("max_seqlen", most)
 
     if options.get("cu_seqlens") is None:
-        raise TypeError(f"{name}() needs cu_seqlens, where each sequence begins and ends")
+        raise TypeError("cu_seqlens: expected where each sequence begins and ends, got None")
     bounds = tensors.from_any("cu_seqlens", options["cu_seqlens"])
     checks.check_packing(bounds, lead)
     count = bounds.shape[0] - 1

@@ -433,7 +433,8 @@ def _as_tensors(op: str, arrays: Sequence[Any]) -> list[Any]:
     return [None if x is None else tensors.from_any(name, x) for name, x in zip(names, arrays, strict=True)]
 
 
-def _check_lead(name: str, x: Tensor) -> None:
+def _check_lead(name: str, given: Any) -> None:
+    x = tensors.from_any(name, given)
     dtypes = [*tensors.STORAGE] if x.is_cuda else [*tensors.STORAGE, torch.float64]
     if x.dtype not in dtypes:
         raise TypeError(f"{name}: expected {' or '.join(map(str, dtypes))}, got {x.dtype}")

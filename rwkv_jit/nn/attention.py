@@ -103,7 +103,7 @@ class GatedLinearAttention(_Attention):
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ):  # fmt: skip
         place: dict[str, Any] = {"device": device, "dtype": dtype}
-        key_width = width // 2 if key_width is None else key_width
+        key_width = count("width", width, 1) // 2 if key_width is None else key_width
         value_width = width if value_width is None else value_width
         super().__init__(width, heads, key_width, value_width, place)
         self.g_proj = nn.Linear(width, value_width, bias=False, **place)

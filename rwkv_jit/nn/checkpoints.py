@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from types import ModuleType
 
 import torch
 from torch import Tensor
+
+from rwkv_jit.cache.files import path_of
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
@@ -22,7 +23,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     ImportError, OSError
         safetensors is not installed; or the file cannot be read.
     """
-    path = Path(path)
+    path = path_of("path", path)
     try:
         found = (
             _safetensors().load_file(path)
@@ -40,7 +41,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 def write(path: str | os.PathLike[str], held: Mapping[str, Tensor]) -> None:
     """Write tensors by name; whoever reads the file meanwhile sees all of the old one or of the new one."""
-    path = Path(path)
+    path = path_of("path", path)
     own = {name: x.detach().cpu().contiguous() for name, x in held.items()}
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=".tmp")
     os.close(handle)

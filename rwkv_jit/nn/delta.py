@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rwkv_jit.derived.arguments import check_bound
 from rwkv_jit.derived.delta import gated_delta_rule, kda
 from rwkv_jit.inference.arguments import count
 from rwkv_jit.layers.functions import gated_norm
@@ -158,8 +159,8 @@ class KimiDeltaAttention(_DeltaNet):
         value_heads = key_heads if value_heads is None else value_heads
         value_size = key_size if value_size is None else value_size
         super().__init__(width, key_heads, value_heads, key_size, value_size, conv_width)
-        if lower_bound is not None and not lower_bound < 0:
-            raise ValueError(f"lower_bound: expected a number below 0, got {lower_bound!r}")
+        if lower_bound is not None:
+            check_bound(lower_bound)
         self.lower_bound, self.allow_neg_eigval = lower_bound, allow_neg_eigval
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         keys, values = self.key_width, self.value_width

@@ -37,6 +37,7 @@ class LanguageModel(nn.Module):
     ):  # fmt: skip
         super().__init__()
         arguments.count("vocabulary", vocabulary, 1)
+        arguments.count("width", width, 1)
         arguments.count("layers", layers, 1)
         self.checkpointing, self.head_size = checkpointing, head_size
         self.emb = nn.Embedding(vocabulary, width, **place)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rwkv_jit.inference.arguments import count
 from rwkv_jit.layers.functions import gated, token_shift
 from rwkv_jit.layers.plain import last_tokens
 from rwkv_jit.nn.mixing import ChannelMix, Mix
@@ -186,7 +187,8 @@ class RWKV4ChannelMix(ChannelMix):
         self, width: int, layer: int, layers: int, hidden: int | None = None, *,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ):  # fmt: skip
-        super().__init__(width, layer, layers, 4 * width if hidden is None else hidden, device, dtype)
+        hidden = 4 * count("width", width, 1) if hidden is None else hidden
+        super().__init__(width, layer, layers, hidden, device, dtype)
 
     def reset_parameters(self) -> None:
         """Set all parameters to their official initial values."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from rwkv_jit.errors import brief
 from rwkv_jit.inference import arguments
 from rwkv_jit.inference.update import wkv7_update
 from rwkv_jit.layers.functions import activate, gated_norm, norm_shift, prepare_keys, shift_mix, token_shift
@@ -120,7 +121,7 @@ class RWKV7TimeMix(nn.Module):
         self.is_first = layer == 0  # so that compiled code of one layer is that of others
         self.heads = parts.check_heads(width, head_size)
         self.width, self.head_size = width, head_size
-        self.ranks = _ranks(width, ranks or {})
+        self.ranks = _ranks(width, {} if ranks is None else ranks)
 
         def new(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -542,6 +543,8 @@ class RWKV7Block(nn.Module):
 
 def _ranks(width: int, given: Mapping[str, int]) -> dict[str, int]:
     """Return the ranks of all low-rank matrices."""
+    if not isinstance(given, Mapping):
+        raise TypeError(f"ranks: expected a mapping of w, a, v and g to ints, got {brief(given)}")
     unknown = [name for name in given if name not in _RANKS]
     if unknown:
         raise ValueError(f"ranks: expected w, a, v and g, got {', '.join(map(str, unknown))}")

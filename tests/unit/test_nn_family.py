@@ -317,7 +317,7 @@ def test_autocast(name):
     [
         (lambda: nn.KimiDeltaAttention(0), "width: "),
         (lambda: nn.KimiDeltaAttention(8, 2, 3), "value_heads: expected a multiple of key_heads 2, got 3"),
-        (lambda: nn.KimiDeltaAttention(8, 2, lower_bound=0.5), "lower_bound: expected a number below 0, got 0.5"),
+        (lambda: nn.KimiDeltaAttention(8, 2, lower_bound=0.5), "lower_bound: expected a negative number, got 0.5"),
         (lambda: nn.GatedDeltaNet(8, 2, 4, conv_width=1), "conv_width: expected 2 to 8, got 1"),
         (lambda: nn.GatedDeltaNet(8, 2, 4, 0), "key_size: "),
         (lambda: nn.Mamba2(8, head_size=5), r"head_size: expected a divisor of 2 \* width 16, got 5"),

@@ -128,7 +128,7 @@ INT = torch.int32
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"cu_seqlens": None}, TypeError, r"wkv7_varlen\(\) needs cu_seqlens"),
+        ({"cu_seqlens": None}, TypeError, "cu_seqlens: expected where each sequence begins and ends, got None"),
         ({"cu_seqlens": torch.tensor([0])}, ValueError, r"cu_seqlens: expected shape \[sequences \+ 1\], got \[1\]"),
         ({"cu_seqlens": torch.tensor([0.0, 7])}, TypeError, "cu_seqlens: expected torch.int32 or torch.int64, got"),
         ({"cu_seqlens": torch.tensor([0, 4, 3, 7])}, ValueError, "cu_seqlens: expected to begin at 0, never fall and"),
