@@ -146,14 +146,17 @@ def of_layers(device, world):
         assert loss.isnan(), name
         for x, grad in zip(inputs, torch.autograd.grad(loss, inputs), strict=True):
             assert torch.equal(whole(grad), torch.zeros_like(whole(x))), name
-    # A matrix in parts beside plain rows, of which there may be fewer than ranks.
+    # A matrix in parts beside rows that all ranks have, of which there may be fewer than ranks.
     matrix = [x.requires_grad_() for x in (new(11, 32), new(11))]
     for count in (1, 3):
         hidden, targets = new(1, count, 32).requires_grad_(), torch.arange(count, device=device)[None]
         results = []
-        for weight, bias in (matrix, [_placed(x.detach(), (0,), 0, mesh) for x in matrix]):
-            loss = rwkv_jit.linear_cross_entropy(hidden, weight, targets, bias=bias, l2_wrap=0.1)
-            results.append([loss, *map(whole, torch.autograd.grad(loss, [hidden, weight, bias]))])
+        rows = [_placed(x.detach(), (None,), 0, mesh) for x in (hidden, targets)]
+        for (x, aims), (weight, bias) in (
+            ((hidden, targets), matrix), (rows, [_placed(x.detach(), (0,), 0, mesh) for x in matrix]),
+        ):  # fmt: skip
+            loss = rwkv_jit.linear_cross_entropy(x, weight, aims, bias=bias, l2_wrap=0.1)
+            results.append([loss, *map(whole, torch.autograd.grad(loss, [x, weight, bias]))])
         for found, want in zip(*results[::-1], strict=True):
             check_close(found, want, f"{count} rows")
     parts, kinds = distribute_tensor(new(3, 4, 6), mesh, [Shard(1)]), ("tanh", "identity", "sigmoid")
@@ -276,7 +279,9 @@ def bad_input(device, world):
         (ValueError, "logits: expected DTensors placed by Replicate() or Shard(0) (batch), got S",
          lambda: rwkv_jit.cross_entropy(flat, ids)),
         (ValueError, "weight: expected a DTensor placed by Replicate() or Shard(0) of ",
-         lambda: rwkv_jit.linear_cross_entropy(flat.full_tensor(), matrix, ids.full_tensor())),
+         lambda: rwkv_jit.linear_cross_entropy(of_rows.redistribute(placements=[Shard(0)]), matrix, ids)),
+        (TypeError, "hidden: expected a DTensor like weight, got Tensor. Where FSDP has cut weight, call the module ",
+         lambda: rwkv_jit.linear_cross_entropy(alone, fully_shard(nn.Linear(4, 6).to(device)).weight, whole(ids)[0])),
         (ValueError, "weight: expected Replicate() where hidden is cut, ",
          lambda: rwkv_jit.linear_cross_entropy(
              of_rows.redistribute(placements=[Shard(0)]), matrix.redistribute(placements=[Shard(0)]), ids)),
@@ -309,6 +314,21 @@ def of_copies(device, world):
             losses.append(loss_of(*part))
             (losses[-1] / passes).backward()
         check(model, losses, device, mesh)
+    # A rank without any target has a loss of NaN, and no part in the gradients.
+    model = make(device)
+    tokens, targets = (own(x, mesh) for x in make_rows(model))
+    targets = targets if mesh.get_local_rank() else torch.full_like(targets, -100)
+    loss_of = DistributedDataParallel(Loss(model), process_group=mesh.get_group())
+    loss = loss_of(tokens, targets)
+    loss.backward()
+    assert bool(loss.isnan()) == (mesh.get_local_rank() == 0)
+    alone = make(device)
+    if mesh.get_local_rank():
+        alone.loss(tokens, targets).backward()
+    for (name, x), y in zip(model.named_parameters(), alone.parameters(), strict=True):
+        want = torch.zeros_like(y) if y.grad is None else y.grad
+        dist.all_reduce(want, group=mesh.get_group())
+        check_close(x.grad, want / world, name)
 
 
 def of_shards(device, world):
@@ -319,6 +339,27 @@ def of_shards(device, world):
         model.checkpointing = checkpointing
         loss = model.loss(*(own(x, mesh) for x in make_rows(model)))
         loss.backward()
+        check(model, [loss], device, mesh)
+
+
+def of_small_shards(device, world):
+    """FSDP2 of modules inside of layers and of the head alone: each rank has the loss of its own rows."""
+    mesh = init_device_mesh(device, (world,))
+    alone = make(device)
+    for part in ("head", "att", "ffn", "ln1", "ln_x", nn.Linear):
+        model = make(device)
+        inside = [
+            x for name, x in model.named_modules()
+            if (name.rpartition(".")[2] == part if isinstance(part, str) else isinstance(x, part))
+        ]  # fmt: skip
+        for module in inside:
+            fully_shard(module, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        register_fsdp_forward_method(model, "loss")
+        rows = [own(x, mesh) for x in make_rows(model)]
+        loss = model.loss(*rows)
+        loss.backward()
+        check_close(loss.detach(), alone.loss(*rows).detach(), f"loss of {part}")
         check(model, [loss], device, mesh)
 
 

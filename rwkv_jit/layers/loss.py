@@ -183,8 +183,8 @@ def linear_cross_entropy(
 
     DTensors: hidden and targets are replicated or sharded over the batch, weight and bias replicated. Where hidden is
     replicated, weight may be sharded over the classes: each rank then takes a part of the rows, with the whole matrix,
-    which it gathers. Beside a weight that is a DTensor, hidden and targets may be plain tensors that are the same on
-    every rank. The result is as in `cross_entropy`.
+    which it gathers. Plain tensors beside a weight that is a DTensor are an error, as each rank may have other rows.
+    With FSDP call the module that has the weight, and take `cross_entropy`. The result is as in `cross_entropy`.
 
     References
     ----------

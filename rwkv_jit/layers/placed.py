@@ -9,7 +9,6 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from rwkv_jit import tensors
 from rwkv_jit.layers.steps import OPS, SHIFTS, makes_decays
 from rwkv_jit.legal import Reduction
 from rwkv_jit.ops import checks, sharding
@@ -103,13 +102,14 @@ def loss_of_rows(
     if not isinstance(weight, DTensor):
         raise TypeError(f"weight: expected a DTensor like another argument, got {type(weight).__name__}")
     mesh, whole = weight.device_mesh, [Replicate()] * weight.device_mesh.ndim
-    if not isinstance(hidden, DTensor) and not isinstance(targets, DTensor):  # the same on every rank
-        rows = tensors.from_any("hidden", hidden), tensors.from_any("targets", targets)
-        hidden, targets = (DTensor.from_local(x, mesh, whole, run_check=False) for x in rows)
     given = {"hidden": hidden, "targets": targets, "weight": weight, **({} if bias is None else {"bias": bias})}
     for name, x in given.items():
         if not isinstance(x, DTensor):
-            raise TypeError(f"{name}: expected a DTensor like weight, got {type(x).__name__}")
+            raise TypeError(
+                f"{name}: expected a DTensor like weight, got {type(x).__name__}. Where FSDP has cut weight, call the "
+                "module that has it and take cross_entropy; rows that are the same on every rank are "
+                "DTensor.from_local(x, mesh, [Replicate()])"
+            )
         like = {"targets": hidden, "bias": weight}.get(name)
         is_known = all(placement in (Replicate(), Shard(0)) for placement in x.placements)
         if x.device_mesh != mesh or not is_known or (like is not None and x.placements != like.placements):

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rwkv_jit.inference.arguments import count
-from rwkv_jit.layers.functions import gated_norm
-from rwkv_jit.nn.parts import under_autocast
+from rwkv_jit.nn.parts import is_plain, norm_heads, under_autocast
 from rwkv_jit.ops.gla import gla
 from rwkv_jit.ops.linear_attention import linear_attention
 
@@ -138,8 +137,7 @@ class GatedLinearAttention(_Attention):
         q, k, v, g = map(self._of_heads, made)
         y, final = gla(q, k, v, g, state, output_final_state=True, cu_seqlens=cu_seqlens)
         assert final is not None
-        weight = self.g_norm_swish_gate.weight.expand(v.shape[2:])
-        return self.o_proj(gated_norm(y, self.g_proj(x), weight, gate="silu", norm="rms", eps=_EPS)), final
+        return self.o_proj(norm_heads(self.g_norm_swish_gate, nn.RMSNorm, y, self.g_proj(x), "silu")), final
 
 
 class LinearAttention(_Attention):
@@ -231,5 +229,8 @@ class LinearAttention(_Attention):
         x = under_autocast(x)
         q, k, v = map(self._of_heads, (F.elu(self.q_proj(x)) + 1, F.elu(self.k_proj(x)) + 1, self.v_proj(x)))
         y, final = linear_attention(q, k, v, state, output_final_state=True, cu_seqlens=cu_seqlens)
-        weight = self.norm.weight.to(y.dtype)  # which autocast has left as it is
-        return self.o_proj(F.rms_norm(y, v.shape[3:], weight, _EPS).flatten(2)), final
+        if is_plain(self.norm, nn.RMSNorm):  # whose weight autocast has left as it is
+            y = F.rms_norm(y, v.shape[3:], self.norm.weight.to(y.dtype), _EPS)
+        else:
+            y = self.norm(y)
+        return self.o_proj(y.flatten(2)), final

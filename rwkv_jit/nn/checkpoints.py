@@ -12,6 +12,8 @@ from torch import Tensor
 
 from rwkv_jit.cache.files import path_of
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # that weights may have
+
 
 def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Return the tensors of a file by name, on the CPU.
@@ -19,7 +21,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     Raises
     ------
     ValueError
-        It is none that torch or safetensors can read, or has other things than tensors.
+        It is none that torch or safetensors can read, or has other things than weights: each with its name and dtype.
     ImportError, OSError
         safetensors is not installed; or the file cannot be read.
     """
@@ -34,9 +36,26 @@ def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         raise
     except Exception as error:  # each format has errors of its own
         raise ValueError(f"path: expected a checkpoint that torch or safetensors can read, got {path}") from error
-    if not isinstance(found, dict) or not all(isinstance(x, Tensor) for x in found.values()):
+    if not isinstance(found, dict) or not all(isinstance(x, Tensor) and isinstance(n, str) for n, x in found.items()):
         raise ValueError(f"path: expected a dict of tensors, got another thing in {path}")
-    return found
+    others = [
+        f"{name} of {x.dtype}" + (f" and {x.layout}" if x.layout != torch.strided else "")
+        for name, x in found.items() if x.dtype not in DTYPES or x.layout != torch.strided
+    ]  # fmt: skip
+    if others:
+        raise ValueError(f"path: expected weights of {', '.join(map(str, DTYPES))} in {path}, got {', '.join(others)}")
+    return _apart(found)
+
+
+def _apart(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors of which each has memory of its own: those that share it with one before are copied."""
+    made: dict[str, Tensor] = {}
+    taken = set()
+    for name, x in held.items():
+        memory = x.untyped_storage().data_ptr()
+        made[name] = x.clone() if memory in taken else x
+        taken.add(memory)
+    return made
 
 
 def write(path: str | os.PathLike[str], held: Mapping[str, Tensor]) -> None:
@@ -47,7 +66,7 @@ def write(path: str | os.PathLike[str], held: Mapping[str, Tensor]) -> None:
     os.close(handle)
     try:
         if path.suffix == ".safetensors":
-            _safetensors().save_file(own, temporary)
+            _safetensors().save_file(_apart(own), temporary)
         else:
             torch.save(own, temporary)
         os.chmod(temporary, 0o666 & ~_umask())

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from rwkv_jit.derived.arguments import check_bound
 from rwkv_jit.derived.delta import gated_delta_rule, kda
 from rwkv_jit.inference.arguments import count
-from rwkv_jit.layers.functions import gated_norm
-from rwkv_jit.legal import Gate
 from rwkv_jit.nn import parts
 
 
@@ -54,12 +52,6 @@ class _DeltaNet(nn.Module):
         q, k, v = mixed.split([self.key_width, self.key_width, self.value_width], -1)
         q, k = (each.unflatten(-1, (self.key_heads, self.key_size)) for each in (q, k))
         return q, k, v.unflatten(-1, (self.value_heads, self.value_size))
-
-    def _normed(self, y: Tensor, gate: Tensor, norm: nn.RMSNorm, kind: Gate) -> Tensor:
-        """Return what is behind the norm of each head and the gate, [B, T, H V]."""
-        weight, eps = norm.weight.expand(y.shape[2:]), norm.eps
-        assert eps is not None
-        return gated_norm(y, gate, weight, gate=kind, norm="rms", eps=eps)
 
     def extra_repr(self) -> str:
         """Return what the module was made of, for its repr."""
@@ -225,7 +217,7 @@ class KimiDeltaAttention(_DeltaNet):
             beta_map="twice_sigmoid" if self.allow_neg_eigval else "sigmoid",
         )  # fmt: skip
         assert final is not None
-        return self.o_proj(self._normed(y, self.g_proj(x), self.o_norm, "sigmoid")), (last, final)
+        return self.o_proj(parts.norm_heads(self.o_norm, nn.RMSNorm, y, self.g_proj(x), "sigmoid")), (last, final)
 
 
 class GatedDeltaNet(_DeltaNet):
@@ -353,4 +345,4 @@ class GatedDeltaNet(_DeltaNet):
             dt_bias=self.dt_bias, qk_norm=True, beta_map="sigmoid",
         )  # fmt: skip
         assert final is not None
-        return self.out_proj(self._normed(y, z.flatten(2), self.norm, "silu")), (last, final)
+        return self.out_proj(parts.norm_heads(self.norm, nn.RMSNorm, y, z.flatten(2), "silu")), (last, final)

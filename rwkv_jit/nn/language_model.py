@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from rwkv_jit.errors import brief
 from rwkv_jit.inference import arguments
 from rwkv_jit.inference.pool import StatePool
 from rwkv_jit.inference.states import StateSpec
-from rwkv_jit.layers.loss import linear_cross_entropy
+from rwkv_jit.layers.loss import cross_entropy, linear_cross_entropy
 from rwkv_jit.nn import checkpoints, parts
 from rwkv_jit.ops import checks
 
@@ -99,6 +101,8 @@ class LanguageModel(nn.Module):
     ) -> Any:  # fmt: skip
         """Return the mean loss of the next tokens, by `linear_cross_entropy`: the logits are never all in memory.
 
+        A head with an adapter or hooks, or sharded alone, is called, and makes all logits.
+
         Parameters
         ----------
         tokens : torch.Tensor, shape (B, T), int64 or int32
@@ -117,8 +121,15 @@ class LanguageModel(nn.Module):
             With `return_state`. It is not detached.
         """
         hidden, after = self._hidden(tokens, state, cu_seqlens, shard)
-        loss = linear_cross_entropy(hidden, self.head.weight, targets, l2_wrap=l2_wrap)
+        loss = self._loss(hidden, targets, l2_wrap)
         return (loss, after) if return_state else loss
+
+    def _loss(self, hidden: Tensor, targets: Tensor, l2_wrap: float) -> Tensor:
+        """Return the mean loss of what the head reads."""
+        head: Any = self.head
+        if parts.is_plain(head, nn.Linear):
+            return linear_cross_entropy(hidden, head.weight, targets, bias=head.bias, l2_wrap=l2_wrap)
+        return cross_entropy(head(hidden), targets, l2_wrap=l2_wrap)
 
     def _hidden(
         self, tokens: Tensor, state: Sequence[Any] | None = None, cu_seqlens: Tensor | None = None,
@@ -234,8 +245,10 @@ class LanguageModel(nn.Module):
             slots = torch.tensor(slots, dtype=torch.int32, device=tokens.device)
         between: tuple[Any, ...] = (self.emb(tokens), *self._begin)
         for layer, block in enumerate(self.blocks):
+            own: Any = getattr(block, "_orig_mod", block)  # of one that is compiled
             states = self._State(*(pool[name][layer] for name in self._State._fields))
-            made = block.step(*between, states, slots, pool.reserved - 1)  # type: ignore[operator]
+            step = own.step if parts.is_plain(own, self._Block) and parts.is_plain_block(own) else partial(_step, own)
+            made = step(*between, states, slots, pool.reserved - 1)
             between = made if isinstance(made, tuple) else (made,)
         return self.head(self.ln_out(between[0]))  # type: ignore[no-any-return]
 
@@ -270,7 +283,7 @@ class LanguageModel(nn.Module):
             raise ValueError(f"temperature: expected at least 0, got {temperature}")
         if not 0 < top_p <= 1:
             raise ValueError(f"top_p: expected more than 0 and at most 1, got {top_p}")
-        if tokens.dim() != 2 or not tokens.shape[1]:
+        if tokens.dim() != 2 or not tokens.numel():
             raise ValueError(
                 f"tokens: expected shape [batch, tokens] with at least one token, got {list(tokens.shape)}"
             )
@@ -309,14 +322,21 @@ class LanguageModel(nn.Module):
 
         Raises
         ------
+        TypeError
+            `dtype` is none of float32, bfloat16, float16 and float64.
         ValueError
-            The file has other parameters than this model: every name that is missing or foreign, or every tensor that
-            has another shape. v0, v1 and v2 of the first layer of RWKV-7, which nobody reads, may be there.
+            The file has other parameters than this model: every name that is missing or foreign, every tensor that has
+            another shape, or every one of another dtype than these four. v0, v1 and v2 of the first layer of RWKV-7,
+            which nobody reads, may be there.
         ImportError, OSError
             safetensors is not installed; or the file cannot be read.
         """
+        if dtype not in (None, *checkpoints.DTYPES):
+            raise TypeError(f"dtype: expected {' or '.join(map(str, checkpoints.DTYPES))}, got {brief(dtype)}")
         found = {name: x for name, x in checkpoints.read(path).items() if name not in cls._unused}
         layers, make = _layers(found), cast("Callable[..., Model]", cls)  # models have arguments of their own
+        if layers > len(found):
+            raise ValueError(f"path: expected tensors of {layers} layers in {path}, got {len(found)} in all")
         checkpoints.check_names(path, found, make(1, 1, layers, 1, hidden=1, device="meta").state_dict())
         vocabulary, width = checkpoints.matrix(path, found, "emb.weight")
         _, head_size = checkpoints.matrix(path, found, f"blocks.0.att.{cls._by_head}")
@@ -338,7 +358,8 @@ class LanguageModel(nn.Module):
         Parameters
         ----------
         path : str or path
-            Where to; a file of safetensors if its name ends so, and else of `torch.save`.
+            Where to; a file of safetensors if its name ends so, and else of `torch.save`. Weights that are tied are
+            there by each of their names, and are apart in a model that is read from it.
 
         Raises
         ------
@@ -348,8 +369,22 @@ class LanguageModel(nn.Module):
         checkpoints.write(path, self.state_dict())
 
 
+def _step(block: Any, *given: Any) -> tuple[Tensor, ...]:
+    """Return what `step` of a layer does, by a call of it for one token: hooks, adapters and wrappers are in that."""
+    *between, states, slots, null_index = given
+    rows = torch.arange(len(between[0]), device=between[0].device) if slots is None else slots.long()
+    arguments.check_slots({"slots": rows}, len(states[0]), null_index)
+    places, used = rows.clamp(min=0), rows > null_index
+    wide = (torch.promote_types(x.dtype, between[0].dtype) for x in states)
+    before = type(states)(*(x[places].to(dtype) for x, dtype in zip(states, wide, strict=True)))
+    *made, after = block(*(None if x is None else x.unsqueeze(1) for x in between), before)
+    for x, y in zip(states, after, strict=True):
+        x[places[used]] = y[used].to(x.dtype)
+    return tuple(x.squeeze(1) for x in made)
+
+
 def _layers(names: Iterable[str]) -> int:
-    found = (re.match(r"blocks\.(\d+)\.", name) for name in names)
+    found = (re.match(r"blocks\.(\d{1,9})\.", name) for name in names)
     return 1 + max((int(match[1]) for match in found if match), default=0)
 
 

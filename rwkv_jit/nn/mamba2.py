@@ -60,7 +60,7 @@ class Mamba2(nn.Module):
     D : torch.nn.Parameter, shape (H,)
         How much of x is added to what is read.
     norm : torch.nn.RMSNorm, weight (H V,)
-        The weight and the eps of the norm.
+        The weight and the eps of the norm. With several groups it is not called, and hooks of it neither.
     out_proj : torch.nn.Linear, weight (C, H V)
         Makes what is added to the residual.
 
@@ -171,7 +171,10 @@ class Mamba2(nn.Module):
     def _normed(self, y: Tensor, z: Tensor) -> Tensor:
         """Return the norms of what is behind the gate. `gated_norm` has the gate behind the norm."""
         wide = torch.promote_types(y.dtype, torch.float32)
-        gated = (y.to(wide) * F.silu(z.to(wide))).unflatten(-1, (self.norm_groups, -1))
+        gated = y.to(wide) * F.silu(z.to(wide))
+        if self.norm_groups == 1 and not parts.is_plain(self.norm, nn.RMSNorm):
+            return self.norm(gated).to(y.dtype)  # type: ignore[no-any-return]
+        gated = gated.unflatten(-1, (self.norm_groups, -1))
         normed = F.rms_norm(gated, gated.shape[-1:], None, self.norm.eps).flatten(2)
         return (normed * self.norm.weight).to(y.dtype)
 

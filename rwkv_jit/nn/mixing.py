@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from rwkv_jit.inference.arguments import count
-from rwkv_jit.layers.functions import activate, gated, gated_norm, shift_mix, token_shift
+from rwkv_jit.layers.functions import activate, gated, shift_mix, token_shift
 from rwkv_jit.layers.plain import last_tokens
-from rwkv_jit.nn.parts import before_texts, check_heads, check_place, fill_orthogonal, under_autocast
+from rwkv_jit.nn.parts import before_texts, check_heads, check_place, fill_orthogonal, norm_heads, under_autocast
 
 _HEAD_SIZE_DIVISOR = 8  # of the official models, which divide what the recurrence returns by it before its norm
 
@@ -159,14 +159,14 @@ class TimeMixOfHeads(Mix):
 
     def result(self, y: Tensor, g: Tensor) -> Tensor:
         """Return what is added to the residual, of what the recurrence returns and of the gate."""
-        y = gated_norm(y, g, self.ln_x.weight, self.ln_x.bias, gate="silu", eps=self.ln_x.eps)
-        return self.output(y)  # type: ignore[no-any-return]
+        return self.output(norm_heads(self.ln_x, nn.GroupNorm, y, g, "silu"))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
     """A layer of RWKV-5 or 6: time mixing, then channel mixing, each behind a norm and added to the residual."""
 
     _State: ClassVar[Any]  # the type of what it remembers
+    _kinds: ClassVar[tuple[type[nn.Module], type[nn.Module]]]  # of its time mixing and its channel mixing
 
     def __init__(self, att: nn.Module, ffn: nn.Module, width: int, layer: int, place: dict[str, Any]):
         super().__init__()

@@ -8,12 +8,15 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as of_modules
 from torch.utils import _pytree as pytree
 
 from rwkv_jit import tensors
 from rwkv_jit.inference.arguments import check_shape, count
 from rwkv_jit.layers.convolution import causal_conv1d
 from rwkv_jit.layers.convolution_steps import LEAST_WIDTH, MOST_WIDTH
+from rwkv_jit.layers.functions import gated, gated_norm
+from rwkv_jit.legal import Gate, Norm
 
 _State = TypeVar("_State", bound=type)
 
@@ -58,6 +61,43 @@ def dtype_under_autocast(x: Tensor) -> torch.dtype:
     return x.dtype if dtype is None or x.dtype == torch.float64 else dtype
 
 
+# ---- modules that are run by functions of their parameters -------------------------------------------------------
+
+
+_GLOBAL_HOOKS = (
+    of_modules._global_forward_hooks, of_modules._global_forward_pre_hooks,
+    of_modules._global_backward_hooks, of_modules._global_backward_pre_hooks,
+)  # fmt: skip
+
+
+def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Return whether a call of a module does what its type does and no more: it is no adapter, and has no hooks."""
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return type(module) is kind and "forward" not in module.__dict__ and not any(hooks) and not any(_GLOBAL_HOOKS)
+
+
+def is_plain_block(block: Any) -> bool:
+    """Return whether all modules of a layer that a function may run are plain."""
+    modules = block.att, block.ffn, block.ln1, block.ln2
+    return all(map(is_plain, modules, (*block._kinds, nn.LayerNorm, nn.LayerNorm)))
+
+
+def norm_heads(
+    norm: Any, kind: type[nn.Module], y: Tensor, gate: Tensor, gate_map: Gate, bonus: Tensor | None = None, **more: Any
+) -> Tensor:
+    """Return norms of heads and a bonus, gated, [..., H V], of y [..., H, V]. `more` makes a bonus: r, k, v, r_k."""
+    if is_plain(norm, kind):
+        weight = norm.weight.expand(y.shape[-2:]) if kind is nn.RMSNorm else norm.weight
+        of_norm: Norm = "rms" if kind is nn.RMSNorm else "layer"
+        bias = getattr(norm, "bias", None)
+        return gated_norm(y, gate, weight, bias, **more, bonus=bonus, gate=gate_map, norm=of_norm, eps=norm.eps)
+    normed = norm(y) if kind is nn.RMSNorm else norm(y.flatten(0, -3).flatten(1)).view_as(y)
+    if more:
+        r, k, v = (more[name].view_as(y) for name in "rkv")
+        bonus = (r * k * more["r_k"]).sum(-1, keepdim=True) * v
+    return gated((normed if bonus is None else normed + bonus.view_as(y)).flatten(-2), gate, gate_map)
+
+
 # ---- short convolutions before recurrences -----------------------------------------------------------------------
 
 
@@ -75,12 +115,33 @@ def convolve(
     several = [each.weight.squeeze(1) for each in taps]
     weight = several[0] if len(several) == 1 else torch.cat(several)
     before = None if before is None else before.to(x.dtype)
+    if not all(is_plain(each, nn.Conv1d) for each in taps):
+        return _convolve_by_calls(x, taps, before, cu_seqlens)
     y, last = causal_conv1d(
         x, weight, taps[0].bias, initial_state=before, output_final_state=True, cu_seqlens=cu_seqlens,
         activation="silu",
     )  # fmt: skip
     assert last is not None
     return y, last
+
+
+def _convolve_by_calls(
+    x: Tensor, taps: Sequence[nn.Conv1d], before: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the same by calls of the modules, of one text after the other."""
+    bounds = [0, x.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+    firsts = before.split(1) if before is not None and cu_seqlens is not None else [before] * (len(bounds) - 1)
+    made, lasts = [x.new_zeros(x.shape[0], x.shape[2], 0)], []  # [B, D, T]
+    for begin, end, first in zip(bounds, bounds[1:], firsts, strict=False):
+        width = taps[0].kernel_size[0] - 1
+        first = x.new_zeros(x.shape[0], x.shape[2], width) if first is None else first  # [B, D, W - 1]
+        text = torch.cat([first, x[:, begin:end].transpose(1, 2)], -1)  # [B, D, W - 1 + T]
+        lasts.append(text[..., end - begin :])
+        if begin < end:
+            cut = text.split([each.in_channels for each in taps], 1)
+            made.append(torch.cat([each(part) for each, part in zip(taps, cut, strict=True)], 1))
+    y = nn.functional.pad(torch.cat(made, -1), (0, x.shape[1] - bounds[-1]))
+    return nn.functional.silu(y).transpose(1, 2), torch.cat(lasts)
 
 
 def check_tokens(x: Any, width: int) -> Tensor:

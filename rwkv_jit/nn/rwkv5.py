@@ -269,7 +269,7 @@ class RWKV5Block(Block):
     (torch.Size([2, 5, 128]), torch.Size([2, 2, 64, 64]))
     """
 
-    _State = RWKV5State
+    _State, _kinds = RWKV5State, (RWKV5TimeMix, RWKV5ChannelMix)
 
     def __init__(
         self, width: int, layer: int, layers: int, head_size: int = 64, *, hidden: int | None = None,

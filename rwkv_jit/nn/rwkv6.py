@@ -301,7 +301,7 @@ class RWKV6Block(Block):
     (torch.Size([2, 5, 128]), torch.Size([2, 2, 64, 64]))
     """
 
-    _State = RWKV6State
+    _State, _kinds = RWKV6State, (RWKV6TimeMix, RWKV6ChannelMix)
 
     def __init__(
         self, width: int, layer: int, layers: int, head_size: int = 64, *, hidden: int | None = None,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from rwkv_jit.errors import brief
 from rwkv_jit.inference import arguments
 from rwkv_jit.inference.update import wkv7_update
-from rwkv_jit.layers.functions import activate, gated_norm, norm_shift, prepare_keys, shift_mix, token_shift
+from rwkv_jit.layers.functions import activate, norm_shift, prepare_keys, shift_mix, token_shift
 from rwkv_jit.layers.plain import last_tokens
 from rwkv_jit.nn import parts
 from rwkv_jit.ops.wkv7 import wkv7
@@ -297,7 +297,7 @@ class RWKV7TimeMix(nn.Module):
         return w0 + hidden @ self.w2
 
     def _output(self, y: Tensor, gate: Tensor, **bonus: Any) -> Tensor:
-        y = gated_norm(y, gate, self.ln_x.weight, self.ln_x.bias, **bonus, eps=self.ln_x.eps)
+        y = parts.norm_heads(self.ln_x, nn.GroupNorm, y, gate, "identity", **bonus)
         return self.output(y)  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
@@ -445,6 +445,8 @@ class RWKV7Block(nn.Module):
     (torch.Size([2, 5, 128]), torch.Size([2, 2, 64, 64]))
     """
 
+    _kinds = RWKV7TimeMix, RWKV7ChannelMix
+
     def __init__(
         self, width: int, layer: int, layers: int, head_size: int = 64, *, hidden: int | None = None,
         ranks: Mapping[str, int] | None = None, device: Any = None, dtype: torch.dtype | None = None,
@@ -489,6 +491,12 @@ class RWKV7Block(nn.Module):
         if self.ln0 is not None:
             x = self.ln0(x)
         wkv, time_shift, channel_shift = (None, None, None) if state is None else state
+        if not parts.is_plain_block(self):
+            of_time = None if state is None else (time_shift, wkv)
+            y, v_first, (time_shift, wkv) = self.att(self.ln1(x), v_first, of_time, cu_seqlens, shard)
+            x = x + y
+            y, channel_shift = self.ffn(self.ln2(x), channel_shift, cu_seqlens, shard)
+            return x + y, v_first, RWKV7State(wkv, time_shift, channel_shift)
         cu_seqlens = parts.bounds_of(x, cu_seqlens, shard)
         x, mixed, time_shift = self._begin(x, None, self.ln1, self.att.mixes(), time_shift, cu_seqlens, shard)
         y, v_first, wkv = self.att.of_mixed(mixed, v_first, wkv, cu_seqlens, shard)

@@ -16,11 +16,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from rwkv_jit.layers.loss import linear_cross_entropy
+from rwkv_jit.nn import parts
+from rwkv_jit.nn.language_model import LanguageModel
 from rwkv_jit.nn.mixing import ChannelMix
 from rwkv_jit.nn.rwkv4 import RWKV4TimeMix
 from rwkv_jit.nn.rwkv5 import RWKV5TimeMix
 from rwkv_jit.nn.rwkv6 import RWKV6TimeMix
-from rwkv_jit.nn.rwkv7 import RWKV7Block, RWKV7ChannelMix, RWKV7State, RWKV7TimeMix
+from rwkv_jit.nn.rwkv7 import RWKV7ChannelMix, RWKV7TimeMix
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -103,9 +106,6 @@ def tensor_parallel(model: Model, mesh: DeviceMesh) -> Model:
         _check(name, module, mesh)
     for module in modules.values():
         _spread(module, mesh)
-    for module in model.modules():
-        if isinstance(module, RWKV7Block):
-            module.__class__ = _class_of((_RWKV7Block, type(module)))
     if hasattr(model, "new_pool"):
         model.__class__ = _class_of((_Model, type(model)))
     return model
@@ -176,8 +176,16 @@ def _class_of(kinds: tuple[type, ...]) -> Any:
 # ---- what modules become -----------------------------------------------------------------------------------------
 
 
-class _Model(nn.Module):
+class _Model(LanguageModel):
     """A model that has been spread: it is for training."""
+
+    def _loss(self, hidden: Tensor, targets: Tensor, l2_wrap: float) -> Tensor:
+        head: Any = self.head
+        if not parts.is_plain(head, _class_of((_Head, nn.Linear))):
+            return super()._loss(hidden, targets, l2_wrap)
+        whole = (DTensor.from_local(x, head.mesh, [Replicate()], run_check=False) for x in (hidden, targets))
+        hidden, targets = whole  # the same on every rank
+        return linear_cross_entropy(hidden, head.weight, targets, bias=head.bias, l2_wrap=l2_wrap)
 
     def new_pool(self, *_: Any, **__: Any) -> Any:
         raise RuntimeError(
@@ -283,27 +291,3 @@ class _OtherMix(_Mix):
         """Mix tokens."""
         more = {} if shard is None else {"shard": shard}  # which RWKV-4 does not take
         return tuple(self.mix(x, state, cu_seqlens=cu_seqlens, **more))
-
-
-class _RWKV7Block(nn.Module):
-    """A layer whose modules do all: what one rank makes in one launch belongs to several of them."""
-
-    ln0: nn.Module | None
-    ln1: nn.Module
-    ln2: nn.Module
-    att: nn.Module
-    ffn: nn.Module
-
-    def forward(
-        self, x: Tensor, v_first: Tensor | None = None, state: Any = None, cu_seqlens: Tensor | None = None,
-        shard: Any = None,
-    ) -> tuple[Tensor, Tensor, RWKV7State]:  # fmt: skip
-        """Return what the next layer reads, the first layer's values and the state."""
-        if self.ln0 is not None:
-            x = self.ln0(x)
-        wkv, time_shift, channel_shift = (None, None, None) if state is None else state
-        of_time = None if state is None else (time_shift, wkv)
-        y, v_first, (time_shift, wkv) = self.att(self.ln1(x), v_first, of_time, cu_seqlens, shard)
-        x = x + y
-        y, channel_shift = self.ffn(self.ln2(x), channel_shift, cu_seqlens, shard)
-        return x + y, v_first, RWKV7State(wkv, time_shift, channel_shift)

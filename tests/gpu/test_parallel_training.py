@@ -29,7 +29,7 @@ def test_ops_of_layers_and_bad_input(op):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_ranks_have_what_one_has(op, dtype):
-    check(dtype, "of_copies", "of_shards", "of_heads", "of_parts")
+    check(dtype, "of_copies", "of_shards", "of_small_shards", "of_heads", "of_parts")
 
 
 def test_other_families(op):

@@ -274,6 +274,31 @@ def test_packed_texts_are_as_one_by_one(name, index_dtype):
                     close(one, other)
 
 
+@EVERY
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_every_module_is_called_where_it_has_a_hook(name, packed, dtype):
+    """Taps and norms too, which are run by functions of their parameters where they have none."""
+    module, x = make(name, dtype=dtype), tokens(1 if packed else 2, TOKENS, dtype=dtype)
+    if name == "Mamba2":
+        module.norm_groups = 1
+    bounds = torch.tensor((0, 0, 2, 3, 9)) if packed else None
+    texts = 4 if packed else 2
+    state = tuple(each.detach() for each in module(tokens(texts, 4, dtype=dtype))[1])
+    made = run(module, x, state, bounds)
+    weights = [torch.randn_like(y) for y in made]
+    plain = gradients(lambda x: run(module, x, state, bounds), module, [x], weights)
+    seen = set()
+    for own in module.modules():
+        own.register_forward_hook(lambda own, given, made: seen.add(own))
+    hooked = gradients(lambda x: run(module, x, state, bounds), module, [x], weights)
+    assert seen == {*module.modules()}
+    for found, want in zip(hooked, plain, strict=True):
+        for one, other in zip(found, want, strict=True):
+            close(one, other, 1e-11 if dtype == torch.float64 else 0.1)
+    assert not run(module, x[:, :0], state, None if bounds is None else 0 * bounds)[0].numel()
+
+
 # ---- dtypes ------------------------------------------------------------------------------------------------------
 
 

@@ -149,6 +149,21 @@ def test_packed_texts_are_as_one_by_one(name, bounds, index_dtype):
                     close(one, other, 1e-12)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_every_module_is_called_where_it_has_a_hook(name):
+    """Norms too, which are run by functions of their parameters where they have none."""
+    module = make(name, dtype=torch.float64)
+    x = torch.randn(2, 7, width_of(name, module), dtype=torch.float64)
+    *plain, weights = differentiate(module, x)
+    seen = set()
+    for own in module.modules():
+        own.register_forward_hook(lambda own, given, made: seen.add(own))
+    found = differentiate(module, x, weights=weights)
+    assert seen == {*module.modules()}
+    for path, (one, other) in pairs(found, plain).items():
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11, msg=path)
+
+
 @STATEFUL
 def test_state_is_no_part_of_the_tokens(name):
     """A state that is kept holds no memory of them, and does not change with them."""

@@ -161,6 +161,109 @@ def test_tokens_without_any_target_change_no_gradient(name, checkpointing):
     assert all(torch.equal(x.grad, y) for x, y in zip(model.parameters(), before, strict=True))
 
 
+# ---- hooks and adapters ------------------------------------------------------------------------------------------
+
+EVERY_MODEL = pytest.mark.parametrize("name", ["RWKV5", "RWKV6", "RWKV7"])
+
+
+class Adapter(torch.nn.Module):
+    """A matrix of a low rank beside that of a layer, which stays as it is."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = torch.nn.Linear(base.in_features, 2, bias=False, dtype=base.weight.dtype)
+        self.up = torch.nn.Linear(2, base.out_features, bias=False, dtype=base.weight.dtype)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def in_place_of_forward(head):
+    forward = head.forward
+    head.forward = lambda x: 2 * forward(x)
+
+
+def parametrized(head):
+    torch.nn.utils.parametrizations.weight_norm(head)
+    head.parametrizations.weight.original0.data.mul_(2)
+
+
+HEADS = {
+    "adapter": lambda model: setattr(model, "head", Adapter(model.head)),
+    "bias": lambda model: setattr(model.head, "bias", torch.nn.Parameter(torch.arange(11.0).double())),
+    "forward hook": lambda model: model.head.register_forward_hook(lambda module, given, made: 2 * made),
+    "forward pre-hook": lambda model: model.head.register_forward_pre_hook(lambda module, given: 2 * given[0]),
+    "backward hook": lambda model: model.head.register_full_backward_hook(lambda module, made, given: (2 * made[0],)),
+    "backward pre-hook": lambda model: model.head.register_full_backward_pre_hook(lambda module, made: (2 * made[0],)),
+    "in place of forward": lambda model: in_place_of_forward(model.head),
+    "parametrized": lambda model: parametrized(model.head),
+    "a sequence": lambda model: setattr(model, "head", torch.nn.Sequential(model.head, torch.nn.Tanh())),
+}  # fmt: skip
+
+
+@EVERY_MODEL
+@pytest.mark.parametrize("kind", HEADS)
+def test_loss_is_that_of_the_head_that_is_called(name, kind):
+    model, tokens, targets = make(name), make_tokens(), make_tokens(seed=5)
+    plain = model.loss(tokens, targets, 0.5)
+    plain = [plain, *torch.autograd.grad(plain, [model.emb.weight])]
+    HEADS[kind](model)
+    wanted = [x for x in model.parameters() if x.requires_grad]
+    found, want = model.loss(tokens, targets, 0.5), rwkv_jit.cross_entropy(model(tokens), targets, l2_wrap=0.5)
+    results = [[loss, *torch.autograd.grad(loss, wanted)] for loss in (found, want)]
+    all_close(*results)
+    assert not torch.allclose(results[0][1], plain[1])
+
+
+@EVERY_MODEL
+def test_every_module_is_called_where_it_has_a_hook(name):
+    """Alone, so that the others may be run as functions; whatever it does is as where all are called."""
+    model, tokens, targets = make(name, layers=2), make_tokens(B, 3), make_tokens(B, 3, seed=5)
+    parameters = [*model.parameters()]
+
+    def run():
+        loss, state = model.loss(tokens, targets, 0.5, return_state=True)
+        gradients = torch.autograd.grad(loss, parameters)
+        pool = model.new_pool(4, 1)
+        slots = [[2, 1], [2, 0], [2, 1]]  # slot 0 is none
+        steps = [model.step(*given, pool, own)[: 1 + own[1]] for *given, own in zip(tokens.T, slots, strict=True)]
+        return [[loss, *gradients, *flat(loss, state)], [*steps, pool.wkv, pool.time_shift, pool.channel_shift]]
+
+    plain = run()
+    everywhere = [x.register_forward_hook(lambda *_: None) for x in model.modules()]
+    for found, want in zip(run(), plain, strict=True):
+        all_close(found, want, rtol=1e-6, atol=1e-9)
+    for path in ("", ".ln1", ".att", ".att.ln_x", ".att.key", ".ln2", ".ffn", "head"):
+        module, calls = model.get_submodule(path if path == "head" else f"blocks.1{path}"), []
+
+        def changing(module, given, made, calls=calls):
+            calls.append(1)
+            return (made[0] * 1.1, *made[1:]) if isinstance(made, tuple) else made * 1.1
+
+        own = module.register_forward_hook(changing)
+        want = run()
+        for hook in everywhere:
+            hook.remove()
+        found = run()
+        assert len(calls) == 2 * (1 + 3), path
+        for each, other in zip(found, want, strict=True):
+            all_close(each, other, rtol=1e-6, atol=1e-9)
+        own.remove()
+        everywhere = [x.register_forward_hook(lambda *_: None) for x in model.modules()]
+
+
+@EVERY_MODEL
+def test_hooks_of_all_modules_see_every_call(name):
+    model, tokens, seen = make(name), make_tokens(), set()
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda module, given, made: seen.add(module))
+    try:
+        model.loss(tokens, tokens)
+    finally:
+        hook.remove()
+    assert {x for path, x in model.named_modules() if path not in ("", "blocks")} == seen
+
+
 # ---- decoding ----------------------------------------------------------------------------------------------------
 
 
@@ -229,6 +332,52 @@ def test_checkpoint_both_ways(name, suffix, dtype, tmp_path):
     assert torch.equal(again.generate(make_tokens(), 3, temperature=0), model.generate(make_tokens(), 3, temperature=0))
     wide = getattr(nn, name).from_checkpoint(path, dtype=torch.float64, device="cpu")
     assert {x.dtype for x in wide.parameters()} == {torch.float64}
+
+
+def write(path, held):
+    if path.suffix == ".safetensors":
+        pytest.importorskip("safetensors.torch").save_file(held, path)
+    else:
+        torch.save(held, path)
+
+
+@EVERY_MODEL
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_weights_of_other_dtypes_are_all_in_one_error(name, suffix, tmp_path):
+    path, held = tmp_path / f"held{suffix}", make(name, torch.float32).state_dict()
+    others = {"emb.weight": torch.float8_e4m3fn, "head.weight": torch.complex64, "blocks.1.ln1.bias": torch.int32}
+    write(path, {own: x.to(others.get(own, x.dtype)) for own, x in held.items()})
+    with pytest.raises(ValueError, match="^path: expected weights of torch.float32, torch.bfloat16, .* got ") as caught:
+        getattr(nn, name).from_checkpoint(path, dtype=torch.float32)
+    assert {*str(caught.value).partition(", got ")[2].split(", ")} == {f"{own} of {x}" for own, x in others.items()}
+    write(path, held)
+    for dtype in (torch.float8_e5m2, torch.int8, "float32"):
+        with pytest.raises(TypeError, match=r"dtype: expected torch.float32 or .*, got "):
+            getattr(nn, name).from_checkpoint(path, dtype=dtype)
+
+
+@EVERY_MODEL
+@pytest.mark.parametrize("layer", [300000, 10**20])
+def test_layers_are_no_more_than_there_are_tensors(name, layer, tmp_path):
+    path = tmp_path / "held.pth"
+    torch.save({"emb.weight": torch.zeros(2, 4), f"blocks.{layer}.ln1.weight": torch.zeros(4)}, path)
+    said = "expected tensors of 300001 layers in .*, got 2 in all" if layer < 10**9 else "it also has blocks.1000"
+    with pytest.raises(ValueError, match=said):
+        getattr(nn, name).from_checkpoint(path)
+
+
+@EVERY_MODEL
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_tied_weights_are_written_by_each_name_and_read_apart(name, suffix, tmp_path):
+    model, path = make(name, torch.float32), tmp_path / f"model{suffix}"
+    model.head.weight = model.emb.weight
+    model.blocks[1].ln1.weight = model.blocks[0].ln1.weight
+    model.blocks[2].ln1.weight.data = model.blocks[0].ln1.weight.data[:]
+    model.save_checkpoint(path)
+    again, want = getattr(nn, name).from_checkpoint(path), model.state_dict()
+    assert again.state_dict().keys() == want.keys()
+    assert all(torch.equal(x, want[own]) for own, x in again.state_dict().items())
+    assert len({x.untyped_storage().data_ptr() for x in again.parameters()}) == len(want)
 
 
 @MODELS

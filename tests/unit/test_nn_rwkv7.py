@@ -257,6 +257,13 @@ def test_what_cannot_be_drawn_is_an_error(options, message):
         make().generate(make_tokens(), **{"count": 1, **options})
 
 
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0), (3,)])
+def test_prompts_without_tokens_are_errors(shape):
+    said = f"tokens: expected shape [batch, tokens] with at least one token, got {list(shape)}"
+    with pytest.raises(ValueError, match=re.escape(said)):
+        make().generate(torch.zeros(shape, dtype=torch.int64), 1)
+
+
 # ---- files -------------------------------------------------------------------------------------------------------
 
 
@@ -340,8 +347,9 @@ def test_what_is_no_checkpoint_is_an_error(name, tmp_path):
     (tmp_path / name).write_bytes(b"no checkpoint")
     with pytest.raises(ValueError, match="path: expected a checkpoint that torch or safetensors can read"):
         nn.RWKV7.from_checkpoint(tmp_path / name)
-    with pytest.raises(ValueError, match="path: expected a dict of tensors"):
-        nn.RWKV7.from_checkpoint(save(tmp_path, {"emb.weight": 3}))
+    for held in ({"emb.weight": 3}, {3: torch.zeros(1)}):
+        with pytest.raises(ValueError, match="path: expected a dict of tensors"):
+            nn.RWKV7.from_checkpoint(save(tmp_path, held))
 
 
 def test_file_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
