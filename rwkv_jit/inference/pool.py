@@ -1,4 +1,4 @@
-"""The states of the texts that a model is serving: which slot is whose, and the memory of all of them."""
+"""The states of the sequences that a model is serving: which slot is whose, and the memory of all of them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rwkv_jit.inference.states import StateSpec
 
 
 class StatePool:
-    """Memory for the states of several texts, and a record of which of its slots are taken.
+    """Memory for the states of several sequences, and a record of which of its slots are taken.
 
     It is bookkeeping and no engine: it runs no model and schedules nothing. A slot holds all that a model remembers of
-    one text, in all layers. For each name there is one tensor [layers, slots, *shape]: `pool["wkv"]` or `pool.wkv`.
+    one sequence, in all layers. For each name there is one tensor [layers, slots, *shape]: `pool["wkv"]` or `pool.wkv`.
     Its part of a layer, `pool["wkv"][layer]`, is [slots, *shape].
 
     Parameters
@@ -193,7 +193,7 @@ class StatePool:
         return sum(x.nbytes for x in self._tensors.values())
 
     def allocate(self, count: int = 1) -> list[int]:
-        """Take slots for new texts, and fill their states with what the specs say.
+        """Take slots for new sequences, and fill their states with what the specs say.
 
         Parameters
         ----------
@@ -222,7 +222,7 @@ class StatePool:
         return self._take(new)
 
     def fork(self, slot: int, count: int = 1) -> list[int]:
-        """Take slots that begin with a copy of another one's states: to continue one text in several ways.
+        """Take slots that begin with a copy of another one's states: to continue one sequence in several ways.
 
         Parameters
         ----------
@@ -380,7 +380,7 @@ class StatePool:
         Notes
         -----
         The file holds one tensor [layers, number of slots, *shape] for each name. It appears at once, when all of it is
-        written, and only its owner may read it: a state tells something of its text.
+        written, and only its owner may read it: a state tells something of its sequence.
 
         Examples
         --------

@@ -414,8 +414,8 @@ def replay_commit(state: Array, ring: ReplayRing, accept_lens: Array, **options:
 def replay_flush(state: Array, ring: ReplayRing, **options: Unpack[FlushOptions]) -> None:
     """Write the states of slots with all their entries, and leave the slots without any.
 
-    Then the pool alone says what the texts are: for `StatePool.fork`, `copy` and `save`, and for calls that know of no
-    entries.
+    Then the pool alone says what the sequences are: for `StatePool.fork`, `copy` and `save`, and for calls that know of
+    no entries.
 
     Parameters
     ----------

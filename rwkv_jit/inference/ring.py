@@ -23,7 +23,7 @@ _LEAST_BYTES = 2**24  # of the states of a call, from which replay pays: measure
 class ReplayRing:
     """The tokens of each slot since its state was written, for `wkv7_replay`, `wkv7_verify` and their like.
 
-    It is memory and bookkeeping of one layer. A state of a pool and the entries of its slot are the state of a text
+    It is memory and bookkeeping of one layer. A state of a pool and the entries of its slot are the state of a sequence
     together:
 
         S = S0 diag(d_1 ... d_n) + sum_i (u_i (p_i b_i)^T + v_i (p_i k_i)^T)   with p_i = d_{i+1} ... d_n
@@ -194,7 +194,7 @@ class ReplayRing:
         return sum(x.nbytes for x in self.tensors)
 
     def reset(self, slots: int | Iterable[int] | Tensor | None = None) -> None:
-        """Forget the entries of slots, whose states count as they are from then on: for new texts.
+        """Forget the entries of slots, whose states count as they are from then on: for new sequences.
 
         Parameters
         ----------

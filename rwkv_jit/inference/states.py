@@ -1,4 +1,4 @@
-"""What a model keeps of a text: what it is, and files of it."""
+"""What a model keeps of a sequence: what it is, and files of it."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _FORMAT = "1"
 
 
 class StateSpec(NamedTuple):
-    """What a model keeps of a text under one name, for `StatePool`.
+    """What a model keeps of a sequence under one name, for `StatePool`.
 
     Attributes
     ----------
     layers : int
-        How many of them a text has, one for each layer of the model or more.
+        How many of them a sequence has, one for each layer of the model or more.
     shape : tuple of ints
-        The shape of one, in one layer, of one text.
+        The shape of one, in one layer, of one sequence.
     dtype : torch.dtype
         float16, bfloat16, float32 or float64.
     fill : float, default 0.0

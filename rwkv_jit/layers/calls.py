@@ -378,7 +378,7 @@ def _check_norm_shift(inputs: Sequence[Any], written: Sequence[Any], eps: float,
 
 
 def _check_shifted(op: str, x: Any, mixes: Any, cu_seqlens: Any) -> tuple[Any, int]:
-    """Check what ops have that mix tokens with those before them, and return the bounds and the number of texts."""
+    """Check what ops have that mix tokens with those before them, and return the bounds and the number of sequences."""
     if x is None or x.dim() != 3 or not x.shape[-1]:
         got = None if x is None else list(x.shape)
         raise ValueError(f"x: expected shape [batch, tokens, channels], got {got}")
@@ -539,7 +539,7 @@ def given_of(name: str, inputs: Sequence[Tensor | None], parts: int = 1) -> Give
 
 
 def texts_of(x: Tensor, cu_seqlens: Tensor | None) -> Sequences:
-    """Return the texts of a token shift."""
+    """Return the sequences of a token shift."""
     if cu_seqlens is None:
         return Sequences(*x.shape[:2])
     return Sequences(cu_seqlens.shape[0] - 1, bound_bytes=cu_seqlens.element_size())

@@ -44,8 +44,8 @@ def causal_conv1d(
 
         y_t = activation(bias + sum_j weight_j x_{t-W+1+j}),   j = 0 ... W - 1
 
-    Before the first token of a text stands `initial_state`, or zeros. B is the batch, T the tokens, C the channels, W
-    the width, N the texts: B, or one less than the length of `cu_seqlens`.
+    Before the first token of a sequence stands `initial_state`, or zeros. B is the batch, T the tokens, C the channels,
+    W the width, N the sequences: B, or one less than the length of `cu_seqlens`.
 
     Parameters
     ----------
@@ -58,11 +58,11 @@ def causal_conv1d(
     bias : torch.Tensor, shape (C,), dtype of x or float32, optional
         Is added before the activation.
     initial_state : torch.Tensor, shape (N, C, W - 1), dtype of x, optional
-        The tokens before the first of each text, the last one last.
+        The tokens before the first of each sequence, the last one last.
     output_final_state : bool, default False
-        Also return the last tokens of each text.
+        Also return the last tokens of each sequence.
     cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-        Where each of N packed texts begins, and where the last one ends; B is 1 then.
+        Where each of N packed sequences begins, and where the last one ends; B is 1 then.
     activation : {"silu"}, optional
         What the sum goes through.
 
@@ -70,7 +70,8 @@ def causal_conv1d(
     -------
     y : torch.Tensor, shape (B, T, C), dtype of x
     final_state : torch.Tensor, shape (N, C, W - 1), dtype of x, or None
-        The last W - 1 tokens of each text, of one with fewer what came before too: the `initial_state` of what follows.
+        The last W - 1 tokens of each sequence, of one with fewer what came before too: the `initial_state` of what
+        follows.
 
     Raises
     ------
@@ -85,8 +86,8 @@ def causal_conv1d(
 
     Notes
     -----
-    Arithmetic is float32 whatever the dtype is, under autocast too, and nothing is rounded but the results. A text may
-    be cut into calls anywhere.
+    Arithmetic is float32 whatever the dtype is, under autocast too, and nothing is rounded but the results. A sequence
+    may be cut into calls anywhere.
 
     x, weight, bias and initial_state have gradients, and final_state passes them on. The backward keeps these inputs
     and nothing else, and makes the sum again. The gradients of weight and bias are sums over tokens in float32, of
@@ -188,7 +189,7 @@ def causal_conv1d_update(
     Notes
     -----
     Arithmetic is that of `causal_conv1d`. Tokens are rounded as the pool has them before the next one takes them, so
-    that it does not matter where a text is cut into calls.
+    that it does not matter where a sequence is cut into calls.
 
     On the CPU, and on a GPU with RWKVJIT_CHECK=1, a slot past the pool, or one for two rows, is an error. Else it is as
     one at `null_index`, and rows that share a slot leave it with the tokens of one of them. DTensors are refused.
@@ -294,7 +295,7 @@ _plans: BySignature[Plan] = BySignature()
 
 
 def _plan(direction: str, named: Mapping[str, Tensor | None], activation: str, wanted: tuple[str, ...] = ()) -> Plan:
-    """Return the plan of whole texts."""
+    """Return the plan of whole sequences."""
     key = direction, activation, wanted, tensors.signature([*named.values()])
     plan = _plans.get(key)
     if plan is None:

@@ -43,7 +43,7 @@ def problem(direction: str, given: Given) -> Problem:
 
 
 def forward(given: Given, texts: Sequences, activation: str) -> Schedule:
-    """Return the launch of whole texts; with packed ones `tokens` is that of all together."""
+    """Return the launch of whole sequences; with packed ones `tokens` is that of all together."""
     parameters, slices = _cut(given, _vector(given, _MOST_TAPS), _NUM_THREADS, activation)
     parameters |= _of_texts(given, texts, parameters)
     most = max(given.rows * slices // _MANY_BLOCKS, _LEAST_RUN)
@@ -120,7 +120,7 @@ def _cut(given: Given, vector: int, most_threads: int, activation: str) -> tuple
 
 
 def _of_texts(given: Given, texts: Sequences, parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
-    """Return what kernels of whole texts are made for beside that."""
+    """Return what kernels of whole sequences are made for beside that."""
     has_state = "initial_state" in given.types
     threads = _FEW_THREADS if has_state or given.sizes[1] > _USUAL_WIDTH else _MANY_THREADS
     return {
@@ -138,7 +138,7 @@ def _runs(given: Given, texts: Sequences, run_len: int, slices: int) -> tuple[tu
 
 
 def _vectors(direction: str, given: Given, parameters: Mapping[str, Parameter]) -> dict[str, int]:
-    """Return how many neighbours of each input are read at once; of a text's state they are single."""
+    """Return how many neighbours of each input are read at once; of a sequence's state they are single."""
     there = [x for x in OPS[direction].inputs if x in given.types and x != "initial_state"]
     return {x: min(int(parameters["VECTOR"]), _ACCESS_BYTES // BYTES[given.types[x]]) for x in there}
 

@@ -36,7 +36,7 @@ def shift_mix(
         z_t = x_t + add_t;   n_t = (z_t - mean) / sqrt(variance + eps) weight + bias
         mixed_m = n_t + (n_{t-1} - n_t) mixes_m
 
-    with the mean and the variance over the channels. n before a text's first token lies in a pool, where the last
+    with the mean and the variance over the channels. n before a sequence's first token lies in a pool, where the last
     token's takes its place. C is the channels, B the rows, T the tokens, M the mixes.
 
     Parameters
@@ -55,17 +55,17 @@ def shift_mix(
     state_indices : torch.Tensor, shape (B,), int32 or int64, optional
         The slot of each row. Without it row i has slot i.
     cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-        Where each of N texts begins and ends in x, which is [T, C] or [1, T, C] then; `state_indices` has N. Tokens
-        behind the last text are texts without a slot.
+        Where each of N sequences begins and ends in x, which is [T, C] or [1, T, C] then; `state_indices` has N. Tokens
+        behind the last sequence are sequences without a slot.
     has_initial_state : torch.Tensor, shape (B,) or (N,), bool or uint8, optional
-        Where it is false, a row or text begins as with zeros in the pool, whatever its slot holds; its last token is
-        written there all the same. Without it all begin with their slot.
+        Where it is false, a row or sequence begins as with zeros in the pool, whatever its slot holds; its last token
+        is written there all the same. Without it all begin with their slot.
     null_index : int, default -1
         A slot at or below it is none. A row that has none begins as with zeros in the pool, and no slot is read or
         written. So it is with a slot past the pool.
     num_active : torch.Tensor of one int32, optional
-        How many rows or texts there are: of those behind them no slot is read or written, so that a CUDA graph serves
-        any number of them. With it, tokens of none of these get zeros for all results.
+        How many rows or sequences there are: of those behind them no slot is read or written, so that a CUDA graph
+        serves any number of them. With it, tokens of none of these get zeros for all results.
     eps : float, default 1e-05
         Of the layer norm.
     out : torch.Tensor, shape and dtype of the mixed tokens, optional
@@ -93,8 +93,8 @@ def shift_mix(
     -----
     Arithmetic is float32 whatever the dtypes are, and z is rounded only where it is written. Relative L2 error against
     float64 on the same inputs: below 5e-6, and that of rounding to 16 bits. n of the token before is rounded as the
-    pool has it within a call too, so that a text may be cut into calls anywhere. A row's result does not depend on the
-    others.
+    pool has it within a call too, so that a sequence may be cut into calls anywhere. A row's result does not depend on
+    the others.
 
     The first call with new C, M, dtypes and addresses compiles for this GPU and stores the result on disk; in a CUDA
     graph it must have come before. On a GPU nobody looks at the values of slots and of `cu_seqlens` unless
@@ -337,7 +337,7 @@ def token_shift(
 
         mixed_m[t] = x_t + (x_{t-1} - x_t) (mixes_m + amounts_m[t])
 
-    Before the first token of a text stands `first`, or zeros. B is the batch, T the tokens, C the channels, M the
+    Before the first token of a sequence stands `first`, or zeros. B is the batch, T the tokens, C the channels, M the
     mixes. RWKV-6 has amounts by the token; RWKV-4 and 5 keep 1 - mixes, the share of the token itself.
 
     Parameters
@@ -348,10 +348,10 @@ def token_shift(
         How much of the token before is in each mix.
     amounts : torch.Tensor, shape (M, B, T, C), dtype of x, optional
         What is added to that, token by token.
-    first : torch.Tensor, shape (B, C), or (N, C) for packed texts, dtype of x, optional
-        The token before the first of each text: the last one of a part that came before.
+    first : torch.Tensor, shape (B, C), or (N, C) for packed sequences, dtype of x, optional
+        The token before the first of each sequence: the last one of a part that came before.
     cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-        Where each of N packed texts begins, and where the last one ends; B is 1 then.
+        Where each of N packed sequences begins, and where the last one ends; B is 1 then.
 
     Returns
     -------
@@ -365,8 +365,8 @@ def token_shift(
     Notes
     -----
     Precision and first calls are those of `shift_mix`; nothing is rounded but the results. Gradients and the memory of
-    the backward are those of `prepare_keys`: `first` has one too, of what is carried into a text. DTensors may be
-    replicated or sharded over the channels, and over the batch where no texts are packed.
+    the backward are those of `prepare_keys`: `first` has one too, of what is carried into a sequence. DTensors may be
+    replicated or sharded over the channels, and over the batch where no sequences are packed.
 
     References
     ----------
@@ -394,13 +394,14 @@ def norm_shift(
     eps: float = _EPS,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
-    r"""Add to the residual, norm it, and mix every token with the one before it: `shift_mix` of whole texts.
+    r"""Add to the residual, norm it, and mix every token with the one before it: `shift_mix` of whole sequences.
 
         z_t = x_t + add_t;   n_t = (z_t - mean) / sqrt(variance + eps) weight + bias
         mixed_m[t] = n_t + (n_{t-1} - n_t) mixes_m
 
-    with the mean and the variance over the channels. Before the first n of a text stands `first`, or zeros. B is the
-    batch, T the tokens, C the channels, M the mixes, N the texts: B, or one less than the length of `cu_seqlens`.
+    with the mean and the variance over the channels. Before the first n of a sequence stands `first`, or zeros. B is
+    the batch, T the tokens, C the channels, M the mixes, N the sequences: B, or one less than the length of
+    `cu_seqlens`.
 
     Parameters
     ----------
@@ -413,9 +414,9 @@ def norm_shift(
     add : torch.Tensor, shape of x, dtype of the mixed tokens, optional
         What is added to the residual first, such as the branch before.
     first : torch.Tensor, shape (N, C), dtype of the mixed tokens, optional
-        n of the token before the first of each text: what a call for the part before returned as `last`.
+        n of the token before the first of each sequence: what a call for the part before returned as `last`.
     cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-        Where each of N packed texts begins, and where the last one ends; B is 1 then.
+        Where each of N packed sequences begins, and where the last one ends; B is 1 then.
     eps : float, default 1e-05
         Of the layer norm.
     dtype : torch.dtype, optional
@@ -428,7 +429,7 @@ def norm_shift(
         z. Pass on this one and not x: so its gradient is added in the same kernel.
     mixed : tuple of M torch.Tensor, shape of x
     last : torch.Tensor, shape (N, C)
-        n of the last token of each text; of one without tokens, what came before it.
+        n of the last token of each sequence; of one without tokens, what came before it.
 
     Raises
     ------
@@ -438,7 +439,7 @@ def norm_shift(
     Notes
     -----
     Precision and first calls are those of `shift_mix`. z is normed as it is rounded, and n of the token before is
-    rounded as `last` is, so that a text may be cut into calls anywhere.
+    rounded as `last` is, so that a sequence may be cut into calls anywhere.
 
     All inputs have gradients, and so has `first`. The backward keeps z and two numbers of float32 for each token, and
     makes n again. Up to 4096 channels its sums over tokens fit the registers. A second derivative is an error.

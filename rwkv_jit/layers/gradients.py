@@ -169,7 +169,7 @@ def forward_vmap(name: str, info: Any, dims: Sequence[int | None], *arguments: A
     Raises
     ------
     RuntimeError
-        What is the same for every row is mapped, or texts are packed.
+        What is the same for every row is mapped, or sequences are packed.
     """
     *inputs, eps, kinds, save = arguments
     mapped, count = [], info.batch_size
@@ -193,7 +193,7 @@ def forward_vmap(name: str, info: Any, dims: Sequence[int | None], *arguments: A
 
 
 def _dims(name: str) -> list[tuple[str, str]]:
-    """Return the dimensions of all inputs by their names; what says where texts end has none that may be mapped."""
+    """Return the dimensions of all inputs by their names; what says where sequences end has none that may be mapped."""
     return [*OPS[name].inputs.items(), *([("cu_seqlens", "")] if name in SHIFTS else [])]
 
 

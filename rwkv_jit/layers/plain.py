@@ -173,7 +173,7 @@ def norm_shift(inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> list[
 
 
 def _tokens_before(x: Tensor, first: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    """Return the token before each of x [B, T, C]: `first` or zeros where a text begins."""
+    """Return the token before each of x [B, T, C]: `first` or zeros where a sequence begins."""
     before = F.pad(x, (0, 0, 1, 0))[..., :-1, :]
     starts = torch.zeros(1, dtype=torch.int64, device=x.device)
     if cu_seqlens is not None:
@@ -187,7 +187,7 @@ def _tokens_before(x: Tensor, first: Tensor | None, cu_seqlens: Tensor | None) -
 
 
 def last_tokens(x: Tensor, first: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    """Return the last token of every text of x [B, T, C]; of one without tokens, what came before it, or zeros.
+    """Return the last token of every sequence of x [B, T, C]; of one without tokens, what came before it, or zeros.
 
     It is a copy, as a view would keep all of x in memory for as long as there is the state.
     """
@@ -208,7 +208,7 @@ def causal_conv1d(
     x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None,
     activation: str,
 ) -> Tensor:  # fmt: skip
-    """Return what a causal convolution makes of texts, in the dtype of x."""
+    """Return what a causal convolution makes of sequences, in the dtype of x."""
     if cu_seqlens is not None:
         bounds = cu_seqlens.tolist()
         texts = [
@@ -238,9 +238,9 @@ def _convolved(own: Tensor, seen: Tensor, weight: Tensor, bias: Tensor | None) -
 
 
 def last_windows(x: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, count: int) -> Tensor:
-    """Return the last `count` tokens of each text as [N, C, count], in memory of their own.
+    """Return the last `count` tokens of each sequence as [N, C, count], in memory of their own.
 
-    Of a text that has fewer, tokens before it stand first.
+    Of a sequence that has fewer, tokens before it stand first.
     """
     tokens = x.shape[1]
     if cu_seqlens is None:

@@ -140,10 +140,10 @@ def token_shift_ref(
         How much of the token before is in each mix.
     amounts : torch.Tensor, shape (M, B, T, C), optional
         What is added to that, token by token.
-    first : torch.Tensor, shape (B, C), or (N, C) for packed texts, optional
-        The token before the first of each text; zeros by default.
+    first : torch.Tensor, shape (B, C), or (N, C) for packed sequences, optional
+        The token before the first of each sequence; zeros by default.
     cu_seqlens : torch.Tensor, shape (N + 1,), optional
-        Bounds of texts packed along T with B = 1.
+        Bounds of sequences packed along T with B = 1.
 
     Returns
     -------
@@ -170,10 +170,10 @@ def norm_shift_ref(
         How much of the token before is in each mix.
     add : torch.Tensor, shape of x, optional
         What is added to the residual first.
-    first : torch.Tensor, shape (B, C), or (N, C) for packed texts, optional
-        n of the token before the first of each text; zeros by default.
+    first : torch.Tensor, shape (B, C), or (N, C) for packed sequences, optional
+        n of the token before the first of each sequence; zeros by default.
     cu_seqlens : torch.Tensor, shape (N + 1,), optional
-        Bounds of texts packed along T with B = 1.
+        Bounds of sequences packed along T with B = 1.
     eps : float, default 1e-05
         Of the norm.
     dtype : torch.dtype, optional
@@ -207,11 +207,11 @@ def causal_conv1d_ref(
     bias : torch.Tensor, shape (C,), optional
         Is added before the activation.
     initial_state : torch.Tensor, shape (N, C, W - 1), optional
-        The tokens before the first of each text.
+        The tokens before the first of each sequence.
     output_final_state : bool, default False
-        Also return the last tokens of each text.
+        Also return the last tokens of each sequence.
     cu_seqlens : torch.Tensor, shape (N + 1,), optional
-        Bounds of texts packed along T with B = 1.
+        Bounds of sequences packed along T with B = 1.
     activation : {"silu"}, optional
         What the sum goes through.
 

@@ -48,7 +48,7 @@ class GatedLinearAttention(_Attention):
         y = o_proj(norm(gla(q_proj(x), k_proj(x), v_proj(x), g)) silu(g_proj(x)));   g = logsigmoid(gk_proj(x)) / 16
 
     with the recurrence of `gla`, and the root mean square for a norm. B is the batch, T the tokens, C the width, H the
-    heads, K and V the head sizes of keys and values, N the texts.
+    heads, K and V the head sizes of keys and values, N the sequences.
 
     Parameters
     ----------
@@ -114,7 +114,7 @@ class GatedLinearAttention(_Attention):
     def forward(
         self, x: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Mix the tokens of each text.
+        """Mix the tokens of each sequence.
 
         Parameters
         ----------
@@ -123,14 +123,14 @@ class GatedLinearAttention(_Attention):
         state : torch.Tensor, shape (N, H, K, V), optional
             What the call for the part before returned.
         cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-            Where each of N packed texts begins, and where the last one ends; B is 1 then.
+            Where each of N packed sequences begins, and where the last one ends; B is 1 then.
 
         Returns
         -------
         y : torch.Tensor, shape of x
             What is added to the residual.
         state : torch.Tensor, shape (N, H, K, V)
-            The state of `gla`; N is B where no texts are packed.
+            The state of `gla`; N is B where no sequences are packed.
         """
         x = under_autocast(x)
         made = self.q_proj(x), self.k_proj(x), self.v_proj(x), F.logsigmoid(self.gk_proj(x)) / _GATE_DIVISOR
@@ -147,7 +147,7 @@ class LinearAttention(_Attention):
 
     with the recurrence of `linear_attention`, and the root mean square for a norm, which makes up for the sum of the
     weights. B is the batch, T the tokens, C the width, H the heads, K and V the head sizes of keys and values, N the
-    texts.
+    sequences.
 
     Parameters
     ----------
@@ -208,7 +208,7 @@ class LinearAttention(_Attention):
     def forward(
         self, x: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Mix the tokens of each text.
+        """Mix the tokens of each sequence.
 
         Parameters
         ----------
@@ -217,14 +217,14 @@ class LinearAttention(_Attention):
         state : torch.Tensor, shape (N, H, K, V), optional
             What the call for the part before returned.
         cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-            Where each of N packed texts begins, and where the last one ends; B is 1 then.
+            Where each of N packed sequences begins, and where the last one ends; B is 1 then.
 
         Returns
         -------
         y : torch.Tensor, shape of x
             What is added to the residual.
         state : torch.Tensor, shape (N, H, K, V)
-            The state of `linear_attention`; N is B where no texts are packed.
+            The state of `linear_attention`; N is B where no sequences are packed.
         """
         x = under_autocast(x)
         q, k, v = map(self._of_heads, (F.elu(self.q_proj(x)) + 1, F.elu(self.k_proj(x)) + 1, self.v_proj(x)))

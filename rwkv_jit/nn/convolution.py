@@ -12,7 +12,7 @@ from rwkv_jit.ops.timex import timex
 
 
 class TimeX(nn.Module):
-    r"""A causal convolution of every channel with a filter of its own, as long as a text may be.
+    r"""A causal convolution of every channel with a filter of its own, as long as a sequence may be.
 
         y[b, t, c] = eps + sum_{s <= t} weight[c, length-1-(t-s)] x[b, s, c]
 
@@ -23,7 +23,7 @@ class TimeX(nn.Module):
     channels : int
         C.
     length : int
-        The most tokens of a text, from 1.
+        The most tokens of a sequence, from 1.
     eps : float, default 0.0
         Added to every output.
     device, dtype : optional
@@ -37,12 +37,12 @@ class TimeX(nn.Module):
     Raises
     ------
     TypeError, ValueError
-        A size does not fit, or a text is longer than the filters: the name, what was expected and what came.
+        A size does not fit, or a sequence is longer than the filters: the name, what was expected and what came.
 
     Notes
     -----
-    Initial values are those of a depthwise torch.nn.Conv1d of that length. Outputs for a part of a text need all tokens
-    before it: there is no state, and texts are not packed.
+    Initial values are those of a depthwise torch.nn.Conv1d of that length. Outputs for a part of a sequence need all
+    tokens before it: there is no state, and sequences are not packed.
 
     References
     ----------
@@ -72,7 +72,7 @@ class TimeX(nn.Module):
         nn.init.uniform_(self.weight, -bound, bound)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Mix the tokens of each text.
+        """Mix the tokens of each sequence.
 
         Parameters
         ----------

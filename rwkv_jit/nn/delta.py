@@ -70,7 +70,7 @@ class KimiDeltaAttention(_DeltaNet):
     with the recurrence of `kda`, where g is -exp(A_log) softplus(f_proj(x) + dt_bias), beta is sigmoid(b_proj(x)) and q
     and k are divided by their lengths. The norm is the root mean square of a head. B is the batch, T the tokens, C the
     width, G the key heads, H the value heads, K and V the head sizes of keys and values, W the width of the
-    convolution, N the texts: B, or one less than the length of `cu_seqlens`.
+    convolution, N the sequences: B, or one less than the length of `cu_seqlens`.
 
     Parameters
     ----------
@@ -187,7 +187,7 @@ class KimiDeltaAttention(_DeltaNet):
     def forward(
         self, x: Tensor, state: tuple[Tensor, Tensor] | None = None, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Mix the tokens of each text.
+        """Mix the tokens of each sequence.
 
         Parameters
         ----------
@@ -196,7 +196,7 @@ class KimiDeltaAttention(_DeltaNet):
         state : tuple of two torch.Tensor, shape (N, 2 G K + H V, W - 1) and (N, H, K, V), optional
             What the call for the part before returned; zeros by default. Gradients reach both.
         cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-            Where each of N packed texts begins, and where the last one ends; B is 1 then.
+            Where each of N packed sequences begins, and where the last one ends; B is 1 then.
 
         Returns
         -------
@@ -229,7 +229,7 @@ class GatedDeltaNet(_DeltaNet):
     with the recurrence of `gated_delta_rule`, where g is -exp(A_log) softplus(a + dt_bias), beta is sigmoid(b) and q
     and k are divided by their lengths. The norm is the root mean square of a head. B is the batch, T the tokens, C the
     width, G the key heads, H the value heads, K and V the head sizes of keys and values, W the width of the
-    convolution, N the texts: B, or one less than the length of `cu_seqlens`.
+    convolution, N the sequences: B, or one less than the length of `cu_seqlens`.
 
     Parameters
     ----------
@@ -314,7 +314,7 @@ class GatedDeltaNet(_DeltaNet):
     def forward(
         self, x: Tensor, state: tuple[Tensor, Tensor] | None = None, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Mix the tokens of each text.
+        """Mix the tokens of each sequence.
 
         Parameters
         ----------
@@ -323,7 +323,7 @@ class GatedDeltaNet(_DeltaNet):
         state : tuple of two torch.Tensor, shape (N, 2 G K + H V, W - 1) and (N, H, K, V), optional
             What the call for the part before returned; zeros by default. Gradients reach both.
         cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-            Where each of N packed texts begins, and where the last one ends; B is 1 then.
+            Where each of N packed sequences begins, and where the last one ends; B is 1 then.
 
         Returns
         -------

@@ -73,17 +73,17 @@ class LanguageModel(nn.Module):
         Parameters
         ----------
         tokens : torch.Tensor, shape (B, T), int64 or int32
-            The texts.
+            The sequences.
         state : sequence of states, optional
-            Of each layer, what came before this part of the texts, as in `RWKV7State`; zeros by default. Gradients
+            Of each layer, what came before this part of the sequences, as in `RWKV7State`; zeros by default. Gradients
             reach it.
         cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-            Where each of N packed texts begins, and where the last one ends; B is 1 then.
+            Where each of N packed sequences begins, and where the last one ends; B is 1 then.
         return_state : bool, default False
             Whether to return the state after the last tokens too.
         shard : rwkv_jit.parallel.Shard, optional
-            Which part of the texts this is, where other processes have the others. It has their bounds if they are
-            packed. States and tokens before them count where texts begin.
+            Which part of the sequences this is, where other processes have the others. It has their bounds if they are
+            packed. States and tokens before them count where sequences begin.
 
         Returns
         -------
@@ -106,7 +106,7 @@ class LanguageModel(nn.Module):
         Parameters
         ----------
         tokens : torch.Tensor, shape (B, T), int64 or int32
-            The texts.
+            The sequences.
         targets : torch.Tensor, shape (B, T), int64 or int32
             The token behind each token; -100 where there is none, or where none shall be learned.
         l2_wrap : float, default 1e-4
@@ -189,7 +189,7 @@ class LanguageModel(nn.Module):
     # ---- decoding ------------------------------------------------------------------------------------------------
 
     def new_pool(self, slots: int, reserved: int = 0) -> StatePool:
-        """Return memory for the states of several texts.
+        """Return memory for the states of several sequences.
 
         Parameters
         ----------
@@ -214,7 +214,7 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def step(self, tokens: Tensor, pool: StatePool, slots: Any = None) -> Tensor:
-        """Read one token of each text, and return the logits of the next one.
+        """Read one token of each sequence, and return the logits of the next one.
 
         Parameters
         ----------
@@ -223,7 +223,7 @@ class LanguageModel(nn.Module):
         pool : StatePool
             The states, as `new_pool` makes them. They change in place.
         slots : torch.Tensor, shape (B,), int32 or int64, or sequence of int, optional
-            The slot of each text. Without it text i has slot i. A reserved slot is none: its row is padding.
+            The slot of each sequence. Without it sequence i has slot i. A reserved slot is none: its row is padding.
 
         Returns
         -------
@@ -231,8 +231,8 @@ class LanguageModel(nn.Module):
 
         Notes
         -----
-        It is `shift_mix`, an update such as `wkv7_update` and the rest of a layer over a token of many texts, without
-        gradients. It can be captured in a CUDA graph once it has run.
+        It is `shift_mix`, an update such as `wkv7_update` and the rest of a layer over a token of many sequences,
+        without gradients. It can be captured in a CUDA graph once it has run.
 
         Examples
         --------
@@ -257,7 +257,7 @@ class LanguageModel(nn.Module):
         self, tokens: Tensor, count: int, *, temperature: float = 1.0, top_p: float = 1.0,
         generator: torch.Generator | None = None,
     ) -> Tensor:  # fmt: skip
-        """Continue texts.
+        """Continue sequences.
 
         Parameters
         ----------
@@ -389,7 +389,7 @@ def _layers(names: Iterable[str]) -> int:
 
 
 def _drawn(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator | None) -> Tensor:
-    """Return the next token of every text."""
+    """Return the next token of every sequence."""
     if temperature == 0:
         return logits.argmax(-1)
     chances, order = torch.softmax(logits.float() / temperature, -1).sort(-1, descending=True)

@@ -22,7 +22,7 @@ class Mamba2(nn.Module):
 
     with the recurrence of `ssd`, and the root mean square for a norm; u is the input. Of the shapes below B is the
     batch, T the tokens, C the width, H the heads, V the head size, K the size of the state for each channel, G the
-    groups, W the width of the convolution, N the texts: B, or one less than the length of `cu_seqlens`.
+    groups, W the width of the convolution, N the sequences: B, or one less than the length of `cu_seqlens`.
 
     Parameters
     ----------
@@ -133,7 +133,7 @@ class Mamba2(nn.Module):
     def forward(
         self, x: Tensor, state: tuple[Tensor, Tensor] | None = None, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Mix the tokens of each text.
+        """Mix the tokens of each sequence.
 
         Parameters
         ----------
@@ -142,7 +142,7 @@ class Mamba2(nn.Module):
         state : tuple of two torch.Tensor, shape (N, H V + 2 G K, W - 1) and (N, H, V, K), optional
             What the call for the part before returned; zeros by default. Gradients reach both.
         cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-            Where each of N packed texts begins, and where the last one ends; B is 1 then.
+            Where each of N packed sequences begins, and where the last one ends; B is 1 then.
 
         Returns
         -------

@@ -99,17 +99,17 @@ class ChannelMix(Mix):
         state : torch.Tensor, shape (N, C), optional
             What the call for the part before returned.
         cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-            Where each of N packed texts begins, and where the last one ends; B is 1 then.
+            Where each of N packed sequences begins, and where the last one ends; B is 1 then.
         shard : rwkv_jit.parallel.Shard, optional
-            Which part of the texts this is, where other processes have the others. It has their bounds if they are
-            packed. States and tokens before them count where texts begin.
+            Which part of the sequences this is, where other processes have the others. It has their bounds if they are
+            packed. States and tokens before them count where sequences begin.
 
         Returns
         -------
         y : torch.Tensor, shape of x
             What is added to the residual.
         state : torch.Tensor, shape (N, C)
-            The last token of each text; N is B where no texts are packed.
+            The last token of each sequence; N is B where no sequences are packed.
         """
         x, last, cu_seqlens = before_texts(*self.under_autocast(x, state), cu_seqlens, shard)
         for_key, for_receptance = token_shift(x, self.mixes("kr"), first=last, cu_seqlens=cu_seqlens)
@@ -189,12 +189,12 @@ class Block(nn.Module):
         x : torch.Tensor, shape (B, T, C)
             The residual; of the first layer the embedding.
         state : RWKV5State or RWKV6State, optional
-            What came before this part of the texts; zeros by default.
+            What came before this part of the sequences; zeros by default.
         cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-            Where each of N packed texts begins, and where the last one ends; B is 1 then.
+            Where each of N packed sequences begins, and where the last one ends; B is 1 then.
         shard : rwkv_jit.parallel.Shard, optional
-            Which part of the texts this is, where other processes have the others. It has their bounds if they are
-            packed. States and tokens before them count where texts begin.
+            Which part of the sequences this is, where other processes have the others. It has their bounds if they are
+            packed. States and tokens before them count where sequences begin.
 
         Returns
         -------
@@ -211,7 +211,7 @@ class Block(nn.Module):
         return x + y, self._State(wkv, time_shift, channel_shift)
 
     def step(self, x: Tensor, states: Any, slots: Tensor | None, null_index: int) -> Tensor:
-        """Return what the next layer reads, of one token of each text, whose states change in place.
+        """Return what the next layer reads, of one token of each sequence, whose states change in place.
 
         Parameters
         ----------
@@ -220,7 +220,7 @@ class Block(nn.Module):
         states : RWKV5State or RWKV6State
             The layer's part of a pool: tensors [slots, ...].
         slots : torch.Tensor, shape (B,), optional
-            The slot of each text; text i has slot i without it.
+            The slot of each sequence; sequence i has slot i without it.
         null_index : int
             A slot at or below it is none.
 

@@ -19,7 +19,8 @@ from rwkv_jit.nn.rwkv7 import RWKV7Block, RWKV7State
 class RWKV5(LanguageModel):
     """The RWKV-5.2 language model, which the released "World" models are: its state dict has their names and shapes.
 
-    B is the batch, T the tokens, C the channels, N the number of texts: B, or one less than the length of `cu_seqlens`.
+    B is the batch, T the tokens, C the channels, N the number of sequences: B, or one less than the length of
+    `cu_seqlens`.
 
     Parameters
     ----------
@@ -79,7 +80,8 @@ class RWKV5(LanguageModel):
 class RWKV6(LanguageModel):
     """The RWKV-6 language model: its state dict has the names and shapes of the official checkpoints.
 
-    B is the batch, T the tokens, C the channels, N the number of texts: B, or one less than the length of `cu_seqlens`.
+    B is the batch, T the tokens, C the channels, N the number of sequences: B, or one less than the length of
+    `cu_seqlens`.
 
     Parameters
     ----------
@@ -139,7 +141,8 @@ class RWKV6(LanguageModel):
 class RWKV7(LanguageModel):
     """The RWKV-7 language model: its state dict has the names and shapes of the official checkpoints.
 
-    B is the batch, T the tokens, C the channels, N the number of texts: B, or one less than the length of `cu_seqlens`.
+    B is the batch, T the tokens, C the channels, N the number of sequences: B, or one less than the length of
+    `cu_seqlens`.
 
     Parameters
     ----------

@@ -111,7 +111,8 @@ def short_convolution(channels: int, conv_width: int, bias: bool, place: dict[st
 def convolve(
     x: Tensor, taps: Sequence[nn.Conv1d], before: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return silu of convolved tokens, and the last tokens of each text. The taps are of some channels after others."""
+    """Return silu of convolved tokens, and the last tokens of each sequence. The taps are of some channels after
+    others."""
     several = [each.weight.squeeze(1) for each in taps]
     weight = several[0] if len(several) == 1 else torch.cat(several)
     before = None if before is None else before.to(x.dtype)
@@ -128,7 +129,7 @@ def convolve(
 def _convolve_by_calls(
     x: Tensor, taps: Sequence[nn.Conv1d], before: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the same by calls of the modules, of one text after the other."""
+    """Return the same by calls of the modules, of one sequence after the other."""
     bounds = [0, x.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
     firsts = before.split(1) if before is not None and cu_seqlens is not None else [before] * (len(bounds) - 1)
     made, lasts = [x.new_zeros(x.shape[0], x.shape[2], 0)], []  # [B, D, T]
@@ -156,7 +157,7 @@ def check_tokens(x: Any, width: int) -> Tensor:
 def check_both_states(
     state: Any, x: Tensor, cu_seqlens: Tensor | None, of_taps: tuple[int, ...], of_text: tuple[int, ...]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the last tokens and the recurrence's state of each text, once their shapes are checked."""
+    """Return the last tokens and the recurrence's state of each sequence, once their shapes are checked."""
     if state is None:
         return None, None
     if not (isinstance(state, (tuple, list)) and len(state) == 2 and all(isinstance(each, Tensor) for each in state)):
@@ -187,7 +188,7 @@ def fill_rates(A_log: Tensor, least: float) -> None:
 def before_texts(
     x: Tensor, first: Tensor | None, cu_seqlens: Tensor | None, shard: Any
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return x, the token before each of its texts, and where these end: of a part, where there is a shard."""
+    """Return x, the token before each of its sequences, and where these end: of a part, where there is a shard."""
     if shard is None:
         return x, first, cu_seqlens
     from rwkv_jit.parallel import shifting
@@ -200,7 +201,7 @@ def before_texts(
 def normed_before_texts(
     x: Tensor, add: Tensor | None, norm: nn.LayerNorm, first: Tensor | None, shard: Any
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return x, what is added to it, and the token before each text of a part as `norm_shift` takes it: normed."""
+    """Return x, what is added to it, and the token before each sequence of a part as `norm_shift` takes it: normed."""
     from rwkv_jit.parallel import shifting
 
     x, last = shifting.with_last(x)
@@ -212,7 +213,7 @@ def normed_before_texts(
 
 
 def bounds_of(x: Tensor, cu_seqlens: Tensor | None, shard: Any) -> Tensor | None:
-    """Return where packed texts end: of a part, where there is a shard."""
+    """Return where packed sequences end: of a part, where there is a shard."""
     if shard is None:
         return cu_seqlens
     if cu_seqlens is not None:
@@ -225,7 +226,7 @@ def recur(
     op: Callable[..., tuple[Tensor, Tensor | None]], inputs: Sequence[Tensor], state: Tensor | None,
     cu_seqlens: Tensor | None, shard: Any, **options: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return y of a recurrence and the states behind all texts: of a part, where there is a shard."""
+    """Return y of a recurrence and the states behind all sequences: of a part, where there is a shard."""
     if shard is None:
         y, final = op(*inputs, state, True, cu_seqlens, **options)
     else:

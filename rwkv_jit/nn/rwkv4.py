@@ -23,7 +23,7 @@ class RWKV4TimeMix(Mix):
         x'_m = x_t time_mix_m + x_{t-1} (1 - time_mix_m)   for m = k, v, r
         y = output(sigmoid(receptance(x'_r)) wkv(key(x'_k), value(x'_v)))
 
-    with wkv the recurrence of `wkv4`. B is the batch, T the tokens, C the width, N the texts.
+    with wkv the recurrence of `wkv4`. B is the batch, T the tokens, C the width, N the sequences.
 
     Parameters
     ----------
@@ -50,8 +50,8 @@ class RWKV4TimeMix(Mix):
 
     Notes
     -----
-    Names, shapes and initial values are those of RWKV-4-neo in RWKV-LM. `wkv4` has no packed texts: they go one after
-    another, and the host waits for `cu_seqlens`.
+    Names, shapes and initial values are those of RWKV-4-neo in RWKV-LM. `wkv4` has no packed sequences: they go one
+    after another, and the host waits for `cu_seqlens`.
 
     References
     ----------
@@ -94,7 +94,7 @@ class RWKV4TimeMix(Mix):
     def forward(
         self, x: Tensor, state: tuple[Tensor, Tensor] | None = None, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Mix the tokens of each text.
+        """Mix the tokens of each sequence.
 
         Parameters
         ----------
@@ -103,14 +103,14 @@ class RWKV4TimeMix(Mix):
         state : tuple of torch.Tensor, optional
             What the call for the part before returned.
         cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-            Where each of N packed texts begins, and where the last one ends; B is 1 then.
+            Where each of N packed sequences begins, and where the last one ends; B is 1 then.
 
         Returns
         -------
         y : torch.Tensor, shape of x
             What is added to the residual.
         state : tuple of torch.Tensor, shapes (N, C) and (N, 3, C)
-            The last token of each text, and the state of `wkv4`; N is B where no texts are packed.
+            The last token of each sequence, and the state of `wkv4`; N is B where no sequences are packed.
         """
         last, recurrent = (None, None) if state is None else state
         x, last = self.under_autocast(x, last)
@@ -141,7 +141,7 @@ class RWKV4ChannelMix(ChannelMix):
         x'_m = x_t time_mix_m + x_{t-1} (1 - time_mix_m)   for m = k, r
         y = sigmoid(receptance(x'_r)) value(max(key(x'_k), 0)^2)
 
-    C is the width, F the hidden size, N the texts.
+    C is the width, F the hidden size, N the sequences.
 
     Parameters
     ----------
@@ -168,7 +168,7 @@ class RWKV4ChannelMix(ChannelMix):
 
     Notes
     -----
-    Names, shapes and initial values are those of RWKV-4-neo in RWKV-LM. The state is the last token of each text,
+    Names, shapes and initial values are those of RWKV-4-neo in RWKV-LM. The state is the last token of each sequence,
     [N, C].
 
     References

@@ -18,7 +18,7 @@ from rwkv_jit.ops.wkv5 import wkv5
 
 @in_files
 class RWKV5State(NamedTuple):
-    """What a layer of RWKV-5 remembers of N texts.
+    """What a layer of RWKV-5 remembers of N sequences.
 
     Attributes
     ----------
@@ -44,7 +44,7 @@ class RWKV5TimeMix(TimeMixOfHeads):
         y = output(norm(wkv(receptance(x'_r), key(x'_k), value(x'_v))) silu(gate(x'_g)))
 
     with wkv the recurrence of `wkv5`, and a norm of each head. B is the batch, T the tokens, C the width, H the heads,
-    K their size, N the texts.
+    K their size, N the sequences.
 
     Parameters
     ----------
@@ -111,7 +111,7 @@ class RWKV5TimeMix(TimeMixOfHeads):
         self, x: Tensor, state: tuple[Tensor, Tensor] | None = None, cu_seqlens: Tensor | None = None,
         shard: Any = None,
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
-        """Mix the tokens of each text.
+        """Mix the tokens of each sequence.
 
         Parameters
         ----------
@@ -120,17 +120,17 @@ class RWKV5TimeMix(TimeMixOfHeads):
         state : tuple of torch.Tensor, optional
             What the call for the part before returned.
         cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-            Where each of N packed texts begins, and where the last one ends; B is 1 then.
+            Where each of N packed sequences begins, and where the last one ends; B is 1 then.
         shard : rwkv_jit.parallel.Shard, optional
-            Which part of the texts this is, where other processes have the others. It has their bounds if they are
-            packed. States and tokens before them count where texts begin.
+            Which part of the sequences this is, where other processes have the others. It has their bounds if they are
+            packed. States and tokens before them count where sequences begin.
 
         Returns
         -------
         y : torch.Tensor, shape of x
             What is added to the residual.
         state : tuple of torch.Tensor, shapes (N, C) and (N, H, K, K)
-            The last token of each text, and the state of `wkv5`; N is B where no texts are packed.
+            The last token of each sequence, and the state of `wkv5`; N is B where no sequences are packed.
         """
         last, recurrent = (None, None) if state is None else state
         x, last, cu_seqlens = before_texts(*self.under_autocast(x, last), cu_seqlens, shard)
@@ -145,7 +145,7 @@ class RWKV5TimeMix(TimeMixOfHeads):
         return self.mixes("kvrg")
 
     def step(self, mixed: Tensor, states: Tensor, **where: Any) -> Tensor:
-        """Mix one token of each text, whose states lie in slots of a pool and change in place.
+        """Mix one token of each sequence, whose states lie in slots of a pool and change in place.
 
         Parameters
         ----------
@@ -177,7 +177,7 @@ class RWKV5ChannelMix(ChannelMix):
         x'_m = x_t time_mix_m + x_{t-1} (1 - time_mix_m)   for m = k, r
         y = sigmoid(receptance(x'_r)) value(max(key(x'_k), 0)^2)
 
-    C is the width, F the hidden size, N the texts.
+    C is the width, F the hidden size, N the sequences.
 
     Parameters
     ----------
@@ -204,7 +204,7 @@ class RWKV5ChannelMix(ChannelMix):
 
     Notes
     -----
-    Names, shapes and initial values are those of x052 in RWKV-LM. The state is the last token of each text, [N, C].
+    Names, shapes and initial values are those of x052 in RWKV-LM. The state is the last token of each sequence, [N, C].
 
     References
     ----------

@@ -25,7 +25,7 @@ _SLOPES = {"x_r": 0.2, "x_w": 0.9, "x_k": 0.7, "x_v": 0.7, "x_a": 0.9, "x_g": 0.
 
 @parts.in_files
 class RWKV7State(NamedTuple):
-    """What a layer of RWKV-7 remembers of N texts, by the names of `StatePool.rwkv7`.
+    """What a layer of RWKV-7 remembers of N sequences, by the names of `StatePool.rwkv7`.
 
     Attributes
     ----------
@@ -47,8 +47,8 @@ class RWKV7State(NamedTuple):
 class RWKV7TimeMix(nn.Module):
     """Time mixing of RWKV-7, with the names, shapes and initial values of the official parameters.
 
-    B is the batch, T the tokens, C the channels, H the heads, K and V the head size, N the number of texts: B, or one
-    less than the length of `cu_seqlens`.
+    B is the batch, T the tokens, C the channels, H the heads, K and V the head size, N the number of sequences: B, or
+    one less than the length of `cu_seqlens`.
 
     Parameters
     ----------
@@ -186,13 +186,13 @@ class RWKV7TimeMix(nn.Module):
         v_first : torch.Tensor, shape (B, T, C), optional
             The values of the first layer, which that one makes and all others need.
         state : tuple of two torch.Tensor, shape (N, C) and (N, H, V, K), optional
-            The last token of x before this part of the texts, and the state of `wkv7`; zeros by default. Gradients
+            The last token of x before this part of the sequences, and the state of `wkv7`; zeros by default. Gradients
             reach both.
         cu_seqlens : torch.Tensor, shape (N + 1,), optional
-            Where each of N packed texts begins, and where the last one ends; B is 1 then.
+            Where each of N packed sequences begins, and where the last one ends; B is 1 then.
         shard : rwkv_jit.parallel.Shard, optional
-            Which part of the texts this is, where other processes have the others. It has their bounds if they are
-            packed. States and tokens before them count where texts begin.
+            Which part of the sequences this is, where other processes have the others. It has their bounds if they are
+            packed. States and tokens before them count where sequences begin.
 
         Returns
         -------
@@ -237,7 +237,7 @@ class RWKV7TimeMix(nn.Module):
     def step(
         self, mixed: Tensor, v_first: Tensor | None, states: Tensor, slots: Tensor | None, null_index: int
     ) -> tuple[Tensor, Tensor]:
-        """Mix one token of each text, whose states lie in slots of a pool and change in place.
+        """Mix one token of each sequence, whose states lie in slots of a pool and change in place.
 
         Parameters
         ----------
@@ -248,7 +248,7 @@ class RWKV7TimeMix(nn.Module):
         states : torch.Tensor, shape (slots, H, V, K)
             The layer's part of the pool.
         slots : torch.Tensor, shape (B,), optional
-            The slot of each text; text i has slot i without it.
+            The slot of each sequence; sequence i has slot i without it.
         null_index : int
             A slot at or below it is none.
 
@@ -308,7 +308,8 @@ class RWKV7TimeMix(nn.Module):
 class RWKV7ChannelMix(nn.Module):
     """Channel mixing of RWKV-7, with the names, shapes and initial values of the official parameters.
 
-    B is the batch, T the tokens, C the channels, N the number of texts: B, or one less than the length of `cu_seqlens`.
+    B is the batch, T the tokens, C the channels, N the number of sequences: B, or one less than the length of
+    `cu_seqlens`.
 
     Parameters
     ----------
@@ -375,12 +376,12 @@ class RWKV7ChannelMix(nn.Module):
         x : torch.Tensor, shape (B, T, C)
             The normed residual.
         state : torch.Tensor, shape (N, C), optional
-            The last token of x before this part of the texts; zeros by default. It has a gradient.
+            The last token of x before this part of the sequences; zeros by default. It has a gradient.
         cu_seqlens : torch.Tensor, shape (N + 1,), optional
-            Where each of N packed texts begins, and where the last one ends; B is 1 then.
+            Where each of N packed sequences begins, and where the last one ends; B is 1 then.
         shard : rwkv_jit.parallel.Shard, optional
-            Which part of the texts this is, where other processes have the others. It has their bounds if they are
-            packed. States and tokens before them count where texts begin.
+            Which part of the sequences this is, where other processes have the others. It has their bounds if they are
+            packed. States and tokens before them count where sequences begin.
 
         Returns
         -------
@@ -409,7 +410,8 @@ class RWKV7ChannelMix(nn.Module):
 class RWKV7Block(nn.Module):
     """A layer of RWKV-7: time mixing, then channel mixing, each behind a norm and added to the residual.
 
-    B is the batch, T the tokens, C the channels, N the number of texts: B, or one less than the length of `cu_seqlens`.
+    B is the batch, T the tokens, C the channels, N the number of sequences: B, or one less than the length of
+    `cu_seqlens`.
 
     Parameters
     ----------
@@ -475,12 +477,12 @@ class RWKV7Block(nn.Module):
         v_first : torch.Tensor, shape (B, T, C), optional
             The values of the first layer, which that one makes and all others need.
         state : RWKV7State, optional
-            What came before this part of the texts; zeros by default.
+            What came before this part of the sequences; zeros by default.
         cu_seqlens : torch.Tensor, shape (N + 1,), optional
-            Where each of N packed texts begins, and where the last one ends; B is 1 then.
+            Where each of N packed sequences begins, and where the last one ends; B is 1 then.
         shard : rwkv_jit.parallel.Shard, optional
-            Which part of the texts this is, where other processes have the others. It has their bounds if they are
-            packed. States and tokens before them count where texts begin.
+            Which part of the sequences this is, where other processes have the others. It has their bounds if they are
+            packed. States and tokens before them count where sequences begin.
 
         Returns
         -------
@@ -519,7 +521,7 @@ class RWKV7Block(nn.Module):
     def step(
         self, x: Tensor, v_first: Tensor | None, states: RWKV7State, slots: Tensor | None, null_index: int
     ) -> tuple[Tensor, Tensor]:
-        """Return what the next layer reads, of one token of each text, whose states change in place.
+        """Return what the next layer reads, of one token of each sequence, whose states change in place.
 
         Parameters
         ----------
@@ -530,7 +532,7 @@ class RWKV7Block(nn.Module):
         states : RWKV7State
             The layer's part of a pool: tensors [slots, ...].
         slots : torch.Tensor, shape (B,), optional
-            The slot of each text; text i has slot i without it.
+            The slot of each sequence; sequence i has slot i without it.
         null_index : int
             A slot at or below it is none.
 

@@ -1,4 +1,4 @@
-"""A call over one part of its sequences, with autograd: a part of one text, or of several."""
+"""A call over one part of its sequences, with autograd: a part of one sequence, or of several."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rwkv_jit.problem import STATE, Op
 
 
 def of_one_text(way: Way, shard: Shard, initial: Tensor | None, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return y and the states behind a part that belongs to one text, or to as many as a batch has."""
+    """Return y and the states behind a part that belongs to one sequence, or to as many as a batch has."""
     made: tuple[Tensor, Tensor] = _OneText.apply(way, shard, initial, *inputs)  # type: ignore[no-untyped-call]
     return made
 
@@ -24,9 +24,9 @@ def of_one_text(way: Way, shard: Shard, initial: Tensor | None, inputs: Sequence
 def of_texts(
     call: Call, shard: Shard, wants: Sequence[bool], initial: Tensor | None, inputs: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Return y and the states behind all texts of a part with the end of one and the beginning of another.
+    """Return y and the states behind all sequences of a part with the end of one and the beginning of another.
 
-    What begins here runs first, for its state is awaited. The rest of a text that began elsewhere runs when all
+    What begins here runs first, for its state is awaited. The rest of a sequence that began elsewhere runs when all
     processes have got so far. `wants` says of which inputs, and last whether of the states, gradients are wanted.
     """
     made: tuple[Tensor, Tensor] = _Texts.apply(call, shard, wants, initial, *inputs)  # type: ignore[no-untyped-call]

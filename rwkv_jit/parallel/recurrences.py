@@ -169,14 +169,14 @@ def wkv7(
         sa_t = S_{t-1} a_t;   S_t = S_{t-1} diag(d(w_t)) + sa_t b_t^T + v_t k_t^T;   y_t = scale S_t r_t
 
     per head, with S [V, K]. B is the batch, T the tokens of this process's part, H the heads, K and V the head sizes of
-    keys and values, N the sequences that have tokens here: B, or the packed texts of this part.
+    keys and values, N the sequences that have tokens here: B, or the packed sequences of this part.
 
     Parameters
     ----------
     r, w, k, v, a, b : torch.Tensor, shape (B, T, H, K), and (B, T, H, V) of v
         This part of the inputs of `rwkv_jit.wkv7`, with the same dtypes, strides and meanings.
     shard : Shard, ProcessGroup or DeviceMesh
-        Which part it is, and whether texts are packed.
+        Which part it is, and whether sequences are packed.
     initial_state : torch.Tensor, shape (N, H, V, K) or (H, V, K), optional
         State before the first token of each sequence; zeros by default. Where a sequence began in another part, what
         stands here does not count and has no gradient.
@@ -205,10 +205,10 @@ def wkv7(
     backward. The part at whose begin all sequences begin does not wait for the forward's, the last one not for the
     backward's.
 
-    A part of one text, or of a batch, runs once where `rwkv_jit.wkv7` takes the tensor cores for heads that a block
+    A part of one sequence, or of a batch, runs once where `rwkv_jit.wkv7` takes the tensor cores for heads that a block
     holds and T is a multiple of 64. Its kernels find what the part does to any state, wait, and go on. Other parts of
-    one text run three times in the forward, and twice in the backward. A part with the end of a text and the beginning
-    of another runs once: what begins there first, and the rest when its state is there.
+    one sequence run three times in the forward, and twice in the backward. A part with the end of a sequence and the
+    beginning of another runs once: what begins there first, and the rest when its state is there.
 
     Numbers that are exchanged are float32, and joined in float64. `torch.compile` leaves the call out of its graphs.
 

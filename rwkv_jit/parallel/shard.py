@@ -32,10 +32,10 @@ class Shard:
     group : torch.distributed.ProcessGroup or DeviceMesh of one dimension, optional
         The processes that share the sequences; all of them by default.
     cu_seqlens : torch.Tensor or sequence of int, shape (N + 1,), optional
-        Where each of N packed texts begins, and where the last one ends, in the tokens of all parts together. A text
-        may reach over many parts, and a part may have many texts.
+        Where each of N packed sequences begins, and where the last one ends, in the tokens of all parts together. A
+        sequence may reach over many parts, and a part may have many sequences.
     lengths : sequence of int, optional
-        The tokens of each rank's part, where texts are packed; equal ones by default.
+        The tokens of each rank's part, where sequences are packed; equal ones by default.
 
     Attributes
     ----------
@@ -44,11 +44,11 @@ class Shard:
     rank, size : int
         The place of this process among them, and how many there are.
     bounds : tuple of int or None
-        Where the texts of this part begin in it, and where the last one ends; None where no texts are packed.
+        Where the sequences of this part begin in it, and where the last one ends; None where no sequences are packed.
     is_continued : bool
-        Whether the first text of this part began in one before.
+        Whether the first sequence of this part began in one before.
     is_to_be_continued : bool
-        Whether the last text of this part goes on in one behind.
+        Whether the last sequence of this part goes on in one behind.
 
     Raises
     ------
@@ -117,16 +117,16 @@ class Shard:
 
     @property
     def texts(self) -> int:
-        """Return how many texts the part has of each row of the batch."""
+        """Return how many sequences the part has of each row of the batch."""
         return 1 if self.bounds is None else len(self.bounds) - 1
 
     @property
     def is_passed(self) -> bool:
-        """Return whether a text passes the part: it began before it and goes on behind it."""
+        """Return whether a sequence passes the part: it began before it and goes on behind it."""
         return self.is_continued and self.is_to_be_continued and self.texts == 1
 
     def cu_seqlens(self, device: torch.device, begin: int = 0) -> Tensor:
-        """Return the bounds of this part's texts from one of them on, as ops take them."""
+        """Return the bounds of this part's sequences from one of them on, as ops take them."""
         assert self.bounds is not None
         known = self._tensors.get((device, begin))
         if known is None:

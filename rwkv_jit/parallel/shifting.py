@@ -20,8 +20,8 @@ def token_shift(x: Array, mixes: Array, amounts: Array | None = None, *, shard: 
 
         mixed_m[t] = x_t + (x_{t-1} - x_t) (mixes_m + amounts_m[t])
 
-    Before the first token of a text stand zeros. B is the batch, T the tokens of this process's part, C the channels,
-    M the mixes.
+    Before the first token of a sequence stand zeros. B is the batch, T the tokens of this process's part, C the
+    channels, M the mixes.
 
     Parameters
     ----------
@@ -67,9 +67,9 @@ def with_last(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def token_before(last: Tensor, shard: Shard, first: Tensor | None = None) -> Tensor:
-    """Return the token before each text of this part, from the last token of every part.
+    """Return the token before each sequence of this part, from the last token of every part.
 
-    Where a text begins it is that of `first`, [B, C] or [N, C], or zeros.
+    Where a sequence begins it is that of `first`, [B, C] or [N, C], or zeros.
     """
     before: Tensor = _TokenBefore.apply(last, shard)  # type: ignore[no-untyped-call]
     if first is None:
