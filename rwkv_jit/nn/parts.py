@@ -111,8 +111,7 @@ def short_convolution(channels: int, conv_width: int, bias: bool, place: dict[st
 def convolve(
     x: Tensor, taps: Sequence[nn.Conv1d], before: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return silu of convolved tokens, and the last tokens of each sequence. The taps are of some channels after
-    others."""
+    """Return silu of convolved tokens, and the last tokens of each sequence; each tap has the next channels."""
     several = [each.weight.squeeze(1) for each in taps]
     weight = several[0] if len(several) == 1 else torch.cat(several)
     before = None if before is None else before.to(x.dtype)
