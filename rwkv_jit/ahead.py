@@ -57,7 +57,7 @@ def specialize(
     chunk_len, num_threads : int, optional
         By default as calls on this GPU take them, tuned or chosen by the head size; with an `arch`, by the head size.
     tokens, batch : int, optional
-        Of timex alone, whose kernels go by T and B: T, and B, which is 8 or more by default.
+        Only for timex, whose kernels depend on T and B: T, and B, which is 8 or more by default.
     **parameters
         Any other parameter of the template in lower case: t_w and t_state ("fp16", "bf16", "fp32"), t_u (wkv5, wkv6),
         state_layout ("vk", "kv"); lanes_per_row, rows_per_thread (recurrent), blocks_per_sm,
@@ -163,10 +163,9 @@ def warm(
     widths: int | Iterable[int] | None = None,
     shards: bool = False,
 ) -> list[kernel.Kernel]:
-    """Compile what calls of an op will need, side by side, so that no call has to; or find it in the cache.
+    """Compile in parallel, or find in the cache, all kernels that calls of an op will need.
 
-    Calls go by `set_bfloat16_precision` and `torch.set_float32_matmul_precision`: the kernels are those for the
-    switches as they are now.
+    They are those for the current values of `set_bfloat16_precision` and `torch.set_float32_matmul_precision`.
 
     Parameters
     ----------
@@ -196,7 +195,7 @@ def warm(
     value_sizes : int or iterable of int, optional
         V; by default that of each head size.
     tokens : int or iterable of int, optional
-        T, for timex alone: its kernels go by the tokens of a row. Calls with contiguous inputs find them.
+        T, only for timex: its kernels depend on it. Calls with contiguous inputs find them.
     batches : int or iterable of int, optional
         B, for timex alone; by default all.
     updates : bool, default False

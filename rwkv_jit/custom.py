@@ -35,7 +35,7 @@ _launches: BySignature[Launch] = BySignature()
 
 
 class Template:
-    """A CUDA template of your own, to be compiled, cached and launched as the library's are.
+    """Your CUDA template, which is compiled, cached and launched like those of the library.
 
     Parameters
     ----------
@@ -55,14 +55,14 @@ class Template:
 
     Notes
     -----
-    Include headers by their names in quotes: ``#include "NAME"``. Their texts are part of a kernel's key in the cache,
+    Include headers by their names in quotes: ``#include "NAME"``. Their content is part of a kernel's key in the cache,
     so a changed header makes another kernel. NVRTC would also open files by itself, and the key cannot cover these.
     So ``#include MACRO``, ``#include_next``, ``__has_include`` and absolute names in angle brackets are errors that
-    name file and line. Other names in angle brackets find headers that are included in quotes elsewhere. NVRTC brings
-    no header of its own, such as ``<cuda_fp16.h>``: put what you need beside the file.
+    name file and line. Other names in angle brackets find headers that another line includes in quotes. NVRTC has no
+    headers such as ``<cuda_fp16.h>``: put those that you need beside the file.
 
     What decides the code is a parameter: a name that the text uses and does not define, such as NUM_THREADS or T_IO.
-    Rules between parameters are ``static_assert``s, and their texts are the messages a user reads. Kernels are
+    Rules between parameters are ``static_assert``s, whose messages users read. Kernels are
     ``extern "C" __global__``.
 
     Examples
@@ -96,7 +96,7 @@ class Template:
         ----------
         arch : str, optional
             E.g. "sm_90a", or "compute_80" for PTX; RWKVJIT_ARCH or this machine's current GPU by default. GPUs of
-            another architecture need a kernel of their own.
+            another architecture need another kernel.
         **parameters
             By the names that the template uses. T_... is a storage type: "fp16", "bf16", "fp32" or the torch.dtype.
             Others are an int (32 bits), a bool, a float (32 bits), or a str that names an enumerator: DECAY="raw" is
@@ -129,7 +129,7 @@ class Template:
 
 
 class OwnKernel(kernel.Kernel):
-    """A kernel of a template of your own: a Kernel that is launched by hand."""
+    """A kernel of your template: a Kernel that you launch."""
 
     def __init__(self, compiled: kernel.Kernel, own_template: template.Template):
         self.__dict__.update(vars(compiled))  # the modules it has loaded too

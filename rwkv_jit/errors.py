@@ -106,7 +106,7 @@ class CompileError(RwkvJitError):
 
 
 class NvrtcNotFoundError(RwkvJitError):
-    """CuPy or NVRTC cannot be used; the message ends with the command that mends it."""
+    """CuPy or NVRTC cannot be used; the message ends with the command that fixes it."""
 
 
 class UnsupportedConfigError(RwkvJitError, ValueError):

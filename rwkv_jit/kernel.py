@@ -32,7 +32,7 @@ class Request(NamedTuple):
 
 
 class Kernel:
-    """One compiled template: the kernels of one direction of one op, or of a template of your own.
+    """One compiled template: the kernels of one direction of one op, or of your template.
 
     Attributes
     ----------

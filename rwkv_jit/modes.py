@@ -63,10 +63,10 @@ def _set(precision: Precision, is_batch_invariant: bool) -> None:
 def set_bfloat16_precision(precision: Precision) -> None:
     """Say how exact the tensor cores are on bfloat16 tensors, in the words of `torch.set_float32_matmul_precision`.
 
-    With "medium" products are made of bfloat16 numbers, with 8 bits, and y and gradients are 2 to 5e-3 off. With "high"
-    they are made of float16 numbers, with 11 bits, and the error is that of rounding the results to bfloat16, 1.7e-3.
-    With gradients that takes 2 to 3 times as long, forward alone up to 4 times, and float16 copies of the rows are kept
-    for the backward. Tensors are scaled by powers of two, so that the range of float16 does not matter where sums stay
+    With "medium" products have bfloat16 factors, with 8 bits, and y and gradients are 2 to 5e-3 off. With "high" they
+    have float16 factors, with 11 bits, and the error is that of rounding the results to bfloat16, 1.7e-3. With
+    gradients that takes 2 to 3 times as long, forward alone up to 4 times, and float16 copies of the rows are kept for
+    the backward. Tensors are scaled by powers of two, so that the range of float16 does not matter where sums stay
     within 2^16 of the largest terms.
 
     Parameters
@@ -110,15 +110,15 @@ def set_batch_invariant(enabled: bool) -> None:
     share, which are sums: u, w of wkv5, wkv4 and timex, an initial state without a batch.
 
     "auto" chooses kernels and their geometry as for many long sequences: short ones take longer, and few heads leave a
-    part of the GPU idle. float32 goes token by token, and products of bfloat16 rows are made of bfloat16 numbers,
-    whatever the switches of precision say. Results still differ between GPUs, dtypes and chunk lengths, and with
-    gradients and without. What the sums of timex's backend "fft" go by is up to torch.
+    part of the GPU idle. float32 goes token by token, and products of bfloat16 rows have bfloat16 factors, whatever the
+    switches of precision say. Results still differ between GPUs, dtypes and chunk lengths, and with gradients and
+    without. torch decides what the sums of timex's backend "fft" depend on.
 
     Parameters
     ----------
     enabled : bool
         Off by default. It holds for all threads. What `torch.compile` and `torch.export` have traced before stays as it
-        was, but for timex, which goes by the switch whenever it runs.
+        was, except for timex, which reads the switch whenever it runs.
 
     Raises
     ------

@@ -474,8 +474,8 @@ def timex_ref(w: Tensor, k: Tensor, eps: float = 0.0) -> Tensor:
         out[b, c, t] = eps + sum_{s <= t} w[c, T-1-(t-s)] k[b, c, s]
 
     Arithmetic is float64 for float64 inputs and float32 otherwise. Tokens get what tokens before them give as products
-    with Toeplitz matrices: within a block by halves, which are merged to wholes, and from all blocks before. No product
-    holds a later token, so that one that is not finite spoils nothing before it.
+    with Toeplitz matrices: within a block, which is split in two again and again, and from all blocks before. No
+    product holds a later token, so that one that is not finite spoils nothing before it.
 
     Parameters
     ----------

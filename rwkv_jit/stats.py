@@ -46,7 +46,7 @@ def add_hook(hook: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
     ----------
     hook : callable
         Gets a dict with origin ("memory", "disk", "shared", "bundle" or "compiled"), name, arch, parameters and
-        compile_seconds. It runs in the thread that asked for the kernel; what it raises reaches that caller, after
+        compile_seconds. It runs in the thread that needs the kernel; what it raises reaches that caller, after
         the kernel has been stored.
 
     Returns

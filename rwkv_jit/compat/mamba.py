@@ -49,7 +49,7 @@ def mamba_chunk_scan_combined(
     x : torch.Tensor, shape (b, l, h, p), float16, bfloat16 or float32
         Input.
     dt : torch.Tensor, shape (b, l, h)
-        Step, or what it is made of.
+        Step; raw with `dt_bias` or `dt_softplus`.
     A : torch.Tensor, shape (h,)
         Rate, which is negative.
     B, C : torch.Tensor, shape (b, l, g, n)
@@ -92,7 +92,7 @@ def mamba_chunk_scan_combined(
 
     Notes
     -----
-    Each tensor may have a dtype of its own. Where those of x, B, C and z differ, arithmetic is that of float32 inputs,
+    Each tensor may have another dtype. If those of x, B, C and z differ, arithmetic is that of float32 inputs,
     and `out` is rounded once.
 
     `seq_idx` is read by the host, which waits for the GPU.
@@ -153,7 +153,7 @@ def selective_state_update(
     x : torch.Tensor, shape (b, h, p), float16, bfloat16 or float32
         Input.
     dt : torch.Tensor, shape (b, h, p)
-        Step, or what it is made of.
+        Step; raw with `dt_bias` or `dt_softplus`.
     A : torch.Tensor, shape (h, p, n)
         Rate, which is negative.
     B, C : torch.Tensor, shape (b, g, n)
@@ -182,8 +182,8 @@ def selective_state_update(
 
     Notes
     -----
-    A tensor without the dimension of h or g has 1 of them. Each may have a dtype of its own: where those of x, B, C and
-    z differ, arithmetic is that of float32 inputs, and `out` is rounded once.
+    A tensor without the dimension of h or g has 1 of them. Each may have another dtype: if those of x, B, C and z
+    differ, arithmetic is that of float32 inputs, and `out` is rounded once.
     """
     given = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias}
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (state, *given.values())):

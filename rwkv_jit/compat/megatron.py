@@ -46,7 +46,7 @@ def gated_delta_rule(
     v : torch.Tensor, shape (B, T, HV, V), dtype of q
         Value. Value head h has key head h // (HV // H).
     g : torch.Tensor, shape (B, T, HV) or (B, T, HV, K), dtype of q or float32
-        Logarithm of the decay, or with `use_gate_in_kernel` what it is made of.
+        Logarithm of the decay; raw with `use_gate_in_kernel`.
     beta : torch.Tensor, shape (B, T, HV), dtype of q or float32
         Rate of writing; None where b and w are given.
     scale : float, optional

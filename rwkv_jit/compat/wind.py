@@ -109,7 +109,7 @@ def attn_triton_bighead_wrap(
     r: Any, w: Any, k: Any, v: Any, a: Any, b: Any, s0: Any = None, return_state: bool = False, head_size: int = 64,
     dot_prec: str = "fp32",
 ) -> Any:  # fmt: skip
-    """Return y of `attn_triton_bighead` for rows of channels, and the last state where it is asked for.
+    """Return y of `attn_triton_bighead` for rows of channels, and the last state if requested.
 
     Parameters
     ----------

@@ -99,7 +99,7 @@ def kda(
     for each token and value head 3 K numbers of the dtype of q, and one of float32 for each of K where A_log is
     given.
 
-    On sm_90, calls with 16 bits and heads of 128 that are not few run kernels of their own, which make no operands;
+    On sm_90, calls with 16 bits and heads of 128 that are not few run dedicated kernels, which prepare no operands;
     with gradients, those with as many key heads as value heads. Between the passes these keep, beside inputs, y and the
     final state, for every 64 tokens of a head a state of 128 x 128 and two matrices of 64 x 64, and for each token and
     head the 128 numbers of v - S k, all of 16 bits.
@@ -205,10 +205,10 @@ def gated_delta_rule(
     that are made are float32. Any decay is right. Beside what `wkv7` keeps between the passes there are its inputs:
     for each token and value head 3 K numbers of the dtype of q, and K of float32.
 
-    Calls with 16 bits, head sizes up to 128 and heads that are not few run kernels of their own in both directions,
-    which make no operands, have norms, gates and rates inside, and take any decay. Between the passes these keep,
-    beside inputs, y and the final state, for each token and value head V numbers of the dtype of v, K V / 64 more, and
-    about 200 bytes.
+    Calls with 16 bits, head sizes up to 128 and heads that are not few run dedicated kernels in both directions, which
+    prepare no operands, compute norms, gates and rates, and take any decay. Between the passes these keep, beside
+    inputs, y and the final state, for each token and value head V numbers of the dtype of v, K V / 64 more, and about
+    200 bytes.
 
     Results are the same bit for bit from run to run. A second derivative is an error. Under `torch.autocast` inputs
     are cast as `wkv7` casts them; g and beta may stay float32. CPU tensors run plain torch, with one notice.
@@ -302,9 +302,9 @@ def delta_rule(
     that are made are float32. Any decay is right. Beside what `wkv7` keeps between the passes there are its inputs:
     for each token and value head 3 K numbers of the dtype of q, and K more.
 
-    Calls with 16 bits, head sizes up to 128 and heads that are not few run kernels of their own in both directions,
-    which make no operands and have norms and rates inside. Between the passes these keep, beside inputs, y and the
-    final state, for each token and value head V numbers of the dtype of v, K V / 64 more, and about 200 bytes.
+    Calls with 16 bits, head sizes up to 128 and heads that are not few run dedicated kernels in both directions, which
+    prepare no operands and compute norms and rates. Between the passes these keep, beside inputs, y and the final
+    state, for each token and value head V numbers of the dtype of v, K V / 64 more, and about 200 bytes.
 
     Results are the same bit for bit from run to run. A second derivative is an error. Under `torch.autocast` inputs
     are cast as `wkv7` casts them; g and beta may stay float32. CPU tensors run plain torch, with one notice.

@@ -83,8 +83,8 @@ def simple_gla(
     Decays pass to the kernels for all channels of a head, and keys for all heads that share them. `gla` does the
     rest: its notes say what precision is kept, and which kernels run when. Any decay is right.
 
-    Calls with 16 bits, head sizes up to 128 and heads that are not few run kernels of their own in both directions,
-    which make no operands and take any decay. Between the passes these keep, beside inputs, y and the final state, for
+    Calls with 16 bits, head sizes up to 128 and heads that are not few run dedicated kernels in both directions, which
+    prepare no operands and take any decay. Between the passes these keep, beside inputs, y and the final state, for
     each token and value head K V / 64 numbers of the dtype of v, and about 200 bytes.
 
     Results are the same bit for bit from run to run. A second derivative is an error. Under `torch.autocast` inputs
@@ -263,10 +263,10 @@ def ssd(
     Steps are made first, in float32, and the inputs times the step, in the dtype of x; D and z come last. `gla` does
     the rest: its notes say what precision is kept, and which kernels run when. Any decay is right.
 
-    Calls with 16 bits, head sizes up to 128 and heads that are not few run kernels of their own in both directions,
-    which make no operands, steps with `dt_softplus` and without a `dt_limit` neither, and take any decay. Between the
-    passes these keep, beside inputs, y and the final state, for each token and value head K V / 64 numbers of the dtype
-    of x, and about 200 bytes.
+    Calls with 16 bits, head sizes up to 128 and heads that are not few run dedicated kernels in both directions, which
+    take any decay and prepare neither operands nor, without a `dt_limit`, steps of `dt_softplus`. Between the passes
+    these keep, beside inputs, y and the final state, for each token and value head K V / 64 numbers of the dtype of x,
+    and about 200 bytes.
 
     Results are the same bit for bit from run to run. A second derivative is an error. Under `torch.autocast` inputs
     are cast as `gla` casts them; dt may stay float32. CPU tensors run plain torch, with one notice.

@@ -18,8 +18,8 @@ class PoolOptions(TypedDict, total=False):
 
     B is the rows, T the tokens, H the heads, K and V the head sizes of keys and values. The argument `state` is the
     pool: a torch.Tensor, shape (slots, H, V, K), or (slots, H, K, V) in the kv layout, float16, bfloat16 or float32. A
-    slot has no gaps; between slots there may be some. The pool is changed, so it must have memory of its own for every
-    element. Other inputs may have any strides; where the last one is not 1, a copy is made.
+    slot has no gaps; between slots there may be some. The pool changes in place, so every element needs separate
+    memory. Other inputs may have any strides; where the last one is not 1, a copy is made.
 
     Attributes
     ----------
@@ -46,7 +46,7 @@ class PoolOptions(TypedDict, total=False):
     TypeError, ValueError
         An argument does not fit: its name, what was expected and what came. The states are as they were.
     RuntimeError
-        An input wants a gradient, which states changed in place cannot give: `wkv7` and its like can.
+        An input wants a gradient, which states changed in place cannot give: ops such as `wkv7` can.
     RwkvJitError
         The first call of its kind is inside the capture of a CUDA graph, where nothing can be compiled.
     NvrtcNotFoundError
@@ -76,7 +76,7 @@ class PoolOptions(TypedDict, total=False):
 
 
 class UpdateOptions(PoolOptions, total=False):
-    """Options of `wkv7_update` and its like, by name, beside those of `PoolOptions`.
+    """Options of `wkv7_update` and other updates, by name, beside those of `PoolOptions`.
 
     Attributes
     ----------
@@ -86,7 +86,7 @@ class UpdateOptions(PoolOptions, total=False):
 
     Notes
     -----
-    Long prompts are for `wkv7` or `wkv7_varlen` and their like: tokens go one after another here.
+    Read long prompts with `wkv7` or `wkv7_varlen`: updates go token by token.
     """
 
     write_indices: Array | None
@@ -108,7 +108,8 @@ class DecayUpdateOptions(UpdateOptions, total=False):
 
 
 class VarlenOptions(UpdateOptions, total=False):
-    """Options of `wkv7_varlen` and its like, by name, beside those of `UpdateOptions`, whose rows are sequences here.
+    """Options of `wkv7_varlen` and the same functions of other ops, by name, beside those of `UpdateOptions`, whose
+    rows are sequences here.
 
     T is the tokens of all sequences, one sequence behind another.
 
@@ -136,10 +137,9 @@ class VarlenOptions(UpdateOptions, total=False):
     `wkv7` with packed sequences. Where a prompt is cut, into several calls or by checkpoints, results differ by no more
     than that, and by what rounding a state of 16 bits does. `rounding` is for sequences of up to 8 tokens without
     checkpoints; after longer ones states are rounded to the nearest: once in so many tokens loses nothing. Where few
-    sequences are cut, as `max_seqlen` allows, those of up to 8 tokens beside them go the way of longer ones.
-
-    The lengths are looked at on the GPU alone: nothing waits for it, and a CUDA graph replays with others. The kernels
-    take any values of cu_seqlens and indices without a stray access.
+    sequences are cut, as `max_seqlen` allows, those of up to 8 tokens take the kernels of longer ones. Only the GPU
+    reads the lengths: nothing waits for it, and a CUDA graph replays with others. The kernels take any values of
+    cu_seqlens and indices without a stray access.
     """
 
     cu_seqlens: Required[Array]
@@ -167,7 +167,7 @@ class DecayVarlenOptions(VarlenOptions, total=False):
 
 
 class ReplayOptions(PoolOptions, total=False):
-    """Options of `wkv7_replay`, `wkv7_verify` and their like, by name, beside those of `PoolOptions`.
+    """Options of the functions `_replay` and `_verify`, by name, beside those of `PoolOptions`.
 
     `ring` is the `ReplayRing` of the pool: of as many slots, and of the same op, sizes, dtype and device. A pool has
     one ring. `wkv7_verify` writes no state and has no rounding and seed. T is 1 to 8.

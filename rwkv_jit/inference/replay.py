@@ -79,8 +79,8 @@ def wkv7_verify(
 ) -> Tensor:  # fmt: skip
     """RWKV-7 time mixing of drafted tokens in one pass over the states, none of which counts until `replay_commit`.
 
-    y is that of `wkv7_replay`. The drafts are written behind the entries of each slot; cursors and states stay as they
-    are. The next call of `wkv7_verify` or `wkv7_replay` writes over what was not committed.
+    y is that of `wkv7_replay`. The speculative tokens are written behind the entries of each slot; cursors and states
+    stay as they are. The next call of `wkv7_verify` or `wkv7_replay` writes over what was not committed.
 
     Parameters
     ----------
@@ -386,17 +386,17 @@ def linear_attention_verify(
 
 
 def replay_commit(state: Array, ring: ReplayRing, accept_lens: Array, **options: Unpack[FlushOptions]) -> None:
-    """Let the first drafts of each row count, as many as were accepted, after `wkv7_verify` or its like.
+    """Accept the first speculative tokens of each row, after `wkv7_verify` or that of another op.
 
     Cursors move on. Where a slot has more than `ring.length` entries then, its state is written with all of them, and
-    it has none: so there is always room for more drafts. What was not accepted is as if it had never come.
+    it has none: so there is always memory for more tokens. Tokens that are not accepted leave no trace.
 
     Parameters
     ----------
     state, ring, **options
-        The pool and its ring that the drafts were verified with; as `PoolOptions` and `FlushOptions` say.
+        The pool and the ring that the tokens were verified with; as `PoolOptions` and `FlushOptions` say.
     accept_lens : torch.Tensor, shape (B,), int32 or int64
-        How many drafts of each row count: from 0 to the tokens that the last verify of its slot had.
+        How many speculative tokens of each row are accepted: from 0 to the tokens that the last verify of its slot had.
 
     Notes
     -----

@@ -21,7 +21,7 @@ _LEAST_BYTES = 2**24  # of the states of a call, from which replay pays: measure
 
 
 class ReplayRing:
-    """The tokens of each slot since its state was written, for `wkv7_replay`, `wkv7_verify` and their like.
+    """The tokens of each slot since its state was written, for the functions `_replay` and `_verify`.
 
     It is memory and bookkeeping of one layer. A state of a pool and the entries of its slot are the state of a sequence
     together:
@@ -48,8 +48,8 @@ class ReplayRing:
         token takes the least time, by its share of that write and by the entries that it reads: 4 for wkv7 with heads
         of 64 and float32 states, 3 where states have 16 bits, 6 for heads of 128.
     drafts : int, default 0
-        The most tokens of a call of `wkv7_verify`, for which there is room behind the cursor at any time. There are at
-        most 16 entries with those that are kept.
+        The most speculative tokens of a call such as `wkv7_verify`; there is always memory for them behind the cursor.
+        There are at most 16 entries with those that are kept.
     dtype : torch.dtype, default torch.bfloat16
         Of r, k and v in the calls: float16, bfloat16 or float32; float64 too on the CPU.
     state_dtype : torch.dtype, default torch.float32
@@ -156,7 +156,7 @@ class ReplayRing:
 
     @property
     def entries(self) -> int:
-        """How many entries there is room for, in each slot and head."""
+        """How many entries fit into each slot and head."""
         return self.length + self.drafts
 
     @property

@@ -48,7 +48,7 @@ def wkv4_update(
     ----------
     state : torch.Tensor, shape (slots, 3, C), float32
         The pool: num, den and max of each slot, as `wkv4` takes and returns them; begin with 0, 0 and -1e38. Any
-        strides. It is changed, so it must have memory of its own for every element, and an array of another library
+        strides. It changes in place, so every element needs separate memory, and an array of another library
         must be one that torch can write.
     w, u : torch.Tensor, shape (C,), dtype of k or float32
         Decay and bonus.

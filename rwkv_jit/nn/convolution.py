@@ -12,7 +12,7 @@ from rwkv_jit.ops.timex import timex
 
 
 class TimeX(nn.Module):
-    r"""A causal convolution of every channel with a filter of its own, as long as a sequence may be.
+    r"""A causal convolution of every channel with a separate filter, as long as a sequence may be.
 
         y[b, t, c] = eps + sum_{s <= t} weight[c, length-1-(t-s)] x[b, s, c]
 

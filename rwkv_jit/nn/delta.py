@@ -54,7 +54,7 @@ class _DeltaNet(nn.Module):
         return q, k, v.unflatten(-1, (self.value_heads, self.value_size))
 
     def extra_repr(self) -> str:
-        """Return what the module was made of, for its repr."""
+        """Return the sizes of the module, for its repr."""
         return (
             f"{self.width}, key_heads={self.key_heads}, value_heads={self.value_heads}, key_size={self.key_size}, "
             f"value_size={self.value_size}, conv_width={self.conv_width}"

@@ -37,7 +37,7 @@ class Mamba2(nn.Module):
     groups : int, default 1
         G: how many B and C there are, which neighbouring heads share.
     norm_groups : int, optional
-        How many parts of H V channels have a norm of their own; G by default, as in mamba_ssm. transformers has 1.
+        How many parts of H V channels have separate norms; G by default, as in mamba_ssm. transformers has 1.
     conv_width : int, default 4
         W, from 2 to 8.
     dt_limit : pair of float, default (0.0, inf)
@@ -179,7 +179,7 @@ class Mamba2(nn.Module):
         return (normed * self.norm.weight).to(y.dtype)
 
     def extra_repr(self) -> str:
-        """Return what the module was made of, for its repr."""
+        """Return the sizes of the module, for its repr."""
         return (
             f"{self.width}, heads={self.heads}, head_size={self.head_size}, state_size={self.state_size}, "
             f"groups={self.groups}, norm_groups={self.norm_groups}, conv_width={self.conv_width}"

@@ -116,7 +116,7 @@ class ChannelMix(Mix):
         return self.of_mixed(for_key, for_receptance), last_tokens(x, last, cu_seqlens)
 
     def of_mixed(self, for_key: Tensor, for_receptance: Tensor) -> Tensor:
-        """Return what is made of tokens that have been mixed with those before them."""
+        """Return the results for tokens that have been mixed with those before them."""
         value = self.value(activate(self.key(for_key), "relu_squared"))
         return gated(value, self.receptance(for_receptance))
 

@@ -174,10 +174,10 @@ class RWKV7(LanguageModel):
     Notes
     -----
     Initial values are those that the official trainer begins with: orthogonal matrices, zeros where a branch ends, a
-    small embedding, and decays, mixes and norms that go by the layer. `param_groups` has its learning rates.
+    small embedding, and decays, mixes and norms that depend on the layer. `param_groups` has its learning rates.
 
     `loss` and `step` are methods beside `forward`. Wrappers that work in `forward` alone, like DistributedDataParallel,
-    take a module of your own whose `forward` calls `loss`.
+    need a module whose `forward` calls `loss`.
 
     References
     ----------

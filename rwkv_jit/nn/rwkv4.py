@@ -30,7 +30,7 @@ class RWKV4TimeMix(Mix):
     width : int
         C.
     layer, layers : int
-        The place of the layer, from 0, and how many there are: initial values go by these.
+        The place of the layer, from 0, and how many there are: initial values depend on both.
     device, dtype : optional
         Of the parameters.
 
@@ -148,7 +148,7 @@ class RWKV4ChannelMix(ChannelMix):
     width : int
         C.
     layer, layers : int
-        The place of the layer, from 0, and how many there are: initial values go by these.
+        The place of the layer, from 0, and how many there are: initial values depend on both.
     hidden : int, optional
         F; 4 C by default.
     device, dtype : optional

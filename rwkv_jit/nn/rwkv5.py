@@ -33,7 +33,7 @@ class RWKV5State(NamedTuple):
     channel_shift: Tensor
 
     def detach(self) -> RWKV5State:
-        """Return the same without its history: where backpropagation through time shall end."""
+        """Return the same without its history: backpropagation through time ends there."""
         return RWKV5State(*(x.detach() for x in self))
 
 
@@ -51,7 +51,7 @@ class RWKV5TimeMix(TimeMixOfHeads):
     width : int
         C.
     layer, layers : int
-        The place of the layer, from 0, and how many there are: initial values go by these.
+        The place of the layer, from 0, and how many there are: initial values depend on both.
     head_size : int, default 64
         K, of which C is a multiple.
     device, dtype : optional
@@ -184,7 +184,7 @@ class RWKV5ChannelMix(ChannelMix):
     width : int
         C.
     layer, layers : int
-        The place of the layer, from 0, and how many there are: initial values go by these.
+        The place of the layer, from 0, and how many there are: initial values depend on both.
     hidden : int, optional
         F; by default the multiple of 32 at or below 3.5 C.
     device, dtype : optional

@@ -40,7 +40,7 @@ class RWKV7State(NamedTuple):
     channel_shift: Tensor
 
     def detach(self) -> RWKV7State:
-        """Return the same without its history: where backpropagation through time shall end."""
+        """Return the same without its history: backpropagation through time ends there."""
         return RWKV7State(*(x.detach() for x in self))
 
 
@@ -57,7 +57,7 @@ class RWKV7TimeMix(nn.Module):
     layer : int
         Which layer this is, from 0. The first one has no v0, v1 and v2: its values are those that others mix in.
     layers : int
-        How many the model has. Initial values go by it.
+        How many the model has. Initial values depend on it.
     head_size : int, default 64
         K and V.
     ranks : mapping of str to int, optional
@@ -76,7 +76,7 @@ class RWKV7TimeMix(nn.Module):
 
     Notes
     -----
-    It is made of `token_shift`, `prepare_keys`, `wkv7`, `gated_norm` and `activate`, which say what their errors are,
+    It consists of `token_shift`, `prepare_keys`, `wkv7`, `gated_norm` and `activate`, which say what their errors are,
     and of matrix products of torch. Under `torch.autocast` its input is cast as these cast theirs; w stays float32
     where w0 is.
 
@@ -212,7 +212,7 @@ class RWKV7TimeMix(nn.Module):
         self, mixed: Sequence[Tensor], v_first: Tensor | None, state: Tensor | None = None,
         cu_seqlens: Tensor | None = None, shard: Any = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Return what is made of tokens that have been mixed with those before them.
+        """Return the results for tokens that have been mixed with those before them.
 
         Parameters
         ----------
@@ -301,7 +301,7 @@ class RWKV7TimeMix(nn.Module):
         return self.output(y)  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
-        """Return what the module was made of, for its repr."""
+        """Return the sizes of the module, for its repr."""
         return f"{self.width}, layer={self.layer}, layers={self.layers}, head_size={self.head_size}"
 
 
@@ -316,7 +316,7 @@ class RWKV7ChannelMix(nn.Module):
     width : int
         C.
     layer, layers : int
-        Which layer this is, from 0, and how many the model has. Initial values go by them.
+        Which layer this is, from 0, and how many the model has. Initial values depend on them.
     hidden : int, optional
         Channels between the two matrices; four times the width by default.
     device : torch.device or str, optional
@@ -331,7 +331,7 @@ class RWKV7ChannelMix(nn.Module):
 
     Notes
     -----
-    It is made of `token_shift` and `activate`, and of matrix products of torch.
+    It consists of `token_shift`, `activate` and matrix products of torch.
 
     References
     ----------
@@ -399,11 +399,11 @@ class RWKV7ChannelMix(nn.Module):
         return self.x_k.view(1, self.width)
 
     def of_mixed(self, mixed: Tensor) -> Tensor:
-        """Return what is made of tokens that have been mixed with those before them."""
+        """Return the results for tokens that have been mixed with those before them."""
         return self.value(activate(self.key(mixed), "relu_squared"))  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
-        """Return what the module was made of, for its repr."""
+        """Return the sizes of the module, for its repr."""
         return f"{self.width}, layer={self.layer}, layers={self.layers}"
 
 

@@ -417,7 +417,7 @@ def timex(w: Array, k: Array, eps: float = 0.0, backend: TimexBackend = "auto") 
 
     with gw in the dtype of w, summed over the batch in float32. The backward keeps w and k and nothing else. While they
     run, tiles take 8 C T bytes for every 16 rows of the batch for gw; transforms of length L, the power of two that
-    holds T, 16 C L bytes for the rows, and for gw 24 L for each block that the GPU has room for and 4 C T for each of
+    holds T, 16 C L bytes for the rows, and for gw 24 L for each block that fits on the GPU and 4 C T for each of
     at most B groups of rows. A second derivative is an error.
 
     tiles: a float32 number is split into two of float16 after scaling by a power of two, which is that of a whole

@@ -60,7 +60,7 @@ def wkv4(
         "recurrent" is a CUDA thread for each channel of a row, "split" one for each of several parts of the tokens,
         which are looked at twice; "reference" is plain torch. "auto" takes the reference for tensors that are not on a
         GPU, split where B C threads would leave most of it idle and the tokens make 4 parts of at least 64, else
-        recurrent. The choice goes by the batch too: name a backend for results that do not.
+        recurrent. The choice depends on the batch too: name a backend for results that do not.
 
     Returns
     -------

@@ -60,7 +60,7 @@ class Shard:
     Notes
     -----
     Sequences of a batch are shared alike: each process has tokens [B, T'] of all of them, with the same B. T' may
-    differ between processes. A shard is made of numbers alone, without a message to the others.
+    differ between processes. Creating a shard sends no message to other processes.
 
     Processes first compare their calls: the op, dtype, batch, heads, sizes, scale, decay, `cu_seqlens` and `lengths`.
     Where these are not the same, all of them raise a ValueError that says what two of them have. On GPUs the host waits

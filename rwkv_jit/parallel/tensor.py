@@ -52,7 +52,7 @@ def tensor_parallel(model: Model, mesh: DeviceMesh) -> Model:
     Parameters
     ----------
     model : torch.nn.Module
-        `RWKV7`, or modules made of the time mixing and channel mixing of RWKV-4, 5, 6 and 7, of layer norms,
+        `RWKV7`, or modules that consist of the time mixing and channel mixing of RWKV-4, 5, 6 and 7, of layer norms,
         embeddings and linear layers. On every rank, on the device of the mesh; the values of the first rank are taken.
     mesh : torch.distributed.device_mesh.DeviceMesh
         The ranks, of one dimension. Their number divides the heads of every layer, and its hidden channels.

@@ -1,7 +1,9 @@
-"""Words that users need not know: they stand neither in pages, nor in help texts and messages."""
+"""Words that users need not know: they stand neither in pages, nor in help texts, messages and public docstrings."""
 
 import argparse
 import ast
+import importlib
+import inspect
 import re
 from pathlib import Path
 
@@ -100,6 +102,27 @@ def test_messages(folder):
         for line, text in messages(path)
         for word in found(text)
     ] == []
+
+
+def public():
+    """What docs/api/ lists, and the public methods and properties of its classes."""
+    for page in sorted((ROOT / "docs" / "api").iterdir()):
+        for name in re.findall(r"^::: ([\w.]+)$", page.read_text(encoding="utf-8"), re.MULTILINE):
+            module, _, attribute = name.rpartition(".")
+            value = getattr(importlib.import_module(module), attribute)
+            yield name, value
+            for of_class in inspect.getmembers(value) if inspect.isclass(value) else []:
+                if not of_class[0].startswith("_") and of_class[0] in vars(value):
+                    yield f"{name}.{of_class[0]}", of_class[1]
+
+
+def test_public_docstrings():
+    names = dict(public())
+    assert len(names) > 150
+    # Neither examples nor names and shapes of parameters, as in "drafts : int".
+    of_code = re.compile(r"^ *(?:>>>|\.\.\.).*$|^[\w, ]+ : .*$", re.MULTILINE)
+    said = {name: found(of_code.sub("", inspect.getdoc(value) or "")) for name, value in names.items()}
+    assert {name: words for name, words in said.items() if words} == {}
 
 
 @pytest.mark.parametrize(
