@@ -131,6 +131,23 @@ def packing(cu_seqlens: Tensor, tokens: int) -> Tensor:
     return bounds
 
 
+def tokens_behind(cu_seqlens: Tensor | None, lead: Tensor) -> int:
+    """Return how many tokens lie behind the last sequence: 0 where nobody may look, or where there is none.
+
+    On a GPU that is looked up once per tensor, as in `packing`.
+    """
+    if type(cu_seqlens) is not Tensor or not is_eager() or cu_seqlens.dim() != 1 or lead.dim() < 2:
+        return 0
+    known = _checked_packings.get(id(cu_seqlens)) if cu_seqlens.numel() else None
+    if known and known.tensor() is cu_seqlens and known.version == cu_seqlens._version:
+        end = known.tokens
+    elif not cu_seqlens.numel() or (cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return 0
+    else:
+        end = int(cu_seqlens[-1])
+    return lead.shape[1] - end if 0 <= end <= lead.shape[1] else 0
+
+
 def longest(cu_seqlens: Tensor | None, tokens: int) -> int:
     """Return about the tokens of the longest sequence of a call, as calls are told apart by it: 3 bits of the number.
 

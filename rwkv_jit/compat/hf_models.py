@@ -29,6 +29,7 @@ class Function(NamedTuple):
     called: tuple[str, ...]  # what files of models, and layers, call it
     arguments: str  # those that files of models have
     has_gradients: bool = True
+    ours: str = ""  # where ours has another name
 
 
 _DELTA = "query key value g beta initial_state output_final_state use_qk_l2norm_in_kernel **kwargs"
@@ -53,6 +54,7 @@ FUNCTIONS = {
         _MAMBA,
         ("mamba2_selective_state_update", "selective_state_update"),
         "state hidden_states dt A B C D dt_bias dt_softplus z **kwargs",
+        ours="update_of_heads",
     ),
     "causal_conv1d_fn": Function(_CONVOLUTION, ("causal_conv1d_fn",), "hidden_states weight bias activation **kwargs"),
     "causal_conv1d_update": Function(
@@ -66,7 +68,7 @@ _NAMES = {called: name for name, function in FUNCTIONS.items() for called in fun
 def find(name: str) -> Callable[..., Any]:
     """Return our function of this name, with the arguments of transformers: what ours does not know is not read."""
     entry, kind = FUNCTIONS[name], inspect.Parameter
-    ours = getattr(import_module(entry.module), name)
+    ours = getattr(import_module(entry.module), entry.ours or name)
     known = inspect.signature(ours).parameters
     reads_any = any(x.kind == kind.VAR_KEYWORD for x in known.values())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import wraps
 from typing import Any
 
 import torch
@@ -227,6 +228,14 @@ def selective_state_update(
         y = gla_update(channels, q, k, v, decays, scale=1.0, state_layout="vk", **indices)
         out = with_own(y.view(x1.shape), x1, D, z, pool, indices)
     return out.view(x.shape).to(x.dtype)
+
+
+@wraps(selective_state_update)
+def update_of_heads(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, *more: Any, **named: Any) -> Tensor:
+    """Run `selective_state_update`, but leave steps and rates of each channel to mamba_ssm, which is faster there."""
+    if not (_is_of_heads(dt, 1) and _is_of_heads(A, 2)):
+        raise UnsupportedConfigError("steps or rates of each channel are not supported")
+    return selective_state_update(state, x, dt, A, *more, **named)
 
 
 def _is_of_heads(x: Tensor | None, dims: int) -> bool:

@@ -51,6 +51,8 @@ from test_fla_family import (  # noqa: E402, F401
     test_kda,
     test_packed_sequences_and_what_changes_nothing,
     test_simple_gla,
+    test_states_before_chunks,
+    test_tokens_behind_the_last_sequence_are_zeros,
 )
 
 from rwkv_jit.compat import fla as ours  # noqa: E402

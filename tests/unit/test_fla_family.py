@@ -1,6 +1,7 @@
 """FLA's functions of the delta rules and of decays for heads on these ops: against float64, and against FLA's own."""
 
 import inspect
+import itertools
 import sys
 import warnings
 from importlib import import_module
@@ -305,6 +306,118 @@ def inputs_of(name):
     return q, k, v, *more.get(name, ())
 
 
+def call_of(name, tokens=T, batch=1, dtype=torch.float32):
+    """A function of FLA, and its inputs by name: of tokens, and of heads alone."""
+    function = getattr(family, name, None) or getattr(functions, name)
+    shapes = {"g": (HV, K), "beta": (HV,), "b": (HV, K), "v": (HV, V), "w": (HV, V)}
+    if name in functions.__dict__ or name in SIMPLE + LIGHTNING + ("chunk_retention",):
+        shapes = dict.fromkeys(("v",), (H, V)) | {"g": (H,) if name in SIMPLE else (H, K)}
+    if "delta_rule" in name and "gated" in name:
+        shapes["g"] = (HV,)
+    required = [x.name for x in inspect.signature(function).parameters.values() if x.default is x.empty]
+    names = [x for x in required if x not in ("layer_idx", "num_layers", "more", "u")]
+    names += [x for x in ("g", "gk") if name in (*SIMPLE, "fused_recurrent_gla", *GDN[1:]) and x in
+              inspect.signature(function).parameters and x not in names][:1]  # fmt: skip
+    names += ["beta"] if name in (GDN[1], DELTA[1]) else []
+    given = {x: rows(batch, tokens, *shapes.get(x, (H, K))).to(dtype) for x in names}
+    for x in ("g", "gk", "w"):
+        if x in given and (x != "w" or name not in GDN2):
+            given[x] = -given[x].abs()
+    fixed = {"layer_idx": 1, "num_layers": 2} if "lightning" in name else {}
+    fixed |= {"u": rows(H, K).to(dtype)} if "rwkv6" in name else {}
+    return function, given, fixed
+
+
+PACKED = [
+    *KDA, *GDN, *DELTA, *GDN2, *SIMPLE, "chunk_retention", *LIGHTNING, "chunk_rwkv7", "chunk_dplr_delta_rule",
+    "fused_mul_recurrent_rwkv7", "chunk_rwkv6", "fused_recurrent_rwkv6", "chunk_gla", "fused_recurrent_gla",
+    "chunk_linear_attn", "fused_recurrent_linear_attn",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_tokens_behind_the_last_sequence_are_zeros(name):
+    """A padded batch: nothing there reaches a result, a state or a gradient."""
+    function, given, fixed = call_of(name)
+    bounds = torch.tensor([0, 4, 4, 9])
+    finals = {"output_final_state": True} if "parallel" not in name else {}
+    # There a product of two inputs has gradients of these.
+    padding = 1.0 if name == "fused_mul_recurrent_rwkv7" else torch.nan
+    padded = {n: torch.cat([x[:, :9], torch.full_like(x[:, 9:], padding)], 1) for n, x in given.items()}
+    there = {n: x[:, :9].clone() for n, x in given.items()}
+    for x in (*padded.values(), *there.values()):
+        x.requires_grad_()
+    found, want = (function(**x, **fixed, **finals, cu_seqlens=bounds) for x in (padded, there))
+    assert found[0].shape[1] == T
+    assert not found[0][:, 9:].any()
+    assert torch.equal(found[0][:, :9], want[0])
+    for x, y in zip(*(r[1] if isinstance(r[1], tuple) else (r[1],) for r in (found, want)), strict=True):
+        assert (x is None) == (y is None)
+        assert x is None or torch.equal(x, y)
+    weight = torch.randn_like(found[0])
+    grads = torch.autograd.grad(found[0], [*padded.values()], weight)
+    for x, y in zip(grads, torch.autograd.grad(want[0], [*there.values()], weight[:, :9]), strict=True):
+        assert torch.equal(x[:, :9], y)
+        assert not x[:, 9:].any()
+
+
+@pytest.mark.parametrize("name", ["chunk_kda", "chunk_gdn2"])
+@pytest.mark.parametrize("form", ["rows", "packed", "packed, with a state", "values first"])
+@pytest.mark.parametrize(("size", "tokens"), [(64, 300), (64, 64), (64, 0), (32, 70)])
+def test_states_before_chunks(name, form, size, tokens):
+    if name == "chunk_gdn2" and size != 64:
+        return
+    packed = form.startswith("packed")
+    function, given, _ = call_of(name, tokens, 1 if packed else 2)
+    bounds = [0, tokens // 3, tokens // 3, tokens - tokens // 4] if packed else None  # and some tokens behind
+    options = {"cu_seqlens": torch.tensor(bounds)} if packed else {"state_v_first": form == "values first"}
+    if form == "packed, with a state":
+        options["initial_state"] = rows(3, HV, K, V).float()
+    plain = function(**given, **options, output_final_state=True)
+    o, final, h = function(
+        **given, **options, output_final_state=True, return_intermediate_states=True, chunk_size=size
+    )
+    assert torch.equal(o, plain[0])
+    assert torch.equal(final, plain[1])
+    wanted, places = (
+        [],
+        [(0, *x) for x in itertools.pairwise(bounds)] if packed else [(row, 0, tokens) for row in (0, 1)],
+    )
+    for n, (row, begin, end) in enumerate(places):
+        first_states = {"initial_state": options["initial_state"][n, None]} if "initial_state" in options else {}
+        for first in range(begin, end, size):
+            part = {n: x[row : row + 1, begin:first] for n, x in given.items()}
+            _, before = function(
+                **part, **first_states, output_final_state=True, state_v_first=options.get("state_v_first", False)
+            )
+            wanted.append(before[0])
+    wanted = torch.stack(wanted) if wanted else final[:0]
+    assert h.dtype == o.dtype
+    same([h], [wanted.view(1 if packed else 2, -1, *final.shape[1:])], 1e-5)
+    assert function(**given, **options, return_intermediate_states=True)[1] is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["chunk_kda", "chunk_gated_delta_rule", "chunk_delta_rule", "chunk_gdn2",
+                                  "chunk_simple_gla", "chunk_rwkv7", "chunk_rwkv6", "chunk_gla"])  # fmt: skip
+def test_decays_and_rates_of_another_dtype(name, dtype):
+    """FLA takes any: kernels have them in float32 then."""
+    function, given, fixed = call_of(name, dtype=dtype)
+    other = torch.bfloat16 if dtype != torch.bfloat16 else torch.float16
+    small = {"chunk_rwkv7": "w", "chunk_rwkv6": "w", "chunk_gdn2": "g b"}.get(name, "g beta").split()
+    narrow = {n: x.to(other) if n in small else x for n, x in given.items()}
+    wide = {n: x.float() if n in small else x for n, x in narrow.items()}
+    fixed = {n: x.to(other) if n == "u" else x for n, x in fixed.items()}
+    wides = {n: x.float() if n == "u" else x for n, x in fixed.items()}
+    assert torch.equal(function(**narrow, **fixed)[0], function(**wide, **wides)[0])
+
+
+def test_decays_of_tokens_and_fixed_ones_add_up():
+    (q, k, v), g, gamma = rows(3, B, T, H, K).float(), -rows(B, T, H).abs().float(), -rows(H).abs().float()
+    want = rwkv_jit.simple_gla_ref(*(x.double() for x in (q, k, v, g + gamma)), scale=K**-0.5)
+    same(family.chunk_simple_gla(q, k, v, g, gamma)[:1], want[:1])
+
+
 @pytest.mark.parametrize("name", CHUNKS)
 def test_sizes_of_chunks(name):
     function, inputs = getattr(family, name, None) or getattr(functions, name), inputs_of(name)
@@ -320,9 +433,9 @@ def test_sizes_of_chunks(name):
 @pytest.mark.parametrize(
     ("name", "option"),
     [
-        ("chunk_kda", "return_intermediate_states"), ("chunk_kda", "cp_context"),
+        ("chunk_kda", "cp_context"),
         ("chunk_gated_delta_rule", "cp_context"), ("fused_recurrent_gated_delta_rule", "gv"),
-        ("chunk_gdn2", "return_intermediate_states"), ("chunk_gdn2", "cp_context"),
+        ("chunk_gdn2", "cp_context"),
         ("fused_recurrent_simple_gla", "reverse"), ("fused_recurrent_retention", "reverse"),
         ("fused_recurrent_lightning_attn", "reverse"), ("parallel_simple_gla", "output_attentions"),
         ("parallel_retention", "output_attentions"), ("chunk_delta_rule", "head_first"),
@@ -346,16 +459,12 @@ def test_graphs_of_packed_sequences_are_left_to_fla():
 
 def test_what_fla_may_take_and_the_kernels_do_not():
     q, g, beta = torch.randn(1, 4, 2, 8), -torch.rand(1, 4, 2, 8), torch.rand(1, 4, 2)
-    with pytest.raises(UnsupportedConfigError, match=r"g of torch\.bfloat16 beside torch\.float32 is not supported"):
-        family.chunk_kda(q, q, q, g.bfloat16(), beta)
     with pytest.raises(UnsupportedConfigError, match="a beta of each value is not supported"):
         family.fused_recurrent_kda(q, q, q, g, torch.rand(1, 4, 2, 8))
     with pytest.raises(UnsupportedConfigError, match=r"torch\.bfloat16 beside torch\.float32 is not supported"):
         family.chunk_gated_delta_rule(q, q, q.bfloat16(), g[..., 0], beta)
     with pytest.raises(UnsupportedConfigError, match="gk is not supported"):
         family.fused_recurrent_gated_delta_rule(q, q, q, g[..., 0], gk=g, use_gate_in_kernel=True)
-    with pytest.raises(UnsupportedConfigError, match="g_gamma is not supported"):
-        family.chunk_simple_gla(q, q, q, g[..., 0], torch.zeros(2))
     half = q.bfloat16()
     y, state = family.chunk_kda(half, half, half, g, beta.bfloat16(), output_final_state=True)
     assert (y.dtype, state.dtype) == (torch.bfloat16, torch.float32)

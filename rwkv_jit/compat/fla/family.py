@@ -9,16 +9,27 @@ Each raises `UnsupportedConfigError` where the kernels cannot do what is asked, 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rwkv_jit.compat.fla.functions import POWERS_OF_TWO, Result, check_chunks, layout_of, refuse, scale_of, state_of
+from rwkv_jit.compat.fla.functions import (
+    POWERS_OF_TWO,
+    Result,
+    check_chunks,
+    layout_of,
+    refuse,
+    run,
+    run_with_states,
+    scale_of,
+    small,
+)
 from rwkv_jit.derived.delta import delta_rule, gated_delta_rule, gated_delta_rule2, kda
 from rwkv_jit.derived.diagonal import simple_gla
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.legal import BetaMap, StateLayout
+from rwkv_jit.legal import BetaMap
 from rwkv_jit.ops.linear_attention import linear_attention
 
 # ---- delta rules -------------------------------------------------------------------------------------------------
@@ -73,8 +84,11 @@ def chunk_kda(
         See `use_gate_in_kernel`; else not read.
     dt_bias : torch.Tensor, HV * K elements, optional
         See `use_gate_in_kernel`; else not read.
-    return_intermediate_states, cp_context
-        Must be False and None.
+    return_intermediate_states : bool, default False
+        Whether to return the state before each chunk of `chunk_size` tokens too, 64 by default. A call for each power
+        of two of their number makes these.
+    cp_context
+        Must be None.
     safe_gate : bool, default False
         Whether `lower_bound` must lie in [-5, 0) with `use_gate_in_kernel`, and is read without. It changes nothing
         else: any decay is right.
@@ -87,6 +101,8 @@ def chunk_kda(
     -------
     o : torch.Tensor, shape (B, T, HV, V)
     final_state : torch.Tensor, shape (N, HV, K, V), float32, or None
+    h : torch.Tensor, shape (B, chunks, HV, K, V), dtype of v
+        With `return_intermediate_states` alone; those of packed sequences stand one behind another.
 
     Raises
     ------
@@ -96,14 +112,13 @@ def chunk_kda(
         As `kda`; A_log is missing, `allow_neg_eigval` is given without `use_beta_sigmoid_in_kernel`, or `lower_bound`
         is not what `safe_gate` asks for.
     """
-    refuse(
-        q, k, v, return_intermediate_states=return_intermediate_states, cp_context=cp_context,
-        use_graph=use_graph and cu_seqlens is not None,
-    )  # fmt: skip
+    refuse(q, k, v, cp_context=cp_context, use_graph=use_graph and cu_seqlens is not None)
     check_chunks(more, 64, 32)
-    _check_small(q, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias)
-    return kda(
-        q, k, v, g, beta, state_of(initial_state), output_final_state, cu_seqlens, scale=scale_of(scale, k),
+    _refuse_each(q, beta)
+    g, beta, A_log, dt_bias = small(q, g, beta, A_log, dt_bias)
+    way: Any = partial(run_with_states, more.get("chunk_size", 64)) if return_intermediate_states else run
+    return way(  # type: ignore[no-any-return]
+        kda, (q, k, v, g, beta), initial_state, output_final_state, cu_seqlens, scale=scale_of(scale, k),
         state_layout=layout_of(state_v_first, more), qk_norm=use_qk_l2norm_in_kernel,
         beta_map=_beta_map(use_beta_sigmoid_in_kernel, allow_neg_eigval),
         **_gate(use_gate_in_kernel, A_log, dt_bias, lower_bound, safe_gate, v),
@@ -136,9 +151,10 @@ def chunk_gated_delta_rule(
     """Run the gated delta rule as `gated_delta_rule` does: `chunk_kda` with g of (B, T, HV) and dt_bias of (HV,)."""
     refuse(q, k, v, cp_context=cp_context)
     check_chunks(more, 64, 32, 16)
-    _check_small(q, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias)
-    return gated_delta_rule(
-        q, k, v, g, beta, state_of(initial_state), output_final_state, cu_seqlens, scale=scale_of(scale, k),
+    _refuse_each(q, beta)
+    g, beta, A_log, dt_bias = small(q, g, beta, A_log, dt_bias)
+    return run(
+        gated_delta_rule, (q, k, v, g, beta), initial_state, output_final_state, cu_seqlens, scale=scale_of(scale, k),
         state_layout=layout_of(state_v_first, more), qk_norm=use_qk_l2norm_in_kernel,
         beta_map=_beta_map(use_beta_sigmoid_in_kernel, allow_neg_eigval), **_gate(use_gate_in_kernel, A_log, dt_bias),
     )  # fmt: skip
@@ -208,9 +224,10 @@ def _delta_rule(
     allow_neg_eigval: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None,
 ) -> Result:  # fmt: skip
     refuse(q, k, v)
-    _check_small(q, beta=beta)
-    return delta_rule(
-        q, k, v, beta, state_of(initial_state), output_final_state, cu_seqlens, scale=scale_of(scale, k),
+    _refuse_each(q, beta)
+    (beta,) = small(q, beta)
+    return run(
+        delta_rule, (q, k, v, beta), initial_state, output_final_state, cu_seqlens, scale=scale_of(scale, k),
         state_layout="vk" if state_v_first else "kv", qk_norm=use_qk_l2norm_in_kernel,
         beta_map=_beta_map(use_beta_sigmoid_in_kernel, allow_neg_eigval),
     )  # fmt: skip
@@ -225,11 +242,12 @@ def chunk_gdn2(
     A_log: Tensor | None = None, dt_bias: Tensor | None = None, **more: Any,
 ) -> Result:  # fmt: skip
     """Run the gated delta rule by channels as `gated_delta_rule2` does: b erases, w writes, the rest as `chunk_kda`."""
-    refuse(q, k, v, w, return_intermediate_states=return_intermediate_states, cp_context=cp_context)
+    refuse(q, k, v, w, cp_context=cp_context)
     check_chunks(more, 64)
-    _check_small(q, g=g, b=b, A_log=A_log, dt_bias=dt_bias)
-    return gated_delta_rule2(
-        q, k, v, g, b, w, state_of(initial_state), output_final_state, cu_seqlens, scale=scale_of(scale, k),
+    g, b, A_log, dt_bias = small(q, g, b, A_log, dt_bias)
+    way: Any = partial(run_with_states, more.get("chunk_size", 64)) if return_intermediate_states else run
+    return way(  # type: ignore[no-any-return]
+        gated_delta_rule2, (q, k, v, g, b, w), initial_state, output_final_state, cu_seqlens, scale=scale_of(scale, k),
         state_layout=layout_of(state_v_first, more), qk_norm=use_qk_l2norm_in_kernel,
         **_gate(use_gate_in_kernel, A_log, dt_bias, lower_bound, safe_gate, v),
     )  # fmt: skip
@@ -261,17 +279,16 @@ def chunk_simple_gla(
 
         S <- e^g S + k v^T;   o = scale S^T q
 
-    g is (B, T, H), or `g_gamma` (H,) for all tokens; without either it is `linear_attention`. Both must not be given.
+    g is (B, T, H), or `g_gamma` (H,) for all tokens, and both add up; without either it is `linear_attention`.
     """
-    refuse(q, k, v, g_gamma=g_gamma if g is not None else None, head_first=more.get("head_first"))
+    refuse(q, k, v, head_first=more.get("head_first"))
     check_chunks(more, None, *POWERS_OF_TWO)
-    decay = g_gamma if g is None else g
-    rest = state_of(initial_state), output_final_state, cu_seqlens
-    layout: StateLayout = "vk" if state_v_first else "kv"
-    if decay is None:
-        return linear_attention(q, k, v, *rest, scale=scale_of(scale, k), state_layout=layout)
-    _check_small(q, g=decay)
-    return simple_gla(q, k, v, decay, *rest, scale=scale_of(scale, k), state_layout=layout)
+    decay = g_gamma if g is None else g if g_gamma is None else g + g_gamma
+    op: Any = linear_attention if decay is None else simple_gla
+    return run(
+        op, (q, k, v, *(() if decay is None else small(q, decay))), initial_state, output_final_state, cu_seqlens,
+        scale=scale_of(scale, k), state_layout="vk" if state_v_first else "kv",
+    )  # fmt: skip
 
 
 def fused_chunk_simple_gla(
@@ -396,12 +413,7 @@ def _gate(
     return {"A_log": A_log, "dt_bias": dt_bias} | ({} if lower_bound is None else {"lower_bound": lower_bound})
 
 
-def _check_small(q: Tensor, **given: Tensor | None) -> None:
-    """Refuse what the kernels take of q's dtype or of float32 alone, and a beta of each value."""
-    for name, x in given.items():
-        if x is None:
-            continue
-        if x.dtype not in (q.dtype, torch.float32) and not torch.is_autocast_enabled(q.device.type):
-            raise UnsupportedConfigError(f"{name} of {x.dtype} beside {q.dtype} is not supported")
-        if name == "beta" and x.dim() == q.dim():
-            raise UnsupportedConfigError("a beta of each value is not supported")
+def _refuse_each(q: Tensor, beta: Tensor) -> None:
+    """Refuse a beta of each value."""
+    if beta.dim() == q.dim():
+        raise UnsupportedConfigError("a beta of each value is not supported")

@@ -6,11 +6,13 @@ Each raises `UnsupportedConfigError` where the kernels cannot do what is asked, 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from rwkv_jit import tensors
 from rwkv_jit.errors import UnsupportedConfigError
@@ -73,9 +75,59 @@ def layout_of(state_v_first: bool, more: Mapping[str, Any]) -> StateLayout:
     return "vk" if state_v_first else "kv"
 
 
+def run(
+    op: Callable[..., Result], rows: Sequence[Tensor], state: Any, wants_state: bool, cu_seqlens: Tensor | None,
+    *more: Any, **options: Any,
+) -> Result:  # fmt: skip
+    """Run an op on the tokens that sequences have: behind the last one o is zeros, and so are all gradients."""
+    behind = tensors.tokens_behind(cu_seqlens, rows[0])
+    if behind:
+        rows = [x[:, :-behind] if x.dim() > 2 else x for x in rows]  # u and fixed decays have no tokens
+    o, final = op(*rows, state_of(state), wants_state, cu_seqlens, *more, **options)
+    return F.pad(o, (0, 0, 0, 0, 0, behind)) if behind else o, final
+
+
+def run_with_states(
+    size: int, op: Callable[..., Result], rows: Sequence[Tensor], state: Any, wants_state: bool,
+    cu_seqlens: Tensor | None, **options: Any,
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """Run an op, and return the state before each `size` tokens too: [B, chunks, heads, ...] in the dtype of o.
+
+    The state in the middle of a part is the final one of its first half. A call halves all parts there are.
+    """
+    o, final = run(op, rows, state, True, cu_seqlens, **options)
+    assert final is not None
+    (batch, tokens), device = o.shape[:2], o.device
+    bounds = [tokens * n for n in range(batch + 1)] if cu_seqlens is None else cu_seqlens.tolist()
+    rows = [x.flatten(0, 1).unsqueeze(0) for x in rows]  # [1, B T, ...]
+    parts = [*zip(bounds, bounds[1:], strict=False)]
+    begins = torch.zeros_like(final) if state is None else state_of(state)
+    before = {begin: x for (begin, end), x in zip(parts, begins, strict=True) if begin < end}
+    while parts := [(begin, end) for begin, end in parts if end - begin > size]:
+        halves = [(begin, begin + (1 - (begin - end) // size) // 2 * size) for begin, end in parts]
+        places = torch.cat([torch.arange(*half, device=device) for half in halves])
+        packed = torch.tensor([0, *accumulate(end - begin for begin, end in halves)], device=device)
+        firsts = torch.stack([before[begin] for begin, _ in halves])
+        _, finals = run(op, [x[:, places] for x in rows], firsts, True, packed, **options)
+        assert finals is not None
+        before |= {middle: x for (_, middle), x in zip(halves, finals, strict=True)}
+        parts = halves + [(middle, end) for (_, middle), (_, end) in zip(halves, parts, strict=True)]
+    states = [before[begin] for begin in sorted(before)]
+    made = torch.stack(states) if states else final[:0]
+    return o, final if wants_state else None, made.view(batch, -1, *final.shape[1:]).to(o.dtype)
+
+
 def state_of(given: Any) -> Any:
     """Return a state that final ones have the dtype of: float32, as FLA's are."""
     return given.float() if isinstance(given, Tensor) and given.dtype.itemsize < 4 else given
+
+
+def small(q: Tensor, *given: Tensor | None) -> tuple[Any, ...]:
+    """Return what kernels take in q's dtype or in float32, in float32 where it has another one."""
+    legal = q.dtype, torch.float32
+    if torch.is_autocast_enabled(q.device.type):
+        return given
+    return tuple(x if x is None or x.dtype in legal else x.float() for x in given)
 
 
 def scale_of(scale: float | None, k: Tensor) -> float:
@@ -135,8 +187,8 @@ def chunk_dplr_delta_rule(
         As `wkv7`.
     """
     refuse(q, k, v, a, b, cp_context=cp_context, head_first=more.get("head_first"))
-    return wkv7(
-        q, gk, k, v, a, b, state_of(initial_state), output_final_state, cu_seqlens, scale=scale_of(scale, k),
+    return run(
+        wkv7, (q, *small(q, gk), k, v, a, b), initial_state, output_final_state, cu_seqlens, scale=scale_of(scale, k),
         decay="log", decay_bound=lower_bound, state_layout="kv",
     )  # fmt: skip
 
@@ -193,9 +245,9 @@ def chunk_rwkv6(
     """Run RWKV-6 time mixing as `wkv6` does; w is the logarithm of the decay, and scale K^(-1/2) by default."""
     refuse(r, k, v, head_first=more.get("head_first"))
     check_chunks(more, None, *POWERS_OF_TWO)
-    return wkv6(
-        r, k, v, w, u, state_of(initial_state), output_final_state, cu_seqlens, scale=scale_of(scale, k), decay="log",
-        state_layout="kv",
+    return run(
+        wkv6, (r, k, v, *small(r, w, u)), initial_state, output_final_state, cu_seqlens, scale=scale_of(scale, k),
+        decay="log", state_layout="kv",
     )  # fmt: skip
 
 
@@ -216,8 +268,8 @@ def chunk_gla(
 ) -> Result:  # fmt: skip
     """Run gated linear attention as `gla` does; states are [V, K] with `state_v_first`."""
     refuse(q, k, v)
-    return gla(
-        q, k, v, g, state_of(initial_state), output_final_state, cu_seqlens, scale=scale_of(scale, k),
+    return run(
+        gla, (q, k, v, *small(q, g)), initial_state, output_final_state, cu_seqlens, scale=scale_of(scale, k),
         state_layout="vk" if state_v_first else "kv",
     )  # fmt: skip
 
@@ -232,9 +284,10 @@ def fused_recurrent_gla(
     layout = layout_of(state_v_first, more)
     if gk is not None:
         return chunk_gla(q, k, v, gk, scale, initial_state, output_final_state, layout == "vk", cu_seqlens)
-    return linear_attention(
-        q, k, v, state_of(initial_state), output_final_state, cu_seqlens, scale=scale_of(scale, k), state_layout=layout
-    )
+    return run(
+        linear_attention, (q, k, v), initial_state, output_final_state, cu_seqlens, scale=scale_of(scale, k),
+        state_layout=layout,
+    )  # fmt: skip
 
 
 def chunk_linear_attn(
@@ -257,9 +310,10 @@ def chunk_linear_attn(
             state = q.new_zeros(texts, heads, head_size, value_size, dtype=torch.float32)
         z = q.new_zeros(texts, heads, head_size, dtype=state.dtype) if z is None else z.squeeze(1).to(state.dtype)
         initial_state = state, z
-    o, final = linear_attention(
-        q, k, v, initial_state, output_final_state, cu_seqlens, normalize, scale=scale_of(scale, k), state_layout="kv"
-    )
+    o, final = run(
+        linear_attention, (q, k, v), initial_state, output_final_state, cu_seqlens, normalize, scale=scale_of(scale, k),
+        state_layout="kv",
+    )  # fmt: skip
     return o, (final[0], final[1].unsqueeze(1)) if normalize and final is not None else final
 
 
@@ -279,6 +333,7 @@ def fused_recurrent_linear_attn(
 def fused_recurrent_rwkv4(w: Tensor, u: Tensor, k: Tensor, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """Run RWKV-4 time mixing as `wkv4` does, with w before -exp(w) and states of shape (B, 3, 1, C)."""
     refuse(k, v)
+    w, u = small(k, w, u)
     y, final = wkv4(w, u, k, v, state.squeeze(2), True, decay="raw")
     assert final is not None
     return y, final.unsqueeze(2)
