@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rwkv_jit.inference.arguments import count
-from rwkv_jit.nn.parts import is_plain, norm_heads, under_autocast
+from rwkv_jit.nn.parts import check_tokens, is_plain, norm_heads, under_autocast
 from rwkv_jit.ops.gla import gla
 from rwkv_jit.ops.linear_attention import linear_attention
 
@@ -25,7 +25,7 @@ class _Attention(nn.Module):
             if count(name, size, 1) % heads:
                 raise ValueError(f"{name}: expected a multiple of heads {heads}, got {size}")
         super().__init__()
-        self.heads = heads
+        self.width, self.heads = width, heads
         self.q_proj = nn.Linear(width, key_width, bias=False, **place)
         self.k_proj = nn.Linear(width, key_width, bias=False, **place)
         self.v_proj = nn.Linear(width, value_width, bias=False, **place)
@@ -132,7 +132,7 @@ class GatedLinearAttention(_Attention):
         state : torch.Tensor, shape (N, H, K, V)
             The state of `gla`; N is B where no sequences are packed.
         """
-        x = under_autocast(x)
+        x = under_autocast(check_tokens(x, self.width))
         made = self.q_proj(x), self.k_proj(x), self.v_proj(x), F.logsigmoid(self.gk_proj(x)) / _GATE_DIVISOR
         q, k, v, g = map(self._of_heads, made)
         y, final = gla(q, k, v, g, state, output_final_state=True, cu_seqlens=cu_seqlens)
@@ -226,7 +226,7 @@ class LinearAttention(_Attention):
         state : torch.Tensor, shape (N, H, K, V)
             The state of `linear_attention`; N is B where no sequences are packed.
         """
-        x = under_autocast(x)
+        x = under_autocast(check_tokens(x, self.width))
         q, k, v = map(self._of_heads, (F.elu(self.q_proj(x)) + 1, F.elu(self.k_proj(x)) + 1, self.v_proj(x)))
         y, final = linear_attention(q, k, v, state, output_final_state=True, cu_seqlens=cu_seqlens)
         if is_plain(self.norm, nn.RMSNorm):  # whose weight autocast has left as it is

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rwkv_jit.inference.arguments import count
+from rwkv_jit.nn.parts import check_tokens
 from rwkv_jit.ops.timex import timex
 
 
@@ -84,7 +85,8 @@ class TimeX(nn.Module):
         y : torch.Tensor, shape of x
             The memory of a [B, C, T].
         """
-        tokens, length = x.shape[1], self.weight.shape[1]
+        channels, length = self.weight.shape
+        tokens = check_tokens(x, channels).shape[1]
         if tokens > length:
             raise ValueError(f"x: expected up to {length} tokens, got {tokens}")
         return timex(self.weight[:, length - tokens :], x.transpose(1, 2), self.eps).transpose(1, 2)

@@ -91,6 +91,7 @@ class LanguageModel(nn.Module):
         state : list of states
             With `return_state`. It is not detached: `[x.detach() for x in state]` is.
         """
+        checks.check_flag("return_state", return_state)
         hidden, after = self._hidden(tokens, state, cu_seqlens, shard)
         logits = self.head(hidden)
         return (logits, after) if return_state else logits
@@ -120,6 +121,7 @@ class LanguageModel(nn.Module):
         state : list of states
             With `return_state`. It is not detached.
         """
+        checks.check_flag("return_state", return_state)
         hidden, after = self._hidden(tokens, state, cu_seqlens, shard)
         loss = self._loss(hidden, targets, l2_wrap)
         return (loss, after) if return_state else loss
@@ -136,8 +138,12 @@ class LanguageModel(nn.Module):
         shard: Any = None,
     ) -> tuple[Tensor, list[Any]]:  # fmt: skip
         """Return what the head reads, and the state after the last tokens."""
-        if tokens.dim() != 2:
+        if parts.tensor_of("tokens", tokens).dim() != 2:
             raise ValueError(f"tokens: expected shape [batch, tokens], got {list(tokens.shape)}")
+        if tokens.dtype not in arguments.INDEX_TYPES:
+            raise TypeError(f"tokens: expected torch.int64 or torch.int32, got {tokens.dtype}")
+        if state is not None and not isinstance(state, (tuple, list)):
+            raise TypeError(f"state: expected one of each layer, got {type(state).__name__}")
         if state is not None and len(state) != len(self.blocks):
             raise ValueError(f"state: expected one of each of the {len(self.blocks)} layers, got {len(state)}")
         between, after = [self.emb(tokens), *self._begin], []  # what a layer hands to the next one, the residual first

@@ -10,7 +10,16 @@ from torch import Tensor, nn
 from rwkv_jit.inference.arguments import count
 from rwkv_jit.layers.functions import activate, gated, shift_mix, token_shift
 from rwkv_jit.layers.plain import last_tokens
-from rwkv_jit.nn.parts import before_texts, check_heads, check_place, fill_orthogonal, norm_heads, under_autocast
+from rwkv_jit.nn.parts import (
+    before_texts,
+    check_heads,
+    check_place,
+    fill_orthogonal,
+    norm_heads,
+    tensor_of,
+    tensors_of,
+    under_autocast,
+)  # fmt: skip
 
 _HEAD_SIZE_DIVISOR = 8  # of the official models, which divide what the recurrence returns by it before its norm
 
@@ -31,7 +40,7 @@ class Mix(nn.Module):
     def under_autocast(self, x: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return tokens and the last ones before them in the dtype in which they are mixed."""
         x = under_autocast(x)
-        return x, None if last is None else last.to(x.dtype)
+        return x, None if last is None else tensor_of("state", last).to(x.dtype)
 
     def mixes(self, letters: str) -> Tensor:
         """Return how much of the token before is in some mixes, [M, C], not rounded to 16 bits."""
@@ -204,7 +213,8 @@ class Block(nn.Module):
         """
         if self.ln0 is not None:
             x = self.ln0(x)
-        of_time, of_channels = (None, None) if state is None else ((state.time_shift, state.wkv), state.channel_shift)
+        wkv, time_shift, of_channels = tensors_of(state, 3)
+        of_time = None if state is None else (time_shift, wkv)
         y, (time_shift, wkv) = self.att(self.ln1(x), of_time, cu_seqlens, shard)
         x = x + y
         y, channel_shift = self.ffn(self.ln2(x), of_channels, cu_seqlens, shard)

@@ -52,7 +52,7 @@ def fill_orthogonal(matrix: Tensor, gain: float) -> None:
 
 def under_autocast(x: Tensor) -> Tensor:
     """Return the input of a layer in the dtype of autocast: norms before it leave float32, twice the memory."""
-    return x.to(dtype_under_autocast(x))
+    return tensor_of("x", x).to(dtype_under_autocast(x))
 
 
 def dtype_under_autocast(x: Tensor) -> torch.dtype:
@@ -144,10 +144,28 @@ def _convolve_by_calls(
     return nn.functional.silu(y).transpose(1, 2), torch.cat(lasts)
 
 
-def check_tokens(x: Any, width: int) -> Tensor:
-    """Return what a layer reads, once its shape is checked."""
+def tensor_of(name: str, x: Any) -> Tensor:
+    """Return an argument that is a dense tensor of real numbers."""
     if not isinstance(x, Tensor):
-        raise TypeError(f"x: expected a torch.Tensor, got {type(x).__name__}")
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
+    if x.is_complex():
+        raise TypeError(f"{name}: expected real numbers, got {x.dtype}")
+    return tensors.from_any(name, x)
+
+
+def tensors_of(state: Any, count: int = 2) -> Sequence[Any]:
+    """Return the tensors of a state, or as many None where there is none."""
+    if state is None:
+        return (None,) * count
+    if not isinstance(state, (tuple, list)) or len(state) != count:
+        got = f"{len(state)} of them" if isinstance(state, (tuple, list)) else type(state).__name__
+        raise TypeError(f"state: expected a tuple of {count} tensors, got {got}")
+    return [None if x is None else tensor_of("state", x) for x in state]
+
+
+def check_tokens(given: Any, width: int) -> Tensor:
+    """Return what a layer reads, once its shape is checked."""
+    x = tensor_of("x", given)
     if x.dim() != 3 or x.shape[-1] != width:
         raise ValueError(f"x: expected shape [batch, tokens, {width}], got {list(x.shape)}")
     return x
@@ -217,6 +235,10 @@ def bounds_of(x: Tensor, cu_seqlens: Tensor | None, shard: Any) -> Tensor | None
         return cu_seqlens
     if cu_seqlens is not None:
         raise ValueError("cu_seqlens: expected none beside a shard, which has the bounds of all parts")
+    from rwkv_jit.parallel.shard import Shard
+
+    if not isinstance(shard, Shard):
+        raise TypeError(f"shard: expected a rwkv_jit.parallel.Shard, got {type(shard).__name__}")
     shard.check("x", x)
     return None if shard.bounds is None else shard.cu_seqlens(x.device)
 

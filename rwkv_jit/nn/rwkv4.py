@@ -13,7 +13,7 @@ from rwkv_jit.inference.arguments import count
 from rwkv_jit.layers.functions import gated, token_shift
 from rwkv_jit.layers.plain import last_tokens
 from rwkv_jit.nn.mixing import ChannelMix, Mix
-from rwkv_jit.nn.parts import fill_orthogonal
+from rwkv_jit.nn.parts import fill_orthogonal, tensors_of
 from rwkv_jit.ops.wkv4 import wkv4
 
 
@@ -112,7 +112,7 @@ class RWKV4TimeMix(Mix):
         state : tuple of torch.Tensor, shapes (N, C) and (N, 3, C)
             The last token of each sequence, and the state of `wkv4`; N is B where no sequences are packed.
         """
-        last, recurrent = (None, None) if state is None else state
+        last, recurrent = tensors_of(state)
         x, last = self.under_autocast(x, last)
         mixed = token_shift(x, self.mixes("kvr"), first=last, cu_seqlens=cu_seqlens)
         for_key, for_value, for_receptance = mixed

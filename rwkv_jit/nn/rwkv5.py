@@ -12,7 +12,7 @@ from rwkv_jit.inference.update import wkv5_update
 from rwkv_jit.layers.functions import token_shift
 from rwkv_jit.layers.plain import last_tokens
 from rwkv_jit.nn.mixing import Block, ChannelMix, TimeMixOfHeads
-from rwkv_jit.nn.parts import before_texts, in_files, recur
+from rwkv_jit.nn.parts import before_texts, in_files, recur, tensors_of
 from rwkv_jit.ops.wkv5 import wkv5
 
 
@@ -132,7 +132,7 @@ class RWKV5TimeMix(TimeMixOfHeads):
         state : tuple of torch.Tensor, shapes (N, C) and (N, H, K, K)
             The last token of each sequence, and the state of `wkv5`; N is B where no sequences are packed.
         """
-        last, recurrent = (None, None) if state is None else state
+        last, recurrent = tensors_of(state)
         x, last, cu_seqlens = before_texts(*self.under_autocast(x, last), cu_seqlens, shard)
         mixed = token_shift(x, self.mixes("kvrg"), first=last, cu_seqlens=cu_seqlens)
         r, k, v, g = self._inputs(mixed)

@@ -11,7 +11,7 @@ from rwkv_jit.inference.update import wkv6_update
 from rwkv_jit.layers.functions import activate, token_shift
 from rwkv_jit.layers.plain import last_tokens
 from rwkv_jit.nn.mixing import Block, ChannelMix, TimeMixOfHeads
-from rwkv_jit.nn.parts import before_texts, in_files, recur, under_autocast
+from rwkv_jit.nn.parts import before_texts, in_files, recur, tensors_of, under_autocast
 from rwkv_jit.ops.wkv6 import wkv6
 
 _WIDE = 4096  # from which width on the low-rank matrices have twice the rank
@@ -151,7 +151,7 @@ class RWKV6TimeMix(TimeMixOfHeads):
         state : tuple of torch.Tensor, shapes (N, C) and (N, H, K, K)
             The last token of each sequence, and the state of `wkv6`; N is B where no sequences are packed.
         """
-        last, recurrent = (None, None) if state is None else state
+        last, recurrent = tensors_of(state)
         x, last, cu_seqlens = before_texts(*self.under_autocast(x, last), cu_seqlens, shard)
         (mixed,) = token_shift(x, self.mixes("x"), first=last, cu_seqlens=cu_seqlens)
         r, k, v, w, g = self._inputs(x, mixed, last, cu_seqlens)

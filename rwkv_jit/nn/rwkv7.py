@@ -202,7 +202,7 @@ class RWKV7TimeMix(nn.Module):
             That after the last tokens. It is not detached.
         """
         x = parts.under_autocast(x)
-        last, before = (None, None) if state is None else state
+        last, before = parts.tensors_of(state)
         x, first, cu_seqlens = parts.before_texts(x, None if last is None else last.to(x.dtype), cu_seqlens, shard)
         mixed = token_shift(x, self.mixes(), first=first, cu_seqlens=cu_seqlens)
         y, v_first, after = self.of_mixed(mixed, v_first, before, cu_seqlens, shard)
@@ -390,7 +390,8 @@ class RWKV7ChannelMix(nn.Module):
             The last tokens. It is not detached.
         """
         x = parts.under_autocast(x)
-        x, first, cu_seqlens = parts.before_texts(x, None if state is None else state.to(x.dtype), cu_seqlens, shard)
+        first = None if state is None else parts.tensor_of("state", state).to(x.dtype)
+        x, first, cu_seqlens = parts.before_texts(x, first, cu_seqlens, shard)
         (mixed,) = token_shift(x, self.mixes(), first=first, cu_seqlens=cu_seqlens)
         return self.of_mixed(mixed), last_tokens(x, first, cu_seqlens)
 
@@ -492,7 +493,7 @@ class RWKV7Block(nn.Module):
         """
         if self.ln0 is not None:
             x = self.ln0(x)
-        wkv, time_shift, channel_shift = (None, None, None) if state is None else state
+        wkv, time_shift, channel_shift = parts.tensors_of(state, 3)
         if not parts.is_plain_block(self):
             of_time = None if state is None else (time_shift, wkv)
             y, v_first, (time_shift, wkv) = self.att(self.ln1(x), v_first, of_time, cu_seqlens, shard)

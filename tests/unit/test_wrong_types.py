@@ -204,6 +204,25 @@ def test_a_module_names_the_argument_that_has_a_wrong_type(name):
             assert said is None or argument in said.replace("head size", "head_size"), (argument, what, said)
 
 
+@pytest.mark.parametrize("name", [name for name in nn.__all__ if not name.endswith(("State", "Block"))])
+def test_a_forward_names_the_argument_that_has_a_wrong_type(name):
+    parameters = inspect.signature(getattr(nn, name)).parameters
+    module = getattr(nn, name)(**{x: value for x, value in MADE.items() if x in parameters})
+    is_model = "tokens" in inspect.signature(module.forward).parameters
+    taken = {"TimeX": (1, 8, 8)}.get(name, (1, 4, 16))
+    first = {"tokens": torch.zeros(1, 4, dtype=torch.int64)} if is_model else {"x": torch.rand(taken)}
+    module(**first)
+    for argument in inspect.signature(module.forward).parameters:
+        for what, value in WRONG.items():
+            said = error_of(module, first | {argument: value})
+            # A channel mixing's state is the token before the first one.
+            assert said is None or argument in said or said.startswith(f"{'first'}: expected shape"), (
+                argument,
+                what,
+                said,
+            )
+
+
 def of_a_pool(method):
     def run(**given):
         pool = StatePool(8, {"a": StateSpec(2, (3,), torch.float32)}, device="cpu")
