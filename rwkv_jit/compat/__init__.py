@@ -18,6 +18,10 @@ from rwkv_jit import after, lazy
 from rwkv_jit.compat import alias, replacing
 
 if TYPE_CHECKING:
+    from rwkv_jit.compat import fla as fla
+    from rwkv_jit.compat import hf as hf
+    from rwkv_jit.compat import mamba as mamba
+    from rwkv_jit.compat import megatron as megatron
     from rwkv_jit.compat.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
     from rwkv_jit.compat.flash_rwkv import rwkv5_cuda_linear_attention, rwkv6_cuda_linear_attention
     from rwkv_jit.compat.functions import (
@@ -80,7 +84,8 @@ def _module_of(name: str) -> str:
 
 
 _MODULES = {name: f"{__name__}.{_module_of(name)}" for name in __all__ if name not in ("install", "uninstall")}
-__getattr__, __dir__ = lazy.members(globals(), ("fla", "hf", "mamba", "megatron"))
+if not TYPE_CHECKING:  # to which every name would be one of this package
+    __getattr__, __dir__ = lazy.members(globals(), ("fla", "hf", "mamba", "megatron"))
 is_installed = False
 # Files of transformers with short convolutions, KDA, the gated delta rule or Mamba-2.
 MODELS = tuple(

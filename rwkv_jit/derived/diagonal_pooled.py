@@ -33,14 +33,7 @@ if TYPE_CHECKING:
 # ---- one or a few tokens -----------------------------------------------------------------------------------------
 
 
-def simple_gla_update(
-    state: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    g: Array,
-    **options: Unpack[UpdateOptions],
-) -> Tensor:
+def simple_gla_update(state: Array, q: Array, k: Array, v: Array, g: Array, **options: Unpack[UpdateOptions]) -> Tensor:
     r"""Scalar-gated linear attention of one or a few tokens, which changes states of a pool in place: for decoding.
 
         S <- e^g S + v k^T;   y = scale S q
@@ -81,13 +74,7 @@ def simple_gla_update(
     return call.run(gla_update, state, for_heads(*call.inputs))
 
 
-def hgrn2_update(
-    state: Array,
-    q: Array,
-    g: Array,
-    v: Array,
-    **options: Unpack[UpdateOptions],
-) -> Tensor:
+def hgrn2_update(state: Array, q: Array, g: Array, v: Array, **options: Unpack[UpdateOptions]) -> Tensor:
     r"""HGRN2 of one or a few tokens, which changes states of a pool in place: for decoding.
 
         S <- S diag(e^g) + v (1 - e^g)^T;   y = scale S q
@@ -193,14 +180,7 @@ def ssd_update(
 # ---- sequences of any lengths -------------------------------------------------------------------------------------
 
 
-def simple_gla_varlen(
-    state: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    g: Array,
-    **options: Unpack[VarlenOptions],
-) -> Tensor:
+def simple_gla_varlen(state: Array, q: Array, k: Array, v: Array, g: Array, **options: Unpack[VarlenOptions]) -> Tensor:
     r"""Scalar-gated linear attention of sequences of any lengths, which changes states of a pool in place.
 
         S <- e^g S + v k^T;   y = scale S q
@@ -242,13 +222,7 @@ def simple_gla_varlen(
     return call.run(gla_varlen, state, for_heads(*call.inputs))
 
 
-def hgrn2_varlen(
-    state: Array,
-    q: Array,
-    g: Array,
-    v: Array,
-    **options: Unpack[VarlenOptions],
-) -> Tensor:
+def hgrn2_varlen(state: Array, q: Array, g: Array, v: Array, **options: Unpack[VarlenOptions]) -> Tensor:
     r"""HGRN2 of sequences of any lengths, which changes states of a pool in place.
 
         S <- S diag(e^g) + v (1 - e^g)^T;   y = scale S q

@@ -31,6 +31,9 @@ ring = rwkv_jit.ReplayRing(4, "wkv8", 2, 8)  # Argument 2 to "ReplayRing" has in
 rwkv_jit.nosuch  # Module has no attribute "nosuch"
 rwkv_jit.nn.RWKV8  # Module has no attribute "RWKV8"
 rwkv_jit.parallel.nosuch  # Module has no attribute "nosuch"
+rwkv_jit.compat.nosuch  # Module has no attribute "nosuch"
+rwkv_jit.compat.fla.nosuch  # Module has no attribute "nosuch"
+rwkv_jit.compat.install()
 model = rwkv_jit.nn.RWKV7(64, 16, 2, head_size=8)
 
 # Options.
