@@ -196,7 +196,8 @@ def check_slots(
         twice = sorted({place for place in places if places.count(place) > 1})
         raise ValueError(f"{written[-1]}: expected another slot for each state that is written, got {twice[:8]} twice")
     rows = max([len(x) for x in (*given.values(), more_written) if x is not None], default=0)
-    read, nothing = values.get("state_indices", [*range(rows)]), null_index if "state_indices" in values else -1
+    lead = next(iter(given))
+    read, nothing = values.get(lead, [*range(rows)]), null_index if lead in values else -1
     writers = {
         slot: place * rows // len(values[name])
         for name in written for place, slot in enumerate(values[name]) if slot > null_index
@@ -204,9 +205,7 @@ def check_slots(
     for row, slot in enumerate(read):
         writer = writers.get(slot, row)
         if writer != row and min(slot, read[writer]) > nothing and (begun is None or begun[row]):
-            raise ValueError(
-                f"state_indices: expected slots that no other row writes, got {slot} of rows {row} and {writer}"
-            )
+            raise ValueError(f"{lead}: expected slots that no other row writes, got {slot} of rows {row} and {writer}")
 
 
 def w0(given: Any, heads: int, head_size: int, lead: Tensor) -> Tensor | None:

@@ -39,7 +39,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     if not isinstance(found, dict) or not all(isinstance(x, Tensor) and isinstance(n, str) for n, x in found.items()):
         raise ValueError(f"path: expected a dict of tensors, got another thing in {path}")
     others = [
-        f"{name} of {x.dtype}" + (f" and {x.layout}" if x.layout != torch.strided else "")
+        f"{name} of {x.layout if x.dtype in DTYPES else x.dtype}"
         for name, x in found.items() if x.dtype not in DTYPES or x.layout != torch.strided
     ]  # fmt: skip
     if others:
@@ -48,14 +48,9 @@ def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 
 def _apart(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors of which each has memory of its own: those that share it with one before are copied."""
-    made: dict[str, Tensor] = {}
-    taken = set()
-    for name, x in held.items():
-        memory = x.untyped_storage().data_ptr()
-        made[name] = x.clone() if memory in taken else x
-        taken.add(memory)
-    return made
+    """Return tensors that share no memory: those that share it with one before are copied."""
+    places = [x.untyped_storage().data_ptr() for x in held.values()]
+    return {name: x.clone() if places[i] in places[:i] else x for i, (name, x) in enumerate(held.items())}
 
 
 def write(path: str | os.PathLike[str], held: Mapping[str, Tensor]) -> None:

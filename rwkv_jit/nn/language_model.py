@@ -248,13 +248,16 @@ class LanguageModel(nn.Module):
         torch.Size([2, 256])
         """
         if slots is not None and not isinstance(slots, Tensor):
-            slots = torch.tensor(slots, dtype=torch.int32, device=tokens.device)
+            slots = torch.tensor(arguments.listed("slots", slots), dtype=torch.int64, device=tokens.device)
+        slots, null_index = arguments.indices("slots", slots, len(tokens), tokens), pool.reserved - 1
+        if arguments.may_look_at([slots]):
+            arguments.check_slots({"slots": slots}, len(pool), null_index)
         between: tuple[Any, ...] = (self.emb(tokens), *self._begin)
         for layer, block in enumerate(self.blocks):
             own: Any = getattr(block, "_orig_mod", block)  # of one that is compiled
             states = self._State(*(pool[name][layer] for name in self._State._fields))
             step = own.step if parts.is_plain(own, self._Block) and parts.is_plain_block(own) else partial(_step, own)
-            made = step(*between, states, slots, pool.reserved - 1)
+            made = step(*between, states, slots, null_index)
             between = made if isinstance(made, tuple) else (made,)
         return self.head(self.ln_out(between[0]))  # type: ignore[no-any-return]
 
@@ -378,8 +381,8 @@ class LanguageModel(nn.Module):
 def _step(block: Any, *given: Any) -> tuple[Tensor, ...]:
     """Return what `step` of a layer does, by a call of it for one token: hooks, adapters and wrappers are in that."""
     *between, states, slots, null_index = given
+    arguments.check_room("pool", states[0], slots, len(between[0]))
     rows = torch.arange(len(between[0]), device=between[0].device) if slots is None else slots.long()
-    arguments.check_slots({"slots": rows}, len(states[0]), null_index)
     places, used = rows.clamp(min=0), rows > null_index
     wide = (torch.promote_types(x.dtype, between[0].dtype) for x in states)
     before = type(states)(*(x[places].to(dtype) for x, dtype in zip(states, wide, strict=True)))

@@ -78,8 +78,8 @@ class ChannelMix(Mix):
     """Channel mixing behind a receptance."""
 
     def __init__(
-        self, width: int, layer: int, layers: int, hidden: int | None, device: torch.device | str | None,
-        dtype: torch.dtype | None,
+        self, width: int, layer: int, layers: int, hidden: int | None = None, *,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ):  # fmt: skip
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         super().__init__(width, layer, layers, "kr", place)
@@ -171,15 +171,25 @@ class TimeMixOfHeads(Mix):
         return self.output(norm_heads(self.ln_x, nn.GroupNorm, y, g, "silu"))  # type: ignore[no-any-return]
 
 
-class Block(nn.Module):
-    """A layer of RWKV-5 or 6: time mixing, then channel mixing, each behind a norm and added to the residual."""
+class Layer(nn.Module):
+    """What a layer is made of: time mixing and channel mixing, each behind a norm."""
 
-    _State: ClassVar[Any]  # the type of what it remembers
-    _kinds: ClassVar[tuple[type[nn.Module], type[nn.Module]]]  # of its time mixing and its channel mixing
+    _kinds: ClassVar[tuple[Any, Any]]  # of its time mixing and its channel mixing
 
-    def __init__(self, att: nn.Module, ffn: nn.Module, width: int, layer: int, place: dict[str, Any]):
+    def __init__(
+        self, width: int, layer: int, layers: int, head_size: int = 64, *, hidden: int | None = None,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ):  # fmt: skip
+        self._make(width, layer, layers, head_size, hidden, {"device": device, "dtype": dtype})
+
+    def _make(
+        self, width: int, layer: int, layers: int, head_size: int, hidden: int | None, place: dict[str, Any],
+        **of_time: Any,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.att, self.ffn = att, ffn
+        time_mix, channel_mix = self._kinds
+        self.att: Any = time_mix(width, layer, layers, head_size, **of_time, **place)
+        self.ffn: Any = channel_mix(width, layer, layers, hidden, **place)
         self.ln0 = None if layer else nn.LayerNorm(width, **place)
         self.ln1, self.ln2 = (nn.LayerNorm(width, **place) for _ in range(2))
 
@@ -187,6 +197,12 @@ class Block(nn.Module):
         """Set all parameters to their official initial values."""
         for module in self.children():
             module.reset_parameters()  # type: ignore[operator]
+
+
+class Block(Layer):
+    """A layer of RWKV-5 or 6, whose mixes are added to the residual."""
+
+    _State: ClassVar[Any]  # the type of what it remembers
 
     def forward(
         self, x: Tensor, state: Any = None, cu_seqlens: Tensor | None = None, shard: Any = None
@@ -223,29 +239,14 @@ class Block(nn.Module):
     def step(self, x: Tensor, states: Any, slots: Tensor | None, null_index: int) -> Tensor:
         """Return what the next layer reads, of one token of each sequence, whose states change in place.
 
-        Parameters
-        ----------
-        x : torch.Tensor, shape (B, C)
-            The residual.
-        states : RWKV5State or RWKV6State
-            The layer's part of a pool: tensors [slots, ...].
-        slots : torch.Tensor, shape (B,), optional
-            The slot of each sequence; sequence i has slot i without it.
-        null_index : int
-            A slot at or below it is none.
-
-        Returns
-        -------
-        x : torch.Tensor, shape (B, C)
+        x is [B, C], states are the layer's part of a pool, and a slot at or below `null_index` is none.
         """
         if self.ln0 is not None:
             x = self.ln0(x)
-        att: Any = self.att
-        ffn: Any = self.ffn
         where: dict[str, Any] = {"state_indices": slots, "null_index": null_index}
-        norm, mixes = (self.ln1.weight, self.ln1.bias), att.mixes_of_step()
+        norm, mixes = (self.ln1.weight, self.ln1.bias), self.att.mixes_of_step()
         _, mixed = shift_mix(x, *norm, mixes, states.time_shift, eps=self.ln1.eps, **where)
-        y = att.step(mixed, states.wkv, **where)
-        norm, mixes = (self.ln2.weight, self.ln2.bias), ffn.mixes("kr")
+        y = self.att.step(mixed, states.wkv, **where)
+        norm, mixes = (self.ln2.weight, self.ln2.bias), self.ffn.mixes("kr")
         x, mixed = shift_mix(x, *norm, mixes, states.channel_shift, add=y.to(x.dtype), eps=self.ln2.eps, **where)
-        return x + ffn.of_mixed(*mixed)  # type: ignore[no-any-return]
+        return x + self.ffn.of_mixed(*mixed)  # type: ignore[no-any-return]

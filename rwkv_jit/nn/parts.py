@@ -129,12 +129,11 @@ def _convolve_by_calls(
     x: Tensor, taps: Sequence[nn.Conv1d], before: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the same by calls of the modules, of one sequence after the other."""
-    bounds = [0, x.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
-    firsts = before.split(1) if before is not None and cu_seqlens is not None else [before] * (len(bounds) - 1)
+    bounds, width = [0, x.shape[1]] if cu_seqlens is None else cu_seqlens.tolist(), taps[0].kernel_size[0] - 1
+    if before is None:
+        before = x.new_zeros(max(x.shape[0], len(bounds) - 1), x.shape[2], width)  # [N, D, W - 1]
     made, lasts = [x.new_zeros(x.shape[0], x.shape[2], 0)], []  # [B, D, T]
-    for begin, end, first in zip(bounds, bounds[1:], firsts, strict=False):
-        width = taps[0].kernel_size[0] - 1
-        first = x.new_zeros(x.shape[0], x.shape[2], width) if first is None else first  # [B, D, W - 1]
+    for begin, end, first in zip(bounds, bounds[1:], before.split(x.shape[0]), strict=False):
         text = torch.cat([first, x[:, begin:end].transpose(1, 2)], -1)  # [B, D, W - 1 + T]
         lasts.append(text[..., end - begin :])
         if begin < end:

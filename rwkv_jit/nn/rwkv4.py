@@ -188,7 +188,7 @@ class RWKV4ChannelMix(ChannelMix):
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ):  # fmt: skip
         hidden = 4 * count("width", width, 1) if hidden is None else hidden
-        super().__init__(width, layer, layers, hidden, device, dtype)
+        super().__init__(width, layer, layers, hidden, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
         """Set all parameters to their official initial values."""

@@ -145,22 +145,7 @@ class RWKV5TimeMix(TimeMixOfHeads):
         return self.mixes("kvrg")
 
     def step(self, mixed: Tensor, states: Tensor, **where: Any) -> Tensor:
-        """Mix one token of each sequence, whose states lie in slots of a pool and change in place.
-
-        Parameters
-        ----------
-        mixed : torch.Tensor, shape (4, B, C)
-            What `shift_mix` makes of the tokens by `mixes_of_step`.
-        states : torch.Tensor, shape (slots, H, K, K)
-            The layer's part of the pool.
-        **where
-            `state_indices` and `null_index` of `wkv5_update`.
-
-        Returns
-        -------
-        y : torch.Tensor, shape (B, C)
-            What is added to the residual.
-        """
+        """Mix one token of each sequence, by `mixes_of_step` [M, B, C]; states in slots of a pool change in place."""
         r, k, v, g = self._inputs(mixed)
         return self.result(wkv5_update(states, r, k, v, self.time_decay, self.time_faaaa, **where), g)
 
@@ -218,12 +203,6 @@ class RWKV5ChannelMix(ChannelMix):
     (torch.Size([2, 10, 96]), 320)
     """
 
-    def __init__(
-        self, width: int, layer: int, layers: int, hidden: int | None = None, *,
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-    ):  # fmt: skip
-        super().__init__(width, layer, layers, hidden, device, dtype)
-
 
 class RWKV5Block(Block):
     """A layer of RWKV-5: time mixing, then channel mixing, each behind a norm and added to the residual.
@@ -270,12 +249,3 @@ class RWKV5Block(Block):
     """
 
     _State, _kinds = RWKV5State, (RWKV5TimeMix, RWKV5ChannelMix)
-
-    def __init__(
-        self, width: int, layer: int, layers: int, head_size: int = 64, *, hidden: int | None = None,
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-    ):  # fmt: skip
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
-        att = RWKV5TimeMix(width, layer, layers, head_size, **place)
-        ffn = RWKV5ChannelMix(width, layer, layers, hidden, **place)
-        super().__init__(att, ffn, width, layer, place)

@@ -164,22 +164,7 @@ class RWKV6TimeMix(TimeMixOfHeads):
         return torch.cat([torch.zeros_like(mix), torch.ones_like(mix), mix])
 
     def step(self, mixed: Tensor, states: Tensor, **where: Any) -> Tensor:
-        """Mix one token of each sequence, whose states lie in slots of a pool and change in place.
-
-        Parameters
-        ----------
-        mixed : torch.Tensor, shape (3, B, C)
-            What `shift_mix` makes of the tokens by `mixes_of_step`.
-        states : torch.Tensor, shape (slots, H, K, K)
-            The layer's part of the pool.
-        **where
-            `state_indices` and `null_index` of `wkv6_update`.
-
-        Returns
-        -------
-        y : torch.Tensor, shape (B, C)
-            What is added to the residual.
-        """
+        """Mix one token of each sequence, by `mixes_of_step` [M, B, C]; states in slots of a pool change in place."""
         x, before, mixed = under_autocast(mixed)
         r, k, v, w, g = self._inputs(x.unsqueeze(1), mixed.unsqueeze(1), before)
         return self.result(wkv6_update(states, r, k, v, w, self.time_faaaa, **where), g).squeeze(1)
@@ -250,12 +235,6 @@ class RWKV6ChannelMix(ChannelMix):
 
     prefix = "time_maa"
 
-    def __init__(
-        self, width: int, layer: int, layers: int, hidden: int | None = None, *,
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-    ):  # fmt: skip
-        super().__init__(width, layer, layers, hidden, device, dtype)
-
 
 class RWKV6Block(Block):
     """A layer of RWKV-6: time mixing, then channel mixing, each behind a norm and added to the residual.
@@ -302,12 +281,3 @@ class RWKV6Block(Block):
     """
 
     _State, _kinds = RWKV6State, (RWKV6TimeMix, RWKV6ChannelMix)
-
-    def __init__(
-        self, width: int, layer: int, layers: int, head_size: int = 64, *, hidden: int | None = None,
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-    ):  # fmt: skip
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
-        att = RWKV6TimeMix(width, layer, layers, head_size, **place)
-        ffn = RWKV6ChannelMix(width, layer, layers, hidden, **place)
-        super().__init__(att, ffn, width, layer, place)

@@ -14,6 +14,7 @@ from rwkv_jit.inference.update import wkv7_update
 from rwkv_jit.layers.functions import activate, norm_shift, prepare_keys, shift_mix, token_shift
 from rwkv_jit.layers.plain import last_tokens
 from rwkv_jit.nn import parts
+from rwkv_jit.nn.mixing import Layer
 from rwkv_jit.ops.wkv7 import wkv7
 
 _EPS_OF_HEADS = 64e-5
@@ -212,24 +213,7 @@ class RWKV7TimeMix(nn.Module):
         self, mixed: Sequence[Tensor], v_first: Tensor | None, state: Tensor | None = None,
         cu_seqlens: Tensor | None = None, shard: Any = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Return the results for tokens that have been mixed with those before them.
-
-        Parameters
-        ----------
-        mixed : sequence of six torch.Tensor, shape (B, T, C)
-            By `mixes`, as `token_shift` and `norm_shift` return them.
-        v_first : torch.Tensor, shape (B, T, C), optional
-            As in `forward`.
-        state : torch.Tensor, shape (N, H, V, K), optional
-            The state of `wkv7`; zeros by default.
-        cu_seqlens, shard
-            As in `forward`.
-
-        Returns
-        -------
-        y, v_first : torch.Tensor, shape (B, T, C)
-        state : torch.Tensor, shape (N, H, V, K)
-        """
+        """Return the results for tokens that have been mixed by `mixes`: six tensors [B, T, C]."""
         inputs, gate, v_first, (bonus,) = self._inputs(mixed, v_first, {"r_k": self.r_k})
         y, after = parts.recur(wkv7, inputs, state, cu_seqlens, shard, decay="sigmoid")
         return self._output(y, gate, bonus=bonus), v_first, after
@@ -237,25 +221,7 @@ class RWKV7TimeMix(nn.Module):
     def step(
         self, mixed: Tensor, v_first: Tensor | None, states: Tensor, slots: Tensor | None, null_index: int
     ) -> tuple[Tensor, Tensor]:
-        """Mix one token of each sequence, whose states lie in slots of a pool and change in place.
-
-        Parameters
-        ----------
-        mixed : torch.Tensor, shape (6, B, C)
-            What `shift_mix` makes of the tokens.
-        v_first : torch.Tensor, shape (B, C), optional
-            As in `forward`.
-        states : torch.Tensor, shape (slots, H, V, K)
-            The layer's part of the pool.
-        slots : torch.Tensor, shape (B,), optional
-            The slot of each sequence; sequence i has slot i without it.
-        null_index : int
-            A slot at or below it is none.
-
-        Returns
-        -------
-        y, v_first : torch.Tensor, shape (B, C)
-        """
+        """Mix one token of each sequence, by `mixes` [6, B, C]; states in slots of a pool change in place."""
         (r, w, k, v, a, b), gate, v_first, _ = self._inputs(mixed.unbind(), v_first, {})
         y = wkv7_update(states, r, w, k, v, a, b, state_indices=slots, null_index=null_index, decay="sigmoid")
         return self._output(y, gate, r=r, k=k, v=v, r_k=self.r_k), v_first
@@ -408,7 +374,7 @@ class RWKV7ChannelMix(nn.Module):
         return f"{self.width}, layer={self.layer}, layers={self.layers}"
 
 
-class RWKV7Block(nn.Module):
+class RWKV7Block(Layer):
     """A layer of RWKV-7: time mixing, then channel mixing, each behind a norm and added to the residual.
 
     B is the batch, T the tokens, C the channels, N the number of sequences: B, or one less than the length of
@@ -454,16 +420,7 @@ class RWKV7Block(nn.Module):
         self, width: int, layer: int, layers: int, head_size: int = 64, *, hidden: int | None = None,
         ranks: Mapping[str, int] | None = None, device: Any = None, dtype: torch.dtype | None = None,
     ):  # fmt: skip
-        super().__init__()
-        self.att = RWKV7TimeMix(width, layer, layers, head_size, ranks=ranks, device=device, dtype=dtype)
-        self.ffn = RWKV7ChannelMix(width, layer, layers, hidden, device=device, dtype=dtype)
-        self.ln0 = None if layer else nn.LayerNorm(width, device=device, dtype=dtype)
-        self.ln1, self.ln2 = (nn.LayerNorm(width, device=device, dtype=dtype) for _ in range(2))
-
-    def reset_parameters(self) -> None:
-        """Give all parameters their initial values."""
-        for module in self.children():
-            module.reset_parameters()  # type: ignore[operator]
+        self._make(width, layer, layers, head_size, hidden, {"device": device, "dtype": dtype}, ranks=ranks)
 
     def forward(
         self, x: Tensor, v_first: Tensor | None = None, state: RWKV7State | None = None,
@@ -524,22 +481,7 @@ class RWKV7Block(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return what the next layer reads, of one token of each sequence, whose states change in place.
 
-        Parameters
-        ----------
-        x : torch.Tensor, shape (B, C)
-            The residual.
-        v_first : torch.Tensor, shape (B, C), optional
-            As in `forward`.
-        states : RWKV7State
-            The layer's part of a pool: tensors [slots, ...].
-        slots : torch.Tensor, shape (B,), optional
-            The slot of each sequence; sequence i has slot i without it.
-        null_index : int
-            A slot at or below it is none.
-
-        Returns
-        -------
-        x, v_first : torch.Tensor, shape (B, C)
+        x is [B, C], states are the layer's part of a pool, and a slot at or below `null_index` is none.
         """
         if self.ln0 is not None:
             x = self.ln0(x)

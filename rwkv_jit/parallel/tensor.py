@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from functools import cache
+from inspect import signature
 from typing import Any, TypeVar
 
 import torch
@@ -158,13 +159,11 @@ def _spread(module: nn.Module, mesh: DeviceMesh) -> None:
         placement = Shard(cuts[name]) if name in cuts else Replicate()
         placed = nn.Parameter(distribute_tensor(x.detach(), mesh, [placement]), x.requires_grad)
         module.get_submodule(owner).register_parameter(own, placed)
-    kinds: dict[type[nn.Module], type[_Part]] = {
-        nn.Embedding: _Embedding, nn.Linear: _Head, nn.LayerNorm: _Norm, RWKV7TimeMix: _RWKV7TimeMix,
-    }  # fmt: skip
-    kind = next((kind for of, kind in kinds.items() if isinstance(module, of)), _OtherMix)
+    kinds: dict[type[nn.Module], type[_Part]] = {nn.Embedding: _Embedding, nn.Linear: _Head, nn.LayerNorm: _Part}
+    kind = next((kind for of, kind in kinds.items() if isinstance(module, of)), _Mix)
     module.__class__ = _class_of((kind, type(module)))
     spread: Any = module
-    spread.mesh, spread.part = mesh, (part,)
+    spread.mesh, spread.part, spread.names = mesh, (part,), [*signature(part.forward).parameters]
 
 
 @cache
@@ -201,8 +200,9 @@ class _Part(nn.Module):
 
     mesh: DeviceMesh
     part: tuple[nn.Module]  # the module of so many heads, without parameters; in a tuple it is no submodule
+    names: list[str]  # of what its forward takes
 
-    def run(self, *given: Any, **more: Any) -> Any:
+    def forward(self, *given: Any, **more: Any) -> Any:
         """Run the module of one rank."""
         local = {name: self.local(x) for name, x in self.named_parameters()}
         return torch.func.functional_call(self.part[0], local, given, more)
@@ -217,20 +217,12 @@ class _Part(nn.Module):
         return whole.to_local(grad_placements=[Partial()])
 
 
-class _Norm(_Part):
-    """A layer norm."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute the same on every rank."""
-        return self.run(x)  # type: ignore[no-any-return]
-
-
 class _Embedding(_Part):
     """An embedding, of which a rank has some channels."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Look up these channels, and gather the others."""
-        y = self.run(tokens)
+        y = super().forward(tokens)
         return DTensor.from_local(y, self.mesh, [Shard(y.dim() - 1)], run_check=False).full_tensor()
 
 
@@ -241,7 +233,7 @@ class _Head(_Part):
 
     def forward(self, x: Tensor) -> Tensor:
         """Make these, and gather the others."""
-        y = self.run(self.shared(x))
+        y = super().forward(self.shared(x))
         shape = torch.Size([*y.shape[:-1], self.weight.shape[0]])
         strides = torch.empty(shape, device="meta").stride()
         placed = DTensor.from_local(y, self.mesh, [Shard(y.dim() - 1)], run_check=False, shape=shape, stride=strides)
@@ -256,38 +248,20 @@ class _Mix(_Part):
         local: Tensor = x.to_local()
         return local if x.placements[0].is_shard() else self.shared(local)
 
-    def mix(self, x: Tensor, state: Any, **more: Any) -> list[Any]:
+    def forward(self, x: Tensor, *given: Any, **named: Any) -> tuple[Any, ...]:
         """Return what the module of one rank does, with y summed over the ranks."""
+        more = dict(zip(self.names[1:], given, strict=False)) | named
+        state = more.pop("state", None)
         if isinstance(state, tuple):
             state = self.shared(state[0]), state[1]
         elif state is not None:
             state = self.shared(state)
-        y, *others, after = self.run(self.shared(x), state=state, **more)
+        y, *others, after = super().forward(self.shared(x), state=state, **more)
         whole = DTensor.from_local(y, self.mesh, [Partial()], run_check=False).full_tensor()
         after = (self._once(after[0]), after[1]) if isinstance(after, tuple) else self._once(after)
-        return [whole, *others, after]
+        return whole, *others, after
 
     def _once(self, x: Tensor) -> Tensor:
         """Return what is whole on every rank, so that the sum over ranks has its gradient once."""
         fixed = x.detach()
         return fixed + (x - fixed) / self.mesh.size()
-
-
-class _RWKV7TimeMix(_Mix):
-    """Time mixing of RWKV-7, of some heads; so are the first layer's values."""
-
-    def forward(
-        self, x: Tensor, v_first: Tensor | None = None, state: Any = None, cu_seqlens: Tensor | None = None,
-        shard: Any = None,
-    ) -> Any:  # fmt: skip
-        """Mix tokens over time."""
-        return tuple(self.mix(x, state, v_first=v_first, cu_seqlens=cu_seqlens, shard=shard))
-
-
-class _OtherMix(_Mix):
-    """Time mixing of other families, of some heads, or channel mixing, of some hidden channels."""
-
-    def forward(self, x: Tensor, state: Any = None, cu_seqlens: Tensor | None = None, shard: Any = None) -> Any:
-        """Mix tokens."""
-        more = {} if shard is None else {"shard": shard}  # which RWKV-4 does not take
-        return tuple(self.mix(x, state, cu_seqlens=cu_seqlens, **more))

@@ -296,6 +296,31 @@ def test_rows_of_reserved_slots_are_padding(name):
         assert not states[:, 0].any()
 
 
+@EVERY_MODEL
+@pytest.mark.parametrize("is_called", [False, True])
+@pytest.mark.parametrize(
+    ("slots", "error", "message"),
+    [
+        ([0.9, 1.9], TypeError, "slots: expected an int or several, got [0.9, 1.9]"),
+        ([1], ValueError, "slots: expected shape [2], a slot for each row, got [1]"),
+        ([1, 2**40], ValueError, "slots: expected slots below 4, or up to 0 for none; got [1099511627776]"),
+        (torch.tensor([1, 4]), ValueError, "slots: expected slots below 4, or up to 0 for none; got [4]"),
+        (torch.tensor([3, 3]), ValueError, "slots: expected another slot for each state that is written, got [3]"),
+        (torch.tensor([1.0, 2.0]), TypeError, "slots: expected torch.int32 or torch.int64, got torch.float32"),
+    ],
+)
+def test_slots_of_a_step_are_looked_at(name, is_called, slots, error, message):
+    model = make(name, torch.float32)
+    pool = model.new_pool(4, 1)
+    if is_called:
+        model.blocks[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(error, match=re.escape(message)):
+        model.step(make_tokens(2), pool, slots)
+    assert not any(pool[each].any() for each in ("wkv", "time_shift", "channel_shift"))
+    with pytest.raises(ValueError, match="expected a slot for each of the 5 rows, or state_indices; got 4"):
+        model.step(make_tokens(5), pool)
+
+
 @MODELS
 def test_pool_has_the_types_of_the_model(name):
     pool = make(name, torch.bfloat16).new_pool(5, reserved=2)
