@@ -11,8 +11,8 @@ import torch
 
 from rwkv_jit import env, kernel
 from rwkv_jit.ahead_requests import DIRECTIONS, UPDATE, call_requests, named
-from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.ops import known_calls
+from rwkv_jit.errors import UnsupportedConfigError, brief
+from rwkv_jit.ops import checks, known_calls
 from rwkv_jit.template import Parameter
 
 
@@ -233,15 +233,18 @@ def warm(
     --------
     >>> kernels = rwkv_jit.warm("wkv7", head_sizes=[64, 96], arch=["sm_80", "sm_90"])
     """
-    several_rings = tuple(rings)
+    several_rings = tuple(_several("rings", rings))
+    flags = {"backward": backward, "updates": updates, "shards": shards}
+    backward, updates, shards = (checks.check_flag(name, flag) for name, flag in flags.items())
+    sizes = {"head_sizes": head_sizes, "value_sizes": value_sizes, "tokens": tokens, "batches": batches}
     cases = product(
-        _several(arch, str), *(_several(given, int) for given in (head_sizes, value_sizes, tokens, batches)),
-        _several(dtypes, torch.dtype), [*DIRECTIONS[: 1 + backward], *([UPDATE] if updates else [])],
+        _several("arch", arch, str), *(_several(name, given, int) for name, given in sizes.items()),
+        _several("dtypes", dtypes, torch.dtype), [*DIRECTIONS[: 1 + backward], *([UPDATE] if updates else [])],
     )  # fmt: skip
     requests = [
         request
         for target, head_size, value_size, count, batch, dtype, direction in cases
-        for width in _several(widths, int)
+        for width in _several("widths", widths, int)
         for request in call_requests(
             op, head_size, dtype, target, direction, decay, state_layout, w_dtype, state_dtype, decay_bound,
             value_size, count, batch, width, several_rings, shards,
@@ -271,6 +274,11 @@ def compile_all(
             future.cancel()
 
 
-def _several(given: Any, one: type) -> list[Any]:
-    """Return what was given as a list; None stands for a default of its own."""
-    return [given] if given is None or isinstance(given, one) else list(given)
+def _several(name: str, given: Any, one: type | tuple[()] = ()) -> list[Any]:
+    """Return what was given as a list, where it may be `one`; None stands for a default of its own then."""
+    if isinstance(given, one) or (given is None and one):
+        return [given]
+    try:
+        return list(given)
+    except TypeError:
+        raise TypeError(f"{name}: expected one or several, got {brief(given)}") from None

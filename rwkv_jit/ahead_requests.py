@@ -134,7 +134,7 @@ def call_requests(
     Long and short ones, with many and few heads, for gradients and not; some of the kernels may be equal.
     """
     checks.check_name("op", op, tuple(OPS))
-    entry, w_dtype = OPS[op], w_dtype or dtype
+    entry, w_dtype = OPS[op], dtype if w_dtype is None else w_dtype
     types = _types(entry, dtype) | dict.fromkeys(_wide(entry), _storage("w_dtype", w_dtype))
     state_type = _storage("state_dtype", state_dtype)
     _refuse_lengths(op, tokens, batch)
@@ -387,7 +387,7 @@ def _types(op: Op, dtype: torch.dtype) -> dict[str, str]:
 
 
 def _storage(name: str, dtype: torch.dtype) -> str:
-    if dtype not in tensors.STORAGE:
+    if not isinstance(dtype, torch.dtype) or dtype not in tensors.STORAGE:
         raise TypeError(f"{name}: expected {' or '.join(map(str, tensors.STORAGE))}, got {dtype}")
     return tensors.STORAGE[dtype]
 

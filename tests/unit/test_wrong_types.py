@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit import ReplayRing, StatePool, StateSpec, nn
+from rwkv_jit import ReplayRing, StatePool, StateSpec, kernel, nn
 from rwkv_jit.derived import table as derived
 from rwkv_jit.ops.table import OPS
 
@@ -181,10 +181,29 @@ def test_a_function_names_the_argument_that_has_a_wrong_type(name, given):
 
 def test_all_functions_that_take_tensors_are_tried():
     tried = {name for _, name, _ in CALLS}
-    others = {"add_hook", "cache_info", "clear_cache", "compile_async", "env_report", "get_bfloat16_precision",
-              "is_available", "is_batch_invariant", "specialize", "warm"}  # fmt: skip
+    tried |= {"specialize", "compile_async", "warm"}
+    others = {"add_hook", "cache_info", "clear_cache", "env_report", "get_bfloat16_precision", "is_available",
+              "is_batch_invariant"}  # fmt: skip
     public = {name for name in rwkv_jit.__all__ if inspect.isfunction(getattr(rwkv_jit, name))}
     assert {name for name in public - tried - others if not name.endswith("_ref")} == set()
+
+
+@pytest.mark.parametrize("name", ["specialize", "compile_async", "warm"])
+def test_compiling_ahead_names_the_argument_that_has_a_wrong_type(name, monkeypatch):
+    """Of sizes, of which there may be several, the errors of one name one."""
+
+    def compiles(*_):
+        raise NotImplementedError
+
+    monkeypatch.setattr(kernel, "get", compiles)
+    monkeypatch.setattr(kernel, "get_async", compiles)
+    function = getattr(rwkv_jit, name)
+    given = {"op": "wkv7", "head_sizes" if name == "warm" else "head_size": 64, "arch": "sm_90"}
+    parameters = [x for x in inspect.signature(function).parameters.values() if x.kind is not x.VAR_KEYWORD]
+    for argument in [x.name for x in parameters if x.name != "progress"]:
+        for what, value in WRONG.items():
+            said = error_of(function, given | {argument: value})
+            assert said is None or said.startswith(argument[:5]) or not said, (argument, what, said)
 
 
 MADE = {
