@@ -132,20 +132,14 @@ def packing(cu_seqlens: Tensor, tokens: int) -> Tensor:
 
 
 def tokens_behind(cu_seqlens: Tensor | None, lead: Tensor) -> int:
-    """Return how many tokens lie behind the last sequence: 0 where nobody may look, or where there is none.
-
-    On a GPU that is looked up once per tensor, as in `packing`.
-    """
-    if type(cu_seqlens) is not Tensor or not is_eager() or cu_seqlens.dim() != 1 or lead.dim() < 2:
+    """Return how many tokens lie behind the last sequence, as far as the values may be looked at: else 0."""
+    if type(cu_seqlens) is not Tensor or cu_seqlens.dim() != 1 or not len(cu_seqlens) or not is_eager():
         return 0
-    known = _checked_packings.get(id(cu_seqlens)) if cu_seqlens.numel() else None
-    if known and known.tensor() is cu_seqlens and known.version == cu_seqlens._version:
-        end = known.tokens
-    elif not cu_seqlens.numel() or (cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing()):
+    known = _known(cu_seqlens)
+    if known is None and cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
         return 0
-    else:
-        end = int(cu_seqlens[-1])
-    return lead.shape[1] - end if 0 <= end <= lead.shape[1] else 0
+    end = int(cu_seqlens[-1]) if known is None else known.tokens
+    return lead.shape[1] - end if lead.dim() > 1 and 0 <= end <= lead.shape[1] else 0
 
 
 def longest(cu_seqlens: Tensor | None, tokens: int) -> int:
@@ -169,10 +163,8 @@ def longest(cu_seqlens: Tensor | None, tokens: int) -> int:
 
 def _checked(cu_seqlens: Tensor, bounds: Tensor, tokens: int) -> _Packing | None:
     """Return what is known of a packing on a GPU, after a look if need be; None in a capture, where there is none."""
-    index = id(cu_seqlens)
-    version = -1 if cu_seqlens.is_inference() else cu_seqlens._version
-    known = _checked_packings.get(index)
-    if known and known.tensor() is cu_seqlens and known[1:3] == (version, tokens):
+    index, known = id(cu_seqlens), _known(cu_seqlens)
+    if known and known.tokens == tokens:
         return known
     if torch.cuda.is_current_stream_capturing():
         return None
@@ -180,11 +172,21 @@ def _checked(cu_seqlens: Tensor, bounds: Tensor, tokens: int) -> _Packing | None
     spare = max(most.bit_length() - 3, 0)
     most = most >> spare << spare
     gone = weakref.ref(cu_seqlens, lambda _: _checked_packings.pop(index, None))
-    known = _checked_packings[index] = _Packing(gone, version, tokens, most)
+    known = _checked_packings[index] = _Packing(gone, _version(cu_seqlens), tokens, most)
     if len(_longest_of_shape) >= _MOST_SHAPES:
         _longest_of_shape.clear()
     _longest_of_shape[len(cu_seqlens), tokens] = most
     return known
+
+
+def _known(cu_seqlens: Tensor) -> _Packing | None:
+    """Return what was found of a packing on a GPU that has not changed since."""
+    known = _checked_packings.get(id(cu_seqlens))
+    return known if known and known.tensor() is cu_seqlens and known.version == _version(cu_seqlens) else None
+
+
+def _version(x: Tensor) -> int:
+    return -1 if x.is_inference() else x._version
 
 
 def _longest(values: Tensor, tokens: int) -> int:

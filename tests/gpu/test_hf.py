@@ -7,7 +7,9 @@ pytest.importorskip("transformers")
 
 from test_compat_mamba import (  # noqa: E402, F401
     test_scan,
+    test_scan_of_several_dtypes,
     test_sequences_in_rows_are_sequences_alone,
+    test_steps_without_softplus_are_as_they_are,
     test_update,
     test_update_without_more,
 )

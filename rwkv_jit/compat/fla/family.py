@@ -9,7 +9,6 @@ Each raises `UnsupportedConfigError` where the kernels cannot do what is asked, 
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +21,6 @@ from rwkv_jit.compat.fla.functions import (
     layout_of,
     refuse,
     run,
-    run_with_states,
-    scale_of,
     small,
 )
 from rwkv_jit.derived.delta import delta_rule, gated_delta_rule, gated_delta_rule2, kda
@@ -116,12 +113,12 @@ def chunk_kda(
     check_chunks(more, 64, 32)
     _refuse_each(q, beta)
     g, beta, A_log, dt_bias = small(q, g, beta, A_log, dt_bias)
-    way: Any = partial(run_with_states, more.get("chunk_size", 64)) if return_intermediate_states else run
-    return way(  # type: ignore[no-any-return]
-        kda, (q, k, v, g, beta), initial_state, output_final_state, cu_seqlens, scale=scale_of(scale, k),
+    return run(
+        kda, (q, k, v, g, beta), scale, initial_state, output_final_state, cu_seqlens,
         state_layout=layout_of(state_v_first, more), qk_norm=use_qk_l2norm_in_kernel,
         beta_map=_beta_map(use_beta_sigmoid_in_kernel, allow_neg_eigval),
         **_gate(use_gate_in_kernel, A_log, dt_bias, lower_bound, safe_gate, v),
+        every=more.get("chunk_size", 64) if return_intermediate_states else 0,
     )  # fmt: skip
 
 
@@ -154,7 +151,7 @@ def chunk_gated_delta_rule(
     _refuse_each(q, beta)
     g, beta, A_log, dt_bias = small(q, g, beta, A_log, dt_bias)
     return run(
-        gated_delta_rule, (q, k, v, g, beta), initial_state, output_final_state, cu_seqlens, scale=scale_of(scale, k),
+        gated_delta_rule, (q, k, v, g, beta), scale, initial_state, output_final_state, cu_seqlens,
         state_layout=layout_of(state_v_first, more), qk_norm=use_qk_l2norm_in_kernel,
         beta_map=_beta_map(use_beta_sigmoid_in_kernel, allow_neg_eigval), **_gate(use_gate_in_kernel, A_log, dt_bias),
     )  # fmt: skip
@@ -227,7 +224,7 @@ def _delta_rule(
     _refuse_each(q, beta)
     (beta,) = small(q, beta)
     return run(
-        delta_rule, (q, k, v, beta), initial_state, output_final_state, cu_seqlens, scale=scale_of(scale, k),
+        delta_rule, (q, k, v, beta), scale, initial_state, output_final_state, cu_seqlens,
         state_layout="vk" if state_v_first else "kv", qk_norm=use_qk_l2norm_in_kernel,
         beta_map=_beta_map(use_beta_sigmoid_in_kernel, allow_neg_eigval),
     )  # fmt: skip
@@ -245,11 +242,11 @@ def chunk_gdn2(
     refuse(q, k, v, w, cp_context=cp_context)
     check_chunks(more, 64)
     g, b, A_log, dt_bias = small(q, g, b, A_log, dt_bias)
-    way: Any = partial(run_with_states, more.get("chunk_size", 64)) if return_intermediate_states else run
-    return way(  # type: ignore[no-any-return]
-        gated_delta_rule2, (q, k, v, g, b, w), initial_state, output_final_state, cu_seqlens, scale=scale_of(scale, k),
+    return run(
+        gated_delta_rule2, (q, k, v, g, b, w), scale, initial_state, output_final_state, cu_seqlens,
         state_layout=layout_of(state_v_first, more), qk_norm=use_qk_l2norm_in_kernel,
         **_gate(use_gate_in_kernel, A_log, dt_bias, lower_bound, safe_gate, v),
+        every=more.get("chunk_size", 64) if return_intermediate_states else 0,
     )  # fmt: skip
 
 
@@ -286,8 +283,8 @@ def chunk_simple_gla(
     decay = g_gamma if g is None else g if g_gamma is None else g + g_gamma
     op: Any = linear_attention if decay is None else simple_gla
     return run(
-        op, (q, k, v, *(() if decay is None else small(q, decay))), initial_state, output_final_state, cu_seqlens,
-        scale=scale_of(scale, k), state_layout="vk" if state_v_first else "kv",
+        op, (q, k, v, *(() if decay is None else small(q, decay))), scale, initial_state, output_final_state,
+        cu_seqlens, state_layout="vk" if state_v_first else "kv",
     )  # fmt: skip
 
 

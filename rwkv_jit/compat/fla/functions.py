@@ -6,7 +6,7 @@ Each raises `UnsupportedConfigError` where the kernels cannot do what is asked, 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -76,28 +76,35 @@ def layout_of(state_v_first: bool, more: Mapping[str, Any]) -> StateLayout:
 
 
 def run(
-    op: Callable[..., Result], rows: Sequence[Tensor], state: Any, wants_state: bool, cu_seqlens: Tensor | None,
-    *more: Any, **options: Any,
+    op: Any, rows: Sequence[Tensor], scale: float | None, state: Any, wants_state: bool, cu_seqlens: Tensor | None,
+    *more: Any, every: int = 0, **options: Any,
 ) -> Result:  # fmt: skip
-    """Run an op on the tokens that sequences have: behind the last one o is zeros, and so are all gradients."""
+    """Run an op on the tokens that sequences have: behind the last one o is zeros, and so are all gradients.
+
+    With `every` the states before so many tokens each are a third result.
+    """
+    if every:
+        given = op, rows, scale, state, wants_state, cu_seqlens
+        return _run_with_states(every, *given, **options)  # type: ignore[no-any-return]
+    scale = rows[0].shape[-1] ** -0.5 if scale is None else scale
     behind = tensors.tokens_behind(cu_seqlens, rows[0])
     if behind:
         rows = [x[:, :-behind] if x.dim() > 2 else x for x in rows]  # u and fixed decays have no tokens
-    o, final = op(*rows, state_of(state), wants_state, cu_seqlens, *more, **options)
+    o, final = op(*rows, state_of(state), wants_state, cu_seqlens, *more, scale=scale, **options)
     return F.pad(o, (0, 0, 0, 0, 0, behind)) if behind else o, final
 
 
-def run_with_states(
-    size: int, op: Callable[..., Result], rows: Sequence[Tensor], state: Any, wants_state: bool,
+def _run_with_states(
+    size: int, op: Any, rows: Sequence[Tensor], scale: float | None, state: Any, wants_state: bool,
     cu_seqlens: Tensor | None, **options: Any,
-) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """Run an op, and return the state before each `size` tokens too: [B, chunks, heads, ...] in the dtype of o.
+) -> Any:  # fmt: skip
+    """Return the state before each `size` tokens too: [B, chunks, heads, ...] in the dtype of o.
 
     The state in the middle of a part is the final one of its first half. A call halves all parts there are.
     """
-    o, final = run(op, rows, state, True, cu_seqlens, **options)
+    o, final = run(op, rows, scale, state, True, cu_seqlens, **options)
     assert final is not None
-    (batch, tokens), device = o.shape[:2], o.device
+    batch, tokens = o.shape[:2]
     bounds = [tokens * n for n in range(batch + 1)] if cu_seqlens is None else cu_seqlens.tolist()
     rows = [x.flatten(0, 1).unsqueeze(0) for x in rows]  # [1, B T, ...]
     parts = [*zip(bounds, bounds[1:], strict=False)]
@@ -105,15 +112,14 @@ def run_with_states(
     before = {begin: x for (begin, end), x in zip(parts, begins, strict=True) if begin < end}
     while parts := [(begin, end) for begin, end in parts if end - begin > size]:
         halves = [(begin, begin + (1 - (begin - end) // size) // 2 * size) for begin, end in parts]
-        places = torch.cat([torch.arange(*half, device=device) for half in halves])
-        packed = torch.tensor([0, *accumulate(end - begin for begin, end in halves)], device=device)
+        places = torch.cat([torch.arange(*half, device=o.device) for half in halves])
+        packed = torch.tensor([0, *accumulate(end - begin for begin, end in halves)], device=o.device)
         firsts = torch.stack([before[begin] for begin, _ in halves])
-        _, finals = run(op, [x[:, places] for x in rows], firsts, True, packed, **options)
+        _, finals = run(op, [x[:, places] for x in rows], scale, firsts, True, packed, **options)
         assert finals is not None
         before |= {middle: x for (_, middle), x in zip(halves, finals, strict=True)}
         parts = halves + [(middle, end) for (_, middle), (_, end) in zip(halves, parts, strict=True)]
-    states = [before[begin] for begin in sorted(before)]
-    made = torch.stack(states) if states else final[:0]
+    made = torch.stack([before[begin] for begin in sorted(before)]) if before else final[:0]
     return o, final if wants_state else None, made.view(batch, -1, *final.shape[1:]).to(o.dtype)
 
 
@@ -128,11 +134,6 @@ def small(q: Tensor, *given: Tensor | None) -> tuple[Any, ...]:
     if torch.is_autocast_enabled(q.device.type):
         return given
     return tuple(x if x is None or x.dtype in legal else x.float() for x in given)
-
-
-def scale_of(scale: float | None, k: Tensor) -> float:
-    """Return the scale of a call, K^(-1/2) where none is given."""
-    return k.shape[-1] ** -0.5 if scale is None else scale
 
 
 # ---- RWKV-7 ------------------------------------------------------------------------------------------------------
@@ -188,8 +189,8 @@ def chunk_dplr_delta_rule(
     """
     refuse(q, k, v, a, b, cp_context=cp_context, head_first=more.get("head_first"))
     return run(
-        wkv7, (q, *small(q, gk), k, v, a, b), initial_state, output_final_state, cu_seqlens, scale=scale_of(scale, k),
-        decay="log", decay_bound=lower_bound, state_layout="kv",
+        wkv7, (q, *small(q, gk), k, v, a, b), scale, initial_state, output_final_state, cu_seqlens, decay="log",
+        decay_bound=lower_bound, state_layout="kv",
     )  # fmt: skip
 
 
@@ -246,8 +247,8 @@ def chunk_rwkv6(
     refuse(r, k, v, head_first=more.get("head_first"))
     check_chunks(more, None, *POWERS_OF_TWO)
     return run(
-        wkv6, (r, k, v, *small(r, w, u)), initial_state, output_final_state, cu_seqlens, scale=scale_of(scale, k),
-        decay="log", state_layout="kv",
+        wkv6, (r, k, v, *small(r, w, u)), scale, initial_state, output_final_state, cu_seqlens, decay="log",
+        state_layout="kv",
     )  # fmt: skip
 
 
@@ -269,7 +270,7 @@ def chunk_gla(
     """Run gated linear attention as `gla` does; states are [V, K] with `state_v_first`."""
     refuse(q, k, v)
     return run(
-        gla, (q, k, v, *small(q, g)), initial_state, output_final_state, cu_seqlens, scale=scale_of(scale, k),
+        gla, (q, k, v, *small(q, g)), scale, initial_state, output_final_state, cu_seqlens,
         state_layout="vk" if state_v_first else "kv",
     )  # fmt: skip
 
@@ -284,10 +285,8 @@ def fused_recurrent_gla(
     layout = layout_of(state_v_first, more)
     if gk is not None:
         return chunk_gla(q, k, v, gk, scale, initial_state, output_final_state, layout == "vk", cu_seqlens)
-    return run(
-        linear_attention, (q, k, v), initial_state, output_final_state, cu_seqlens, scale=scale_of(scale, k),
-        state_layout=layout,
-    )  # fmt: skip
+    state = initial_state, output_final_state
+    return run(linear_attention, (q, k, v), scale, *state, cu_seqlens, state_layout=layout)
 
 
 def chunk_linear_attn(
@@ -311,9 +310,8 @@ def chunk_linear_attn(
         z = q.new_zeros(texts, heads, head_size, dtype=state.dtype) if z is None else z.squeeze(1).to(state.dtype)
         initial_state = state, z
     o, final = run(
-        linear_attention, (q, k, v), initial_state, output_final_state, cu_seqlens, normalize, scale=scale_of(scale, k),
-        state_layout="kv",
-    )  # fmt: skip
+        linear_attention, (q, k, v), scale, initial_state, output_final_state, cu_seqlens, normalize, state_layout="kv"
+    )
     return o, (final[0], final[1].unsqueeze(1)) if normalize and final is not None else final
 
 

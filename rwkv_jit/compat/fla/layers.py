@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from rwkv_jit.compat.fla.functions import refuse
 from rwkv_jit.errors import UnsupportedConfigError
@@ -25,17 +24,13 @@ class RWKV7Attention:
         layer: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, past_key_values: Any = None,
         use_cache: bool | None = False, output_attentions: bool | None = False, v_first: Tensor | None = None,
         cu_seqlens: Tensor | None = None, **_: Any,
-    ) -> Any:  # fmt: skip
+    ) -> tuple[Tensor, None, Any, Tensor]:  # fmt: skip
         """Mix tokens over time. Padding, where the mask is 0, counts as tokens of zeros that write nothing."""
-        if behind := tokens_behind(cu_seqlens, hidden_states):
-            x, mask, v_first = (_cut(y, behind) for y in (hidden_states, attention_mask, v_first))
-            asked = past_key_values, use_cache, output_attentions
-            return _filled(behind, *RWKV7Attention.forward(layer, x, mask, *asked, v_first, cu_seqlens))
         if layer.head_dim != layer.head_v_dim:
             raise UnsupportedConfigError(f"values of {layer.head_v_dim} for keys of {layer.head_dim} are not supported")
         if layer.g_norm.weight is None:
             raise UnsupportedConfigError("a norm without weights is not supported")
-        refuse(hidden_states, layer.r_proj.weight)
+        refuse(hidden_states, layer.r_proj.weight, padding=tokens_behind(cu_seqlens, hidden_states) > 0)
         from fla.layers.utils import get_layer_cache, update_layer_cache
 
         cached = get_layer_cache(layer, past_key_values)
@@ -75,16 +70,13 @@ class RWKV7FeedForward:
     def forward(
         layer: Any, x: Tensor, attention_mask: Tensor | None = None, state: Any = None,
         cu_seqlens: Tensor | None = None, **_: Any,
-    ) -> Any:  # fmt: skip
+    ) -> tuple[Tensor, Any]:  # fmt: skip
         """Mix channels."""
         from fla.modules.activations import ACT2FN
 
-        if behind := tokens_behind(cu_seqlens, x):
-            mask = _cut(attention_mask, behind)
-            return _filled(behind, *RWKV7FeedForward.forward(layer, _cut(x, behind), mask, state, cu_seqlens))
         if layer.act_fn is not ACT2FN["sqrelu"]:
             raise UnsupportedConfigError("another function than the square of relu is not supported")
-        refuse(x, layer.key.weight)
+        refuse(x, layer.key.weight, padding=tokens_behind(cu_seqlens, x) > 0)
         x, mask = under_autocast(x), _mask(attention_mask, x)
         if mask is not None:
             x = x * mask
@@ -95,16 +87,6 @@ class RWKV7FeedForward:
         if state is not None:
             state.update(ffn_state=last_tokens(x, first, cu_seqlens), layer_idx=layer.layer_idx, offset=0)
         return y, state
-
-
-def _cut(x: Any, behind: int) -> Any:
-    """Return rows without the tokens behind the last sequence."""
-    return None if x is None else x[:, :-behind]
-
-
-def _filled(behind: int, *made: Any) -> Any:
-    """Return results with zeros for these tokens."""
-    return tuple(F.pad(y, (0, 0, 0, behind)) if isinstance(y, Tensor) else y for y in made)
 
 
 def _mask(mask: Tensor | None, x: Tensor) -> Tensor | None:
