@@ -314,6 +314,24 @@ def test_no_call_waits_for_the_gpu(op):
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_a_reset_leaves_out_what_is_no_slot(op, index, monkeypatch):
+    ring = Texts("wkv7").ring
+    ring.cursors.fill_(2)
+    slots = torch.tensor([-1, 1, SLOTS, -100, 2**31 - 1, 1], dtype=index, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ring.reset(slots)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert ring.cursors.tolist() == [2, 0, 2, 2, 2]
+    monkeypatch.setenv("RWKVJIT_CHECK", "1")
+    with pytest.raises(ValueError, match=f"slots: expected slots below {SLOTS}, or below 0 for none; got "):
+        ring.reset(slots)
+    assert ring.cursors.tolist() == [2, 0, 2, 2, 2]
+
+
 def test_slots_up_to_the_null_index_are_none(op):
     texts = Texts("wkv7", dtype="fp32")
     slots, there = torch.tensor([1, 4, 2], dtype=torch.int32, device="cuda"), torch.tensor([1], device="cuda")
