@@ -9,8 +9,11 @@ RwkvJitError (RuntimeError)
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from typing import Any
 
 
 def short(text: str, most: int = 200) -> str:
