@@ -47,7 +47,7 @@ class _Loader:
                 except Exception:  # which is no fault of the import
                     import logging
 
-                    logging.getLogger("rwkv_jit").warning("what follows the import of %s failed", name, exc_info=True)
+                    logging.getLogger("rwkv_jit").warning("a step after the import of %s failed", name, exc_info=True)
 
 
 class _Finder(threading.local):

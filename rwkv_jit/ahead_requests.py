@@ -139,10 +139,10 @@ def call_requests(
     state_type = _storage("state_dtype", state_dtype)
     _refuse_lengths(op, tokens, batch)
     if direction == UPDATE and not entry.state:
-        raise ValueError(f"updates: there are none of {op} over a pool of states")
+        raise ValueError(f"updates: {op} has no calls over a pool of states")
     if width is not None:
         if op not in ahead_layers.LAYERS:
-            raise ValueError(f"width: goes with {', '.join(ahead_layers.LAYERS)} alone, got {width!r}")
+            raise ValueError(f"width: is only for {', '.join(ahead_layers.LAYERS)}, got {width!r}")
         _check_sizes(width=width)
     if entry.has_heads:
         if head_size is None:
@@ -164,7 +164,7 @@ def call_requests(
     else:
         of_layer = []
         if shards:
-            raise ValueError(f"shards: there are none of {op}")
+            raise ValueError(f"shards: {op} has no calls over parts of sequences")
         if state_dtype != torch.float32:
             whose = "timex has no states" if op == "timex" else f"states of {op} are torch.float32"
             raise TypeError(f"state_dtype: {whose}, got {state_dtype}")
@@ -406,7 +406,7 @@ def _refuse(op: str, **unwanted: Any) -> None:
 def _refuse_lengths(op: str, tokens: int | None, batch: int | None) -> None:
     for name, value in (("tokens", tokens), ("batch", batch)):
         if op != "timex" and value is not None:
-            raise ValueError(f"{name}: goes with timex alone, the kernels of {op} take any; got {value!r}")
+            raise ValueError(f"{name}: is only for timex, the kernels of {op} take any; got {value!r}")
 
 
 def _check_sizes(**sizes: Any) -> None:

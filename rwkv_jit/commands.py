@@ -312,7 +312,7 @@ def cache_show(parsed: argparse.Namespace) -> Outcome:
     if not entries:
         raise CacheError(
             f"name: expected the beginning of a kernel's name, key or file, got {parsed.name!r}; "
-            "`rwkv-jit cache list` shows what there is"
+            "`rwkv-jit cache list` lists all kernels"
         )
     return {"entries": entries}, _show_manifests
 
@@ -366,7 +366,7 @@ def cache_export(parsed: argparse.Namespace) -> Outcome:
     if not chosen and (parsed.op or parsed.arch):
         given = (("--op", parsed.op), ("--arch", parsed.arch))
         wanted = " and ".join(f"{name} {','.join(values)}" for name, values in given if values)
-        raise CacheError(f"no stored kernel has {wanted}; `rwkv-jit cache list` shows what there is")
+        raise CacheError(f"no stored kernel has {wanted}; `rwkv-jit cache list` lists all kernels")
     kernels, size = cache.export(Path(parsed.file), chosen)
     return {"path": parsed.file, "kernels": kernels, "bytes": size, **_digest(parsed, parsed.file)}, _show_exported
 

@@ -150,7 +150,7 @@ def _explain(rendered: Rendered, target: str, parameters: Mapping[str, Parameter
     if cuda.nvrtc().getVersion() < cuda.OLDEST_NVRTC:
         oldest = ".".join(map(str, cuda.OLDEST_NVRTC))
         return CompileError(
-            f"NVRTC {version()} is older than {oldest}, the oldest that rwkv_jit works with, and could not compile "
+            f"NVRTC {version()} is older than {oldest}, the oldest that rwkv_jit supports, and could not compile "
             f"{rendered.name}: `rwkv-jit doctor` prints the command that fixes it\n{log}"
         )
     values = ", ".join(f"{k}={short(str(v))}" for k, v in sorted(parameters.items()))

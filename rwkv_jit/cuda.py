@@ -74,7 +74,7 @@ def nvrtc() -> Any:
             module.getVersion()
     except Exception as error:  # CuPy raises differently by version; each means that the library did not load
         raise NvrtcNotFoundError(
-            f"CuPy is there but NVRTC is not ({' '.join(str(error).split())}):\n    {INSTALL[_cuda_of_wheel()]}"
+            f"CuPy is installed but NVRTC is not ({' '.join(str(error).split())}):\n    {INSTALL[_cuda_of_wheel()]}"
         ) from error
     return module
 

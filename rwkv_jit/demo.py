@@ -249,6 +249,6 @@ def show(result: dict[str, Any]) -> None:
     report.records(columns, result["calls"], ("limit",))
     print()
     if result["on_gpu"]:
-        report.say("A first call compiles forward and backward side by side, loads them and runs both.")
+        report.say("A first call compiles forward and backward in parallel, loads them and runs both.")
     report.say(f"Errors are {'within' if result['passed'] else 'ABOVE'} the limits.")
     report.say("Your kernel cache was not touched: {path}, {entries} kernels, {bytes} bytes.".format(**result["cache"]))

@@ -70,7 +70,7 @@ def _gpus() -> Iterator[Finding]:
 
     oldest = ".".join(map(str, OLDEST_TORCH))
     if _numbers(torch.__version__) < OLDEST_TORCH:
-        text = f"{torch.__version__} is older than {oldest}, the oldest that rwkv_jit works with"
+        text = f"{torch.__version__} is older than {oldest}, the oldest that rwkv_jit supports"
         yield Finding("torch", "error", text, f'pip install --upgrade "torch>={oldest}"')
     elif torch.version.cuda is None:
         mend = "to run kernels, install a torch with CUDA: https://pytorch.org/get-started/locally"
@@ -123,7 +123,7 @@ def _nvrtc() -> Finding:
     mend = f"{cuda.INSTALL[12]} --upgrade"
     if torch.version.cuda and _numbers(torch.version.cuda) == _numbers(version):
         mend = 'pip install --upgrade "torch>={}.{}"'.format(*OLDEST_TORCH)  # which brings its own
-    return Finding("NVRTC", "error", f"{version} is older than {oldest}, the oldest that rwkv_jit works with", mend)
+    return Finding("NVRTC", "error", f"{version} is older than {oldest}, the oldest that rwkv_jit supports", mend)
 
 
 def _is_too_old(nvrtc: str) -> bool:
@@ -252,7 +252,7 @@ def _variables() -> Iterator[Finding]:
         if name.startswith("RWKVJIT_") and name not in env.DESCRIPTIONS:
             near = difflib.get_close_matches(name, env.DESCRIPTIONS, n=1)
             mend = f"is {near[0]} meant?" if near else f"there are: {', '.join(env.DESCRIPTIONS)}"
-            yield _finding("setting", f"{name} is no variable of rwkv_jit and does nothing", mend)
+            yield _finding("setting", f"{name} is not a variable of rwkv_jit and has no effect", mend)
 
 
 def _ops() -> Iterator[Finding]:

@@ -52,10 +52,10 @@ def fill(asked: argparse.Namespace) -> None:
     """
     for name in ("head_size", "value_size", "width"):
         if getattr(asked, name):
-            raise ValueError(f"--{name.replace('_', '-')}: does not go with --model, which says it")
+            raise ValueError(f"--{name.replace('_', '-')}: cannot be combined with --model, which sets it")
     model = read(Path(asked.model))
     if not asked.dtype and model.dtype is None:
-        raise TypeError(f"--dtype: {asked.model} has none that kernels have; name one of {', '.join(_DTYPES)}")
+        raise TypeError(f"--dtype: {asked.model} has no dtype that kernels support; name one of {', '.join(_DTYPES)}")
     asked.op = [model.op]
     asked.head_size = None if model.head_size is None else [model.head_size]
     asked.value_size = None if model.value_size is None else [model.value_size]
@@ -83,7 +83,7 @@ def read(path: Path) -> Model:
 def _read(path: Path) -> Model:
     if path.suffix == ".json":
         if path.stat().st_size > _MOST_JSON:
-            raise ValueError(f"--model: {path} is no description: it has {path.stat().st_size} bytes")
+            raise ValueError(f"--model: {path} is not a description: it has {path.stat().st_size} bytes")
         return _described(path, _json(path, path.read_bytes()))
     if path.suffix == ".safetensors":
         return _of_tensors(path, _safetensors(path))
@@ -182,8 +182,8 @@ def _of_tensors(path: Path, tensors: Mapping[str, _Tensor]) -> Model:
     names = list(layer) or list(tensors)
     shown = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
     raise UnsupportedConfigError(
-        f"--model: {path} is of no RWKV: its layers have neither r_k (RWKV-7), time_maa_x or bonus (6), time_faaaa (5) "
-        f"nor time_first (4), but {shown or 'no tensors'}; of other models name the config.json"
+        f"--model: {path} is not an RWKV model: its layers have neither r_k (RWKV-7), time_maa_x or bonus (6), "
+        f"time_faaaa (5) nor time_first (4), but {shown or 'no tensors'}; for other models name the config.json"
     )
 
 

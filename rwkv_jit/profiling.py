@@ -111,7 +111,7 @@ def _about(arguments: argparse.Namespace, case: Case) -> dict[str, Any]:
 def _warm_call(case: Case, backend: str) -> Callable[[], Any]:
     """Return a case that has run a few times, so that nothing is compiled or loaded later."""
     if not machine.is_available():
-        raise ValueError("kernels run on a GPU, by CuPy and NVRTC; `rwkv-jit info` shows what is missing")
+        raise ValueError("kernels need a GPU, CuPy and NVRTC; `rwkv-jit info` shows what is missing")
     call = prepare(case, backend)
     for _ in range(WARM_UP):
         call()
@@ -196,7 +196,7 @@ def show(result: dict[str, Any]) -> None:
         f"\nPer run, of {result['runs']}: {total:.2f} us of kernels, copies and fills; inputs and results have "
         f"{least / 1e6:.1f} MB, {least / total / 1e6:.2f} TB/s over that time."
     )
-    report.say("Bytes are known of copies and fills; `--ncu KERNEL` says how to count those of a kernel.")
+    report.say("Bytes are known only for copies and fills; `--ncu KERNEL` prints how to count those of a kernel.")
     if result["trace"] is not None:
         report.say("{chrome}: for chrome://tracing or ui.perfetto.dev".format(**result["trace"]))
         report.say("{tensorboard}: for TensorBoard, with --logdir and its folder".format(**result["trace"]))

@@ -337,7 +337,7 @@ def new_on(device: int, made_of: Memory) -> Tensor:
 def _capability(device: int) -> str:
     if not torch.cuda.is_available():  # for tensors without memory, as of FakeTensorMode
         raise UnsupportedConfigError(
-            "arch: there is no GPU to take it from, which decides about the kernels; set RWKVJIT_ARCH, e.g. to sm_90"
+            "arch: there is no GPU, whose architecture decides about the kernels; set RWKVJIT_ARCH, e.g. to sm_90"
         )
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
@@ -382,7 +382,7 @@ def targets(given: str | None) -> tuple[str, tuple[str, ...]]:
     if chosen is not None:
         return compiler.check_arch(chosen), ()
     if not torch.cuda.is_available():
-        raise ValueError("arch: there is no GPU to take it from; pass one, e.g. arch='sm_90'")
+        raise ValueError("arch: there is no GPU; pass an architecture, e.g. arch='sm_90'")
     device = torch.cuda.current_device()
     return arch(device), also(device)
 

@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """
     asked = [bench.read_shape(text) for text in arguments.shape or ()]
     if not torch.cuda.is_available():
-        raise RwkvJitError("needs a GPU to measure on, and torch sees none; `rwkv-jit doctor` says why")
+        raise RwkvJitError("needs a GPU, and torch sees none; `rwkv-jit doctor` says why")
     cuda.nvrtc()  # where it is missing, its error names the command that installs it
     gpu, arch = tuned.gpu(torch.cuda.current_device())
     cases = _cases(arguments.op or CHUNKS, asked, arch)

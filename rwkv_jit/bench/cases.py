@@ -129,7 +129,7 @@ class Case(NamedTuple):
         if self.op not in ops_of(self.kind):
             raise ValueError(f"--inputs: {self.op} has none that are {self.kind}")
         if self.kind.endswith("states") and self.phase != UPDATE:
-            raise ValueError(f"--inputs: {self.kind} are those of an update, and not of {self.phase}")
+            raise ValueError(f"--inputs: {self.kind} are only for updates, not for {self.phase}")
         if self.shape[2] % self.key_heads:
             raise ValueError(f"--inputs: {self.kind} are for a multiple of as many heads, and not for {self.shape[2]}")
         if self.kind == "packed" and (self.shape[0] != 1 or self.shape[1] < _PACKED or self.phase == "decode"):

@@ -157,7 +157,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
     for name in ("op", "backend", "phase", "inputs"):
         if getattr(arguments, name):
-            raise ValueError(f"--{name}: does not go with --suite layers")
+            raise ValueError(f"--{name}: cannot be combined with --suite layers")
     has_gpu = torch.cuda.is_available()
     sizes = _sizes(arguments.shape, DTYPES[arguments.dtype or "bf16"], has_gpu)
     if has_gpu:

@@ -438,7 +438,7 @@ def clear() -> int:
                 with contextlib.suppress(OSError):  # it holds something else
                     files.delete_folder(root, name)
             for name in owned.links(root):
-                raise CacheError(f"{root / name} is a symbolic link: what it leads to is not deleted")
+                raise CacheError(f"{root / name} is a symbolic link: its target is not deleted")
     finally:
         forget()
     return count

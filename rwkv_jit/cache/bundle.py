@@ -79,7 +79,7 @@ class Bundle:
         names = ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY")  # as far as the system has them
         flags = os.O_RDONLY | sum(getattr(os, name, 0) for name in names)
         if self.path.is_symlink():
-            raise files.UntrustedError(f"{self.path} is a symbolic link; name what it leads to instead")
+            raise files.UntrustedError(f"{self.path} is a symbolic link; name its target instead")
         files.check_directory(self.path.parent, sticky_is_safe=True, trusted=trusted)
         handle = os.open(self.path, flags)
         try:

@@ -82,7 +82,7 @@ def _opened(parts: Sequence[str]) -> Iterator[tuple[int, os.stat_result]]:
     except OSError as error:
         path = os.path.join(*parts[: len(handles) + 1])
         if os.path.islink(path):
-            raise UntrustedError(f"{path} is a symbolic link; name what it leads to instead") from error
+            raise UntrustedError(f"{path} is a symbolic link; name its target instead") from error
         raise
     finally:
         for handle in handles:
@@ -168,7 +168,7 @@ def check_directory(
     """
     status = os.lstat(path)
     if stat.S_ISLNK(status.st_mode):
-        raise UntrustedError(f"{path} is a symbolic link; name what it leads to instead")
+        raise UntrustedError(f"{path} is a symbolic link; name its target instead")
     if not stat.S_ISDIR(status.st_mode):
         raise NotADirectoryError(f"{path} is not a directory")
     check(path, status, sticky_is_safe, is_private, trusted)

@@ -71,7 +71,9 @@ def causal_conv1d_fn(
     if seq_idx is not None:
         if initial_states is not None or return_final_states:
             other = "initial_states" if initial_states is not None else "return_final_states"
-            raise UnsupportedConfigError(f"seq_idx: goes without {other}; give rwkv_jit.causal_conv1d cu_seqlens")
+            raise UnsupportedConfigError(
+                f"seq_idx: cannot be combined with {other}; pass cu_seqlens to rwkv_jit.causal_conv1d"
+            )
         return _of_texts(x, weight, bias, seq_idx, chosen)
     y, state = convolution.causal_conv1d(
         x.transpose(1, 2), weight, bias, initial_state=initial_states, output_final_state=return_final_states,

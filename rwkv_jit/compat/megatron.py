@@ -92,7 +92,7 @@ def gated_delta_rule(
             raise ValueError(f"{missing}: expected a tensor beside {gates[0]}, got None")
         return family.chunk_gdn2(q, k, v, g, **options)
     if beta is None:
-        raise ValueError("beta: expected a tensor, or b and w instead, got None")
+        raise ValueError("beta: expected a tensor, or b and w, got None")
     of_channels = isinstance(g, Tensor) and g.dim() == v.dim()
     return (family.chunk_kda if of_channels else family.chunk_gated_delta_rule)(q, k, v, g, beta, **options)
 

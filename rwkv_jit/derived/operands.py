@@ -29,7 +29,7 @@ def of_delta_rule(
     if a_log is None:
         for name, x in (("dt_bias", dt_bias), ("lower_bound", lower_bound)):
             if x is not None:
-                raise ValueError(f"{name}: goes with A_log, got it alone")
+                raise ValueError(f"{name}: needs A_log too")
     if lower_bound is not None:
         arguments.check_bound(lower_bound)
     gate = "none" if g is None else "log" if a_log is None else "softplus" if lower_bound is None else "bounded"

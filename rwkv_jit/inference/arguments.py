@@ -268,7 +268,7 @@ def seed_tensor(seed: Any, rounds: str, state: Tensor, lead: Tensor) -> Tensor |
     """Return the seed as a tensor; None where nothing is rounded at random."""
     if rounds == "nearest":
         if seed is not None:
-            raise ValueError(f"seed: goes with rounding='stochastic', got {seed!r}")
+            raise ValueError(f"seed: needs rounding='stochastic', got {seed!r}")
         return None
     if seed is None:
         raise ValueError("seed: rounding='stochastic' needs an int or a tensor of one int64, got None")

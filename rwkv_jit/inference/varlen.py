@@ -361,7 +361,7 @@ def _check(op: Op, name: str, state: Any, arrays: Sequence[Any], options: dict[s
     active = arguments.num_active(options.get("num_active"), lead)
     offsets, places = (options.get(x) for x in ("checkpoint_offsets", "checkpoint_indices"))
     if (offsets is None) != (places is None):
-        raise ValueError("checkpoint_offsets: goes with checkpoint_indices, got one of both")
+        raise ValueError("checkpoint_offsets: expected together with checkpoint_indices, got one of the two")
     if offsets is not None:
         offsets, places = (tensors.from_any(x, options[x]) for x in ("checkpoint_offsets", "checkpoint_indices"))
         if offsets.dim() != 2 or offsets.shape[0] != count or not offsets.shape[1]:

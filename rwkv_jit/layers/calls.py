@@ -155,7 +155,7 @@ def _distributed(
     """Run a call of DTensors, which is one of plain tensors on each rank."""
     is_in_place = any(x is True for x in options)  # of `activate`
     if record is None or is_in_place or any(x is not None for x in written):
-        raise TypeError(f"{name} takes no DTensors where it writes to what it is given; pass to_local() of each")
+        raise TypeError(f"{name} takes no DTensors if it writes to its arguments; pass to_local() of each")
     named = dict(zip([*OPS[name].inputs, *_BESIDE.get(name, ())], inputs, strict=True))
     return placed.run(name, named, options, lambda own: call(name, own, written, options, record))
 
@@ -176,7 +176,7 @@ def _check_gradient(call: Call, has_gradient: bool) -> None:
     if not has_gradient:
         raise RuntimeError(_no_gradient(call.name))
     if _is_in_place(call):
-        raise RuntimeError(f"{call.name}: what is written to out has no gradient; leave out away, or torch.no_grad()")
+        raise RuntimeError(f"{call.name}: results in out have no gradient; omit out, or use torch.no_grad()")
 
 
 def _is_in_place(call: Call) -> bool:
@@ -270,7 +270,7 @@ def _check_prepare_keys(inputs: Sequence[Any], written: Sequence[Any], rate_map:
         missing, other = ("v_first", "v_gate") if named["v_first"] is None else ("v_gate", "v_first")
         raise ValueError(f"{missing}: expected a tensor beside {other}, got None")
     if named["v0"] is not None and named["v_first"] is None:
-        raise ValueError("v0: goes with v_first and v_gate, got it alone")
+        raise ValueError("v0: needs v_first and v_gate too")
     if (named["r"] is None) != (named["r_k"] is None):
         missing, other = ("r", "r_k") if named["r"] is None else ("r_k", "r")
         raise ValueError(f"{missing}: expected a tensor beside {other}, got None")
@@ -290,9 +290,9 @@ def _check_gated_norm(
     y = _check_heads("gated_norm", "y", named, ("y", "g", "weight"))
     absent = [name for name in ("r", "k", "v", "r_k") if named[name] is None]
     if 0 < len(absent) < 4:
-        raise ValueError(f"{absent[0]}: r, k, v and r_k make the bonus together, got None")
+        raise ValueError(f"{absent[0]}: the bonus needs r, k, v and r_k, got None")
     if not absent and named["bonus"] is not None:
-        raise ValueError("bonus: expected None beside r, k, v and r_k, which make one")
+        raise ValueError("bonus: expected None together with r, k, v and r_k")
     checks.check_number("eps", eps)
     checks.check_name("gate", gate, GATES)
     checks.check_name("norm", norm, NORMS)

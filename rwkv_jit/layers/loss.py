@@ -508,7 +508,7 @@ def linear_cross_entropy_fwd_backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[
     for name, is_needed, is_made in zip(("hidden", "weight", "bias"), ctx.needs_input_grad, ctx.wanted, strict=False):
         if is_needed and not is_made:
             raise RuntimeError(
-                f"linear_cross_entropy: the gradient of {name} is made in the forward, which was traced or run where "
+                f"linear_cross_entropy: the forward computes the gradient of {name}, and was traced or run while "
                 f"{name} required none"
             )
     if torch.is_grad_enabled():  # what was made in the forward would be a constant to a second derivative

@@ -233,7 +233,7 @@ def bounds_of(x: Tensor, cu_seqlens: Tensor | None, shard: Any) -> Tensor | None
     if shard is None:
         return cu_seqlens
     if cu_seqlens is not None:
-        raise ValueError("cu_seqlens: expected none beside a shard, which has the bounds of all parts")
+        raise ValueError("cu_seqlens: expected None with a shard, which has the bounds of all parts")
     from rwkv_jit.parallel.shard import Shard
 
     if not isinstance(shard, Shard):

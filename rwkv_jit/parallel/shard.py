@@ -94,7 +94,7 @@ class Shard:
                 raise TypeError(f"lengths: expected a sequence of int, got {brief(lengths)}") from error
         else:
             if total % self.size:
-                raise ValueError(f"lengths: expected them, as {self.size} ranks cannot share {total} tokens equally")
+                raise ValueError(f"lengths: expected a list, as {self.size} ranks cannot share {total} tokens equally")
             lengths = [total // self.size] * self.size
         if len(lengths) != self.size or any(x < 0 for x in lengths) or sum(lengths) != total:
             raise ValueError(f"lengths: expected {self.size} of them with {total} tokens in all, got {lengths}")

@@ -188,8 +188,8 @@ class _Model(LanguageModel):
 
     def new_pool(self, *_: Any, **__: Any) -> Any:
         raise RuntimeError(
-            "a model that has been spread over ranks neither decodes nor writes files; gather its parameters, "
-            "{name: x.full_tensor() for name, x in model.state_dict().items()}, for one that does"
+            "a model on several ranks can neither decode nor write files; gather its parameters, "
+            "{name: x.full_tensor() for name, x in model.state_dict().items()}, for a model on one rank"
         )
 
     step = generate = save_checkpoint = new_pool

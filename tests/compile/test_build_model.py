@@ -56,7 +56,7 @@ def test_command_line_goes_before_the_model_where_it_may(model, run, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--head-size", "8"), "--head-size: does not go with --model, which says it"),
+        (("--head-size", "8"), "--head-size: cannot be combined with --model, which sets it"),
         (("--op", "wkv7"), "argument --op: not allowed with argument --model"),
         (("--digest",), "--digest: is that of a bundle, which --output names"),
     ],
@@ -72,4 +72,4 @@ def test_dtype_that_kernels_lack_must_be_named(run, tmp_path):
     torch.save({"blocks.0.att.r_k": torch.zeros(2, 8, dtype=torch.float64)}, tmp_path / "model.pth")
     code, _, said = run("build", "--model", tmp_path / "model.pth", "--arch", "compute_80")
     assert code == 2
-    assert said.endswith("model.pth has none that kernels have; name one of bf16, fp16, fp32\n")
+    assert said.endswith("model.pth has no dtype that kernels support; name one of bf16, fp16, fp32\n")

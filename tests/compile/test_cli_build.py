@@ -234,7 +234,7 @@ def test_bad_input_is_told_before_anything_is_compiled(arguments, message, json_
 @pytest.mark.parametrize(
     ("cache_is_on", "arguments", "message"),
     [
-        ("1", SMALL[:4], "--arch: there is no GPU to take it from; pass one, e.g. --arch sm_90\n"),
+        ("1", SMALL[:4], "--arch: there is no GPU; pass an architecture, e.g. --arch sm_90\n"),
         ("0", SMALL, "RWKVJIT_CACHE=0 turns the cache off: unset it, or name a bundle with --output\n"),
         ("1", SMALL, "{} can be written by others (mode 777); fix it: chmod go-w"),
     ],

@@ -62,7 +62,7 @@ def test_kernel_that_an_old_nvrtc_refuses_is_its_fault(tiny, monkeypatch):
         kernel.get(broken)
     kernel.forget()
     monkeypatch.setattr(cuda, "OLDEST_NVRTC", (99, 1))
-    message = "is older than 99.1, the oldest that rwkv_jit works with, and could not compile tiny: `rwkv-jit doctor`"
+    message = "is older than 99.1, the oldest that rwkv_jit supports, and could not compile tiny: `rwkv-jit doctor`"
     with pytest.raises(CompileError, match=re.escape(message)):
         kernel.get(broken)
 

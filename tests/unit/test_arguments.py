@@ -288,7 +288,7 @@ WRONG_CHOICES = {
     "dtype": ({"dtype": torch.float64}, TypeError, f"dtype: expected {FLOATS}, got torch.float64"),
     "dtype text": ({"dtype": "bf16"}, TypeError, f"dtype: expected {FLOATS}, got bf16"),
     "arch long": ({"arch": "x" * 10**5}, ValueError, "got 'xxx" + 196 * "x" + "... (100002 characters)"),
-    "arch None": ({"arch": None}, ValueError, "arch: there is no GPU to take it from; pass one, e.g. arch='sm_90'"),
+    "arch None": ({"arch": None}, ValueError, "arch: there is no GPU; pass an architecture, e.g. arch='sm_90'"),
 }  # fmt: skip
 WRONG_SPECIALIZATIONS = {
     **WRONG_CHOICES,
@@ -342,7 +342,7 @@ WRONG_WARMINGS = {
         {"dtypes": [torch.float32, torch.float64]}, TypeError, f"dtype: expected {FLOATS}, got torch.float64",
     ),
     "one of the architectures": ({"arch": ["sm_90", "90"]}, ValueError, f"arch: expected {ARCH}, got '90'"),
-    "no architecture": ({"arch": None}, ValueError, "arch: there is no GPU to take it from; pass one"),
+    "no architecture": ({"arch": None}, ValueError, "arch: there is no GPU; pass an architecture"),
     "bound": ({"decay_bound": 1.0}, ValueError, "decay_bound: expected a negative number"),
     "dtype of w": ({"w_dtype": torch.int8}, TypeError, f"w_dtype: expected {FLOATS}, got torch.int8"),
     "dtype of the state": (

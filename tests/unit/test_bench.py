@@ -142,7 +142,7 @@ def test_an_update_is_given_a_pool(op):
 
 
 def test_states_of_updates_are_no_inputs_of_other_phases():
-    message = "^--inputs: bf16-states are those of an update, and not of decode$"
+    message = "^--inputs: bf16-states are only for updates, not for decode$"
     with pytest.raises(ValueError, match=message):
         small("wkv7", "decode", kind="bf16-states").check()
     with pytest.raises(ValueError, match="^--inputs: gla has none that are kv-states$"):
@@ -804,7 +804,7 @@ def test_a_case_that_fails_hides_no_other_and_an_interrupt_none_before_it(gpu, r
         (["--op", "timex", "--phase", "decode"], "one of forward, backward, forward+backward for timex, got decode"),
         (["--op", "wkv4", "--phase", "update"], "forward+backward, decode, prefill for wkv4, got update"),
         (["--op", "wkv6", "--phase", "update", "--backend", "recurrent"], "one of auto for wkv6, got recurrent"),
-        (["--op", "wkv6", "--inputs", "bf16-states"], "bf16-states are those of an update, and not of forward"),
+        (["--op", "wkv6", "--inputs", "bf16-states"], "bf16-states are only for updates, not for forward"),
         (["--op", "wkv6", "--backend", "tiles"], "one of auto, recurrent, chunked, split for wkv6, got tiles"),
         (["--op", "timex", "--backend", "split"], "one of auto, tiles, transforms, fft for timex, got split"),
         (["--op", "wkv7", "--shape", "1,2"], "positive numbers B,T,H,N or B,T,H,K,V for wkv7, got '1,2'"),

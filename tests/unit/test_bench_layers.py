@@ -96,8 +96,8 @@ def test_one_that_fails_hides_no_other(bench, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--op", "wkv7"), "--op: does not go with --suite layers"),
-        (("--phase", "forward"), "--phase: does not go with --suite layers"),
+        (("--op", "wkv7"), "--op: cannot be combined with --suite layers"),
+        (("--phase", "forward"), "--phase: cannot be combined with --suite layers"),
         (("--shape", "1,2,3"), "--shape: expected B,T,C with C a multiple of 64 for --suite layers, got '1,2,3'"),
         (("--shape", "1,64"), "--shape: expected B,T,C with C a multiple of 64 for --suite layers, got '1,64'"),
         (("--shape", "a,b,64"), "--shape: expected B,T,C with C a multiple of 64 for --suite layers, got 'a,b,64'"),

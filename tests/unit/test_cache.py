@@ -444,7 +444,7 @@ def owner_and_mode(path):
     [
         (others_may_write, "fix it: chmod go-w '{}', or trust it: RWKVJIT_CACHE_SHARED=1"),
         (belongs_to_another, "{} belongs to user 54321; use a directory that you own, or trust it"),
-        (is_a_link, "{} is a symbolic link; name what it leads to instead"),
+        (is_a_link, "{} is a symbolic link; name its target instead"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -142,7 +142,7 @@ BROKEN = {
     "nothing": (lambda path: None, "No such file or directory"),
     "a directory": (lambda path: path.mkdir(0o700), "is not a file"),
     "a pipe": (lambda path: os.mkfifo(path, 0o600), "is not a file"),
-    "a link": (lambda path: path.symlink_to("/dev/null"), "is a symbolic link; name what it leads to instead"),
+    "a link": (lambda path: path.symlink_to("/dev/null"), "is a symbolic link; name its target instead"),
     "empty": (holds(b""), "it does not end as one"),
     "text": (holds(b"not a bundle\n"), "it does not end as one"),
     "no bundle.json": (holds(zipped({"sm_90/a.cubin": b""})), "no item named 'bundle.json' in the archive"),
@@ -279,7 +279,7 @@ def link(path):
 
 
 OPEN, OTHERS = r"can be written by others \(mode {}\); fix it: chmod go-w", "belongs to user 54321"
-LINK = "is a symbolic link; name what it leads to instead"
+LINK = "is a symbolic link; name its target instead"
 UNTRUSTED = {
     "others may write": (lambda path, give_away: path.chmod(0o622), OPEN.format(622), True),
     "another's": (lambda path, give_away: give_away(path), OTHERS, True),

@@ -96,7 +96,7 @@ def test_help_of_a_command(names, capsys):
         (["build", "--op", "wkv4", "--head-size", "8", "--arch", "sm_90"], ["--head-size: wkv4 has none, got 8"]),
         (
             ["build", "--op", "wkv7", "--head-size", "8", "--tokens", "9", "--arch", "sm_90"],
-            ["--tokens: goes with timex"],
+            ["--tokens: is only for timex"],
         ),
         (["build", "--op", "timex", "--tokens", "16385", "--arch", "sm_90"], ["--tokens: ", "torch.fft", "nothing"]),
         (["build", "--op", "wkv7", "--head-size", "64,none"], ["--head-size", "whole number of at least 1", "'none'"]),

@@ -95,7 +95,9 @@ def test_texts_that_have_numbers_go_without_states():
     x, weight, bias, states = make()
     seq_idx = torch.zeros(B, T, dtype=torch.int32)
     for more in ({"initial_states": states}, {"return_final_states": True}):
-        with pytest.raises(UnsupportedConfigError, match=f"seq_idx: goes without {next(iter(more))}; give rwkv_jit"):
+        with pytest.raises(
+            UnsupportedConfigError, match=f"seq_idx: cannot be combined with {next(iter(more))}; pass cu_seqlens"
+        ):
             compat.causal_conv1d_fn(x, weight, bias, seq_idx, **more)
     given = [t.detach().requires_grad_() for t in (x, weight, bias)]
     nothing = compat.causal_conv1d_fn(given[0][..., :0], *given[1:], seq_idx[:, :0])

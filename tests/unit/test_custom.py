@@ -132,7 +132,7 @@ def test_architecture_is_the_given_one_then_the_variables_then_the_current_gpus(
     assert [request[2:] for request in requests] == [("sm_90", ("sm_90a",)), ("compute_75", ()), ("sm_100", ())]
     monkeypatch.delenv("RWKVJIT_ARCH")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="arch: there is no GPU to take it from; pass one, e.g. arch='sm_90'"):
+    with pytest.raises(ValueError, match="arch: there is no GPU; pass an architecture, e.g. arch='sm_90'"):
         mine.specialize()
 
 

@@ -120,7 +120,7 @@ def test_gpus_are_named(gpus):
     assert found(doctor._gpus, "GPU 1") == ("ok", "GPU of the test 1, sm_120, 80 GiB", "")
 
 
-OLD_TORCH = "2.5.1+cu121 is older than 2.6, the oldest that rwkv_jit works with"
+OLD_TORCH = "2.5.1+cu121 is older than 2.6, the oldest that rwkv_jit supports"
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_torch_and_its_cuda(version, built_for, state, text, monkeypatch):
 
 
 def test_nvrtc_that_is_too_old(compiler):
-    text = "12.3 is older than 12.4, the oldest that rwkv_jit works with"
+    text = "12.3 is older than 12.4, the oldest that rwkv_jit supports"
     compiler("12.3")
     assert found(doctor._compiler, "NVRTC") == ("error", text, f"{INSTALL_12} --upgrade")
     compiler("12.3", torch_for="12.3")  # that torch brought it
@@ -360,11 +360,11 @@ def test_settings_and_misspelt_variables(monkeypatch, fresh_service):
             "setting", "ok", f"RWKVJIT_ASSERT_CACHED=1: {env.DESCRIPTIONS['RWKVJIT_ASSERT_CACHED']}", ""
         ),
         (
-            "setting", "warning", "RWKVJIT_CACHEDIR is no variable of rwkv_jit and does nothing",
+            "setting", "warning", "RWKVJIT_CACHEDIR is not a variable of rwkv_jit and has no effect",
             "is RWKVJIT_CACHE_DIR meant?",
         ),
         (
-            "setting", "warning", "RWKVJIT_QQQQQQQQ is no variable of rwkv_jit and does nothing",
+            "setting", "warning", "RWKVJIT_QQQQQQQQ is not a variable of rwkv_jit and has no effect",
             f"there are: {', '.join(env.DESCRIPTIONS)}",
         ),
     ]  # fmt: skip

@@ -151,7 +151,7 @@ def test_missing_nvrtc_names_what_goes_with_the_cupy_at_hand(wheel, command, mon
     monkeypatch.setitem(sys.modules, "cupy_backends.cuda.libs.nvrtc", types.SimpleNamespace(getVersion=missing))
     with pytest.raises(NvrtcNotFoundError) as caught:
         rwkv_jit.specialize("wkv7", head_size=64, arch="sm_90")
-    assert str(caught.value) == f"CuPy is there but NVRTC is not (libnvrtc.so not found):\n    {command}"
+    assert str(caught.value) == f"CuPy is installed but NVRTC is not (libnvrtc.so not found):\n    {command}"
 
 
 @pytest.mark.parametrize(("wheel", "command"), [("cupy-cuda12x", INSTALL_12), ("cupy-cuda13x", INSTALL_13)])

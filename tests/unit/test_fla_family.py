@@ -482,7 +482,7 @@ def test_bad_input_is_named():
             if bound == -5.1:
                 function(q, q, q, *more, **options | {"safe_gate": False})
         function(q, q, q, *more, **options | {"lower_bound": -5})
-    with pytest.raises(ValueError, match="allow_neg_eigval: goes with use_beta_sigmoid_in_kernel, got it alone"):
+    with pytest.raises(ValueError, match="allow_neg_eigval: needs use_beta_sigmoid_in_kernel"):
         family.fused_recurrent_kda(q, q, q, g, beta, allow_neg_eigval=True)
     with pytest.raises(ValueError, match="g: expected a tensor with use_gate_in_kernel, got None"):
         family.fused_recurrent_gated_delta_rule(q, q, q, use_gate_in_kernel=True)

@@ -356,11 +356,11 @@ FAULTS = [
     ("prepare_keys", ValueError, r"k_a: expected shape \[3, 4\] or \[12\]", {"k_a": ZEROS(N)}),
     ("prepare_keys", ValueError, "v_gate: expected a tensor beside v_first, got None", {"v_gate": None}),
     ("prepare_keys", ValueError, "v_first: expected a tensor beside v_gate, got None", {"v_first": None}),
-    ("prepare_keys", ValueError, "v0: goes with v_first and v_gate", {"v_first": None, "v_gate": None}),
+    ("prepare_keys", ValueError, "v0: needs v_first and v_gate", {"v_first": None, "v_gate": None}),
     ("gated_norm", ValueError, r"y: expected shape \[..., heads, head size\]", {"y": ZEROS(B, H, 0)}),
     ("gated_norm", ValueError, r"g: expected shape \[3, 3, 4\] or \[3, 12\]", {"g": ZEROS(B, C + 1)}),
     ("gated_norm", TypeError, "r: expected torch.float32, got torch.bfloat16", {"r": ZEROS(B, H, N).bfloat16()}),
-    ("gated_norm", ValueError, "r_k: r, k, v and r_k make the bonus together, got None", {"r_k": None}),
+    ("gated_norm", ValueError, "r_k: the bonus needs r, k, v and r_k, got None", {"r_k": None}),
     ("gated_norm", ValueError, "eps: expected a finite number", {"eps": math.inf}),
     ("gated_norm", ValueError, r"out: expected shape \[3, 12\]", {"out": ZEROS(B, H, N)}),
     ("activate", ValueError, "kinds: expected one of identity, tanh, sigmoid, relu_squared", {"kinds": "gelu"}),
@@ -758,7 +758,7 @@ def test_every_kernel_of_a_layer_is_made_ahead(on_gpu, parameters, gates, kept, 
 
 def test_a_width_goes_with_ops_whose_layers_are_known():
     for op in ("gla", "linear_attention"):
-        with pytest.raises(ValueError, match="width: goes with wkv5, wkv6, wkv7 alone, got 32"):
+        with pytest.raises(ValueError, match="width: is only for wkv5, wkv6, wkv7, got 32"):
             rwkv_jit.warm(op, 16, arch="sm_90", widths=32)
     with pytest.raises(ValueError, match="width: expected an int of at least 1, got 0"):
         rwkv_jit.warm("wkv7", 16, arch="sm_90", updates=True, widths=[32, 0])

@@ -251,14 +251,14 @@ FAULTS = [
     ("norm_shift", "6", TypeError, "dtype: expected torch.float32 or", {"dtype": torch.int32}),
     ("norm_shift", "6", ValueError, "eps: expected a finite number", {"eps": "small"}),
     ("norm_shift", "6 add packed first", ValueError, "cu_seqlens: expected", {"cu_seqlens": torch.tensor([0, 9])}),
-    ("gated_norm", "bias bonus", ValueError, "r: r, k, v and r_k make the bonus together, got None", {"r": None}),
-    ("gated_norm", "bias bonus", ValueError, "bonus: expected None beside r, k, v and r_k", {"bonus": ZEROS(7, 2, 4)}),
+    ("gated_norm", "bias bonus", ValueError, "r: the bonus needs r, k, v and r_k, got None", {"r": None}),
+    ("gated_norm", "bias bonus", ValueError, "bonus: expected None together with r, k, v and r_k", {"bonus": ZEROS(7, 2, 4)}),
     ("gated_norm", "bias ready bonus", ValueError, r"bonus: expected shape \[7, 2, 4\]", {"bonus": ZEROS(7, 4)}),
     ("prepare_keys", "a0 bonus", ValueError, "r: expected a tensor beside r_k, got None", {"r": None}),
     ("prepare_keys", "a0 bonus", ValueError, "r_k: expected a tensor beside r, got None", {"r_k": None}),
     ("prepare_keys", "a0 bonus", ValueError, r"r_k: expected shape \[2, 4\] or \[8\]", {"r_k": ZEROS(4)}),
     ("prepare_keys", "", ValueError, "rate_map: expected", {"rate_map": "tanh"}),
-    ("gated_norm", "", ValueError, "r: r, k, v and r_k make the bonus together", {"k": ZEROS(7, 2, 4)}),
+    ("gated_norm", "", ValueError, "r: the bonus needs r, k, v and r_k", {"k": ZEROS(7, 2, 4)}),
     ("gated_norm", "", ValueError, "gate: expected", {"gate": "relu"}),
     ("gated_norm", "", ValueError, "norm: expected", {"norm": "batch"}),
     ("gated_norm", "", TypeError, "weight: expected a torch.Tensor", {"weight": None}),
@@ -291,7 +291,7 @@ def test_what_is_written_to_out_has_no_gradient(name):
     case = make(name, layer_cases.WAYS[name][0], dtype=torch.float32)
     out = case.run(case.tensors)[0]
     first = next(iter(case.tensors.values())).requires_grad_()
-    with pytest.raises(RuntimeError, match=f"{name}: what is written to out has no gradient"):
+    with pytest.raises(RuntimeError, match=f"{name}: results in out have no gradient"):
         getattr(rwkv_jit, name)(**case.tensors, **case.options, out=out)
     if name == "activate":
         with pytest.raises(RuntimeError, match="activate: what is written to out"):

@@ -397,7 +397,7 @@ def test_fakes_of_cuda_tensors():
 def test_a_gradient_that_the_forward_did_not_make_is_an_error():
     hidden, weight, bias = make_linear(shape=(6,)).values()
     total, *_ = OPS.linear_cross_entropy_fwd(hidden, weight, bias, make_targets((6,)), -100, 0.0, 0, True, False, True)
-    with pytest.raises(RuntimeError, match="linear_cross_entropy: the gradient of weight is made in the forward"):
+    with pytest.raises(RuntimeError, match="linear_cross_entropy: the forward computes the gradient of weight"):
         total.backward()
 
 

@@ -131,7 +131,7 @@ def test_what_the_kernels_cannot_do_stays_theirs(caplog):
 
 def test_bad_input_is_named():
     q, k, v, g, beta = inputs_of("gdn")
-    with pytest.raises(ValueError, match="beta: expected a tensor, or b and w instead, got None"):
+    with pytest.raises(ValueError, match="beta: expected a tensor, or b and w, got None"):
         megatron.gated_delta_rule(q, k, v, g)
     with pytest.raises(ValueError, match="w: expected a tensor beside b, got None"):
         megatron.gated_delta_rule(q, k, v, g, b=torch.zeros(B, T, HV, K))

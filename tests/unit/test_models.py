@@ -100,7 +100,7 @@ def test_unknown_model_is_an_error_that_says_what_there_is(name, tmp_path):
     of = {f"model.layers.0.attn.{each}_proj.weight": (C, C) for each in "qkv"}
     with pytest.raises(UnsupportedConfigError, match=r"r_k \(RWKV-7\).*but q_proj.weight, k_proj.weight, v_proj"):
         models.read(write(tmp_path / name, of))
-    with pytest.raises(UnsupportedConfigError, match="but no tensors; of other models name the config.json"):
+    with pytest.raises(UnsupportedConfigError, match="but no tensors; for other models name the config.json"):
         models.read(write(tmp_path / name, {}))
 
 

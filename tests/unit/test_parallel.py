@@ -33,7 +33,7 @@ def check_models(rank, size):
             shared_sequences.check_model(rank, size, name, bounds, lengths)
     model = rwkv_jit.nn.RWKV7(11, 16, 1, 8)
     shard = parallel.Shard(None, [0, 8], [4, 4])
-    with pytest.raises(ValueError, match="cu_seqlens: expected none beside a shard, which has the bounds of all parts"):
+    with pytest.raises(ValueError, match="cu_seqlens: expected None with a shard, which has the bounds of all parts"):
         model(torch.zeros(1, 4, dtype=torch.int64), cu_seqlens=torch.tensor([0, 4]), shard=shard)
 
 
@@ -156,7 +156,7 @@ def test_needs_a_process_group():
         ((None, [0.0, 4.0]), TypeError, "cu_seqlens: expected torch.int32 or torch.int64, got torch.float32"),
         ((None, [1, 4]), ValueError, r"cu_seqlens: expected numbers from 0 that do not fall, got \[1, 4\]"),
         ((None, [0, 5, 4]), ValueError, r"cu_seqlens: expected numbers from 0 that do not fall, got \[0, 5, 4\]"),
-        ((None, [0, 5]), ValueError, "lengths: expected them, as 2 ranks cannot share 5 tokens equally"),
+        ((None, [0, 5]), ValueError, "lengths: expected a list, as 2 ranks cannot share 5 tokens equally"),
         ((None, [0, 5], [5]), ValueError, r"lengths: expected 2 of them with 5 tokens in all, got \[5\]"),
         ((None, [0, 5], [6, -1]), ValueError, r"lengths: expected 2 of them with 5 tokens in all, got \[6, -1\]"),
         ((None, [0, 5], [2, 2]), ValueError, r"lengths: expected 2 of them with 5 tokens in all, got \[2, 2\]"),

@@ -166,7 +166,7 @@ def test_command_prints_a_table_and_where_the_traces_are(profiled, cpu, run, tmp
         "  Memset             0.5     0.00      0.0       0.00      4          -         -  -      -\n\n"
         "Per run, of 2: 50.00 us of kernels, copies and fills; inputs and results have 0.0 MB, 0.00 TB/s over that "
         "time.\n"
-        "Bytes are known of copies and fills; `--ncu KERNEL` says how to count those of a kernel.\n"
+        "Bytes are known only for copies and fills; `--ncu KERNEL` prints how to count those of a kernel.\n"
         f"{folder}/trace.json: for chrome://tracing or ui.perfetto.dev\n"
         f"{folder}/wkv7_forward.7.pt.trace.json: for TensorBoard, with --logdir and its folder\n"
     )
@@ -271,5 +271,5 @@ def test_trace_that_cannot_be_written_is_told_before_anything_runs(run, tmp_path
 @pytest.mark.parametrize("option", [[], ["--bare"]])
 def test_without_a_gpu_it_is_one_sentence(option, run, monkeypatch):
     monkeypatch.setattr(machine, "is_available", lambda: False)
-    sentence = "kernels run on a GPU, by CuPy and NVRTC; `rwkv-jit info` shows what is missing"
+    sentence = "kernels need a GPU, CuPy and NVRTC; `rwkv-jit info` shows what is missing"
     assert run("profile", "wkv7", *option) == (2, "", f"rwkv-jit profile: {sentence}\n")

@@ -219,7 +219,7 @@ def test_rings_that_cannot_be(changes, error, message):
         ({"state_indices": torch.tensor([0, 1, 1, 2])}, ValueError, "state_indices: .* got \\[1\\] twice"),
         ({"out": torch.empty(1)}, ValueError, "out: expected shape"),
         ({"decay": "none"}, ValueError, "decay: expected"),
-        ({"seed": 1}, ValueError, "seed: goes with rounding='stochastic'"),
+        ({"seed": 1}, ValueError, "seed: needs rounding='stochastic'"),
         ({"null_index": 1.5}, TypeError, "null_index: expected an int"),
     ],
 )

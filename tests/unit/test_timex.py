@@ -678,15 +678,15 @@ NOT_COMPILED = [
     ({"tokens": 64, "t_w": "fp8"}, ValueError, "t_w: expected one of fp16, bf16, fp32, got 'fp8'"),
     ({"tokens": 16385}, UnsupportedConfigError, "backend: 'fft' has no kernel, and calls of 16385 tokens take it"),
     ({"tokens": 64, "backend": "fft"}, UnsupportedConfigError, "backend: 'fft' has no kernel"),
-    ({"op": "wkv7", "head_size": 8, "tokens": 64}, ValueError, "tokens: goes with timex alone, the kernels of"),
-    ({"op": "wkv4", "batch": 8}, ValueError, "batch: goes with timex alone, the kernels of wkv4 take any; got 8"),
+    ({"op": "wkv7", "head_size": 8, "tokens": 64}, ValueError, "tokens: is only for timex, the kernels of"),
+    ({"op": "wkv4", "batch": 8}, ValueError, "batch: is only for timex, the kernels of wkv4 take any; got 8"),
 ]
 NOT_WARMED = [
     ({}, TypeError, "tokens: expected a number for timex, got None"),
     ({"tokens": 64, "head_sizes": 8}, ValueError, "head_size: timex has none, got 8"),
     ({"tokens": 64, "state_dtype": torch.float16}, TypeError, "state_dtype: timex has no states"),
     ({"op": "wkv4", "value_sizes": 8}, ValueError, "value_size: wkv4 has none, got 8"),
-    ({"op": "wkv7", "head_sizes": 8, "tokens": 8}, ValueError, "tokens: goes with timex alone"),
+    ({"op": "wkv7", "head_sizes": 8, "tokens": 8}, ValueError, "tokens: is only for timex"),
 ]
 
 

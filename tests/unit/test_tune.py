@@ -736,7 +736,7 @@ def test_what_there_are_no_kernels_for_is_told(arch, options, message, measuring
 
 def test_without_a_gpu_the_error_says_so(refuse, monkeypatch, run):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    message = "needs a GPU to measure on, and torch sees none; `rwkv-jit doctor` says why"
+    message = "needs a GPU, and torch sees none; `rwkv-jit doctor` says why"
     assert run("tune") == (2, "", f"rwkv-jit tune: {message}\n")
 
 

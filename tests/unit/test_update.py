@@ -238,7 +238,7 @@ FAULTS = {
     "layout": (ValueError, "state_layout: expected one of vk, kv, got 'hkv'", {"state_layout": "hkv"}),
     "rounding": (ValueError, "rounding: expected one of nearest, stochastic, got 'up'", {"rounding": "up"}),
     "no seed": (ValueError, "seed: rounding='stochastic' needs an int", {"rounding": "stochastic"}),
-    "seed alone": (ValueError, "seed: goes with rounding='stochastic'", {"seed": 3}),
+    "seed alone": (ValueError, "seed: needs rounding='stochastic'", {"seed": 3}),
     "seeds": (ValueError, "seed: expected one number", {"rounding": "stochastic", "seed": torch.zeros(2).long()}),
     "seed type": (TypeError, "seed: expected torch.int64", {"rounding": "stochastic", "seed": torch.zeros(1)}),
     "seed size": (TypeError, "seed: expected an int of 64 bits", {"rounding": "stochastic", "seed": 2**70}),
@@ -477,5 +477,5 @@ def test_the_switch_makes_another_call(on_gpu):
 
 
 def test_there_are_no_updates_without_states():
-    with pytest.raises(ValueError, match="updates: there are none of timex"):
+    with pytest.raises(ValueError, match="updates: timex has no calls over a pool"):
         rwkv_jit.warm("timex", arch="sm_90", updates=True, tokens=64)

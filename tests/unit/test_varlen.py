@@ -146,7 +146,7 @@ INT = torch.int32
         ({"max_seqlen": 0}, ValueError, "max_seqlen: expected at least 1, got 0"),
         ({"max_seqlen": 2.0}, TypeError, "max_seqlen: expected an int, got 2.0"),
         ({"checkpoint_offsets": torch.ones(2, 1, dtype=torch.int64)}, ValueError,
-         "checkpoint_offsets: goes with checkpoint_indices, got one of both"),
+         "checkpoint_offsets: expected together with checkpoint_indices, got one of the two"),
         ({"checkpoint_offsets": torch.ones(3, 1, dtype=torch.int64), "checkpoint_indices": torch.ones(3, 1)},
          ValueError,
          r"checkpoint_offsets: expected shape \[2, checkpoints\], got \[3, 1\]"),

@@ -388,7 +388,7 @@ def fused_recurrent_lightning_attn(
 def _beta_map(is_logit: bool, allow_neg_eigval: bool) -> BetaMap:
     """Return what makes rates of beta."""
     if allow_neg_eigval and not is_logit:
-        raise ValueError("allow_neg_eigval: goes with use_beta_sigmoid_in_kernel, got it alone")
+        raise ValueError("allow_neg_eigval: needs use_beta_sigmoid_in_kernel")
     return "twice_sigmoid" if allow_neg_eigval else "sigmoid" if is_logit else "identity"
 
 
