@@ -252,7 +252,13 @@ FAULTS = [
     ("norm_shift", "6", ValueError, "eps: expected a finite number", {"eps": "small"}),
     ("norm_shift", "6 add packed first", ValueError, "cu_seqlens: expected", {"cu_seqlens": torch.tensor([0, 9])}),
     ("gated_norm", "bias bonus", ValueError, "r: the bonus needs r, k, v and r_k, got None", {"r": None}),
-    ("gated_norm", "bias bonus", ValueError, "bonus: expected None together with r, k, v and r_k", {"bonus": ZEROS(7, 2, 4)}),
+    (
+        "gated_norm",
+        "bias bonus",
+        ValueError,
+        "bonus: expected None together with r, k, v and r_k",
+        {"bonus": ZEROS(7, 2, 4)},
+    ),
     ("gated_norm", "bias ready bonus", ValueError, r"bonus: expected shape \[7, 2, 4\]", {"bonus": ZEROS(7, 4)}),
     ("prepare_keys", "a0 bonus", ValueError, "r: expected a tensor beside r_k, got None", {"r": None}),
     ("prepare_keys", "a0 bonus", ValueError, "r_k: expected a tensor beside r, got None", {"r_k": None}),
@@ -294,7 +300,7 @@ def test_what_is_written_to_out_has_no_gradient(name):
     with pytest.raises(RuntimeError, match=f"{name}: results in out have no gradient"):
         getattr(rwkv_jit, name)(**case.tensors, **case.options, out=out)
     if name == "activate":
-        with pytest.raises(RuntimeError, match="activate: what is written to out"):
+        with pytest.raises(RuntimeError, match="activate: results in out"):
             rwkv_jit.activate(first, case.options["kinds"], out=first)
     with torch.no_grad():
         assert getattr(rwkv_jit, name)(**case.tensors, **case.options, out=out) is out

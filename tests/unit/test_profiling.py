@@ -236,12 +236,12 @@ WKV4_KERNELS = "expected one of wkv4_backward, wkv4_forward, wkv4_update, or reg
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["wkv9"], "argument op: invalid choice: 'wkv9'"),
+        (["wkv9"], "op: invalid choice: 'wkv9'"),
         (["wkv7", "--shape", "1,2,3"], f"rwkv-jit profile: --shape: {WRONG_SHAPE}"),
         (["wkv7", "--shape", "1,2,3", "--ncu", "wkv7_scan"], f"--shape: {WRONG_SHAPE}"),
         (["wkv7", "--shape", "1,2,3", "--bare"], f"--shape: {WRONG_SHAPE}"),
-        (["wkv7", "--phase", "up"], "argument --phase: invalid choice: 'up'"),
-        (["wkv7", "--dtype", "fp8"], "argument --dtype: invalid choice: 'fp8'"),
+        (["wkv7", "--phase", "up"], "--phase: invalid choice: 'up'"),
+        (["wkv7", "--dtype", "fp8"], "--dtype: invalid choice: 'fp8'"),
         (
             ["wkv7", "--ncu", "gla_scan"],
             "wkv7_scan, wkv7_segment, wkv7_token_gradients, or regex: and an expression, got",
@@ -250,8 +250,8 @@ WKV4_KERNELS = "expected one of wkv4_backward, wkv4_forward, wkv4_update, or reg
         (["wkv7", "--phase", "update", "--ncu", "wkv7_scan"], "--ncu: expected one of update_states, or regex: and an"),
         (["wkv4", "--ncu", ""], f"--ncu: {WKV4_KERNELS}, got ''"),
         (["wkv4", "--ncu", "regex:("], f"--ncu: {WKV4_KERNELS}, got"),
-        (["wkv7", "--bare", "--ncu", "x"], "argument --ncu: not allowed with argument --bare"),
-        (["wkv7", "--trace", "x", "--bare"], "argument --bare: not allowed with argument --trace"),
+        (["wkv7", "--bare", "--ncu", "x"], "--ncu: not allowed with argument --bare"),
+        (["wkv7", "--trace", "x", "--bare"], "--bare: not allowed with argument --trace"),
     ],
 )
 def test_bad_input_is_told_in_one_line(given, message, run):
