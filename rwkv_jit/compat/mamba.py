@@ -195,8 +195,8 @@ def selective_state_update(
     if not pool[:1].is_contiguous():
         raise UnsupportedConfigError("states with gaps in a slot are not supported")
     heads, size, keys = pool.shape[1:]
-    batch, groups = x.shape[0], B.shape[1] if B.dim() == 3 else 1
-    of_rows, of_groups = (batch, heads, size), (batch, groups, keys)
+    groups = B.shape[1] if B.dim() == 3 else 1
+    of_rows, of_groups = (*x.shape[:1], heads, size), (*x.shape[:1], groups, keys)
     shapes = of_rows, of_rows, (heads, size, keys), of_groups, of_groups, (heads, size), of_rows, (heads, size)
     several = list[Any]()
     for (name, t), shape in zip(given.items(), shapes, strict=True):
@@ -223,11 +223,11 @@ def selective_state_update(
         steps = F.softplus(steps) if dt_softplus else steps  # [b, h, p]
         decays = (steps.unsqueeze(-1) * A).flatten(1, 2)  # [b, h p, n]
         q, k = (of_value_heads(t, heads * size) for t in (C, B))
-        v = (x1 * steps).to(x1.dtype).view(batch, heads * size, 1)
+        v = (x1 * steps).to(x1.dtype).flatten(1).unsqueeze(2)  # [b, h p, 1]
         channels = pool.view(-1, heads * size, 1, keys)
         y = gla_update(channels, q, k, v, decays, scale=1.0, state_layout="vk", **indices)
         out = with_own(y.view(x1.shape), x1, D, z, pool, indices)
-    return out.view(x.shape).to(x.dtype)
+    return out.reshape(x.shape).to(x.dtype)
 
 
 @wraps(selective_state_update)
