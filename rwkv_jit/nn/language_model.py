@@ -34,9 +34,16 @@ class LanguageModel(nn.Module):
     _unused: ClassVar[frozenset[str]] = frozenset()  # what files of the official trainer may have, and nobody reads
 
     def __init__(
+        self, vocabulary: int, width: int, layers: int, head_size: int = 64, *, hidden: int | None = None,
+        checkpointing: bool = False, device: Any = None, dtype: torch.dtype | None = None,
+    ):  # fmt: skip
+        place = {"device": device, "dtype": dtype}
+        self._make(vocabulary, width, layers, head_size, checkpointing, place, hidden=hidden)
+
+    def _make(
         self, vocabulary: int, width: int, layers: int, head_size: int, checkpointing: bool, place: dict[str, Any],
         **sizes: Any,
-    ):  # fmt: skip
+    ) -> None:  # fmt: skip
         super().__init__()
         arguments.count("vocabulary", vocabulary, 1)
         arguments.count("width", width, 1)

@@ -69,13 +69,6 @@ class RWKV5(LanguageModel):
 
     _Block, _State, _by_head, _fast = RWKV5Block, RWKV5State, "time_faaaa", "time_decay"
 
-    def __init__(
-        self, vocabulary: int, width: int, layers: int, head_size: int = 64, *, hidden: int | None = None,
-        checkpointing: bool = False, device: Any = None, dtype: torch.dtype | None = None,
-    ):  # fmt: skip
-        place = {"device": device, "dtype": dtype}
-        super().__init__(vocabulary, width, layers, head_size, checkpointing, place, hidden=hidden)
-
 
 class RWKV6(LanguageModel):
     """The RWKV-6 language model: its state dict has the names and shapes of the official checkpoints.
@@ -129,13 +122,6 @@ class RWKV6(LanguageModel):
     """
 
     _Block, _State, _by_head, _fast = RWKV6Block, RWKV6State, "time_faaaa", "time_decay"
-
-    def __init__(
-        self, vocabulary: int, width: int, layers: int, head_size: int = 64, *, hidden: int | None = None,
-        checkpointing: bool = False, device: Any = None, dtype: torch.dtype | None = None,
-    ):  # fmt: skip
-        place = {"device": device, "dtype": dtype}
-        super().__init__(vocabulary, width, layers, head_size, checkpointing, place, hidden=hidden)
 
 
 class RWKV7(LanguageModel):
@@ -206,7 +192,7 @@ class RWKV7(LanguageModel):
         dtype: torch.dtype | None = None,
     ):  # fmt: skip
         place = {"device": device, "dtype": dtype}
-        super().__init__(vocabulary, width, layers, head_size, checkpointing, place, hidden=hidden, ranks=ranks)
+        self._make(vocabulary, width, layers, head_size, checkpointing, place, hidden=hidden, ranks=ranks)
 
     @staticmethod
     def _sizes_in(path: str | os.PathLike[str], found: Mapping[str, Tensor]) -> dict[str, Any]:
