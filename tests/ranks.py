@@ -262,7 +262,7 @@ def bad_input(device, world):
          lambda: tensor_parallel(nn.Sequential(nn.LayerNorm(4), nn.Conv1d(2, 2, 2)).to(device), mesh)),
         (TypeError, "model: expected parameters of one rank, got a DTensor of ",
          lambda: tensor_parallel(tensor_parallel(make(device), mesh), mesh)),
-        (RuntimeError, "a model that has been spread over ranks neither decodes nor writes files",
+        (RuntimeError, "a model on several ranks can neither decode nor write files",
          lambda: tensor_parallel(make(device), mesh).generate(ids.full_tensor(), 3)),
         (ValueError, "x: expected DTensors placed by Replicate() or Shard(0) (batch) or Shard(2) (channels), got S",
          lambda: rwkv_jit.token_shift(x, matrix)),

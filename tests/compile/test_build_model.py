@@ -57,7 +57,7 @@ def test_command_line_goes_before_the_model_where_it_may(model, run, tmp_path):
     ("arguments", "message"),
     [
         (("--head-size", "8"), "--head-size: cannot be combined with --model, which sets it"),
-        (("--op", "wkv7"), "argument --op: not allowed with argument --model"),
+        (("--op", "wkv7"), "--op: not allowed with argument --model"),
         (("--digest",), "--digest: is that of a bundle, which --output names"),
     ],
 )
