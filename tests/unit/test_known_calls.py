@@ -559,6 +559,24 @@ def test_values_that_torch_does_not_count_are_read_in_every_call(gpus, monkeypat
     assert OnGpu.reads == 2
 
 
+def test_tokens_behind_the_last_sequence_are_looked_up_once(gpus, monkeypatch):
+    monkeypatch.setattr(tensors, "Tensor", OnGpu)
+    bounds, tokens = packed_on_a_gpu(3, 2)
+    lead = torch.empty(1, tokens + 4, 2)
+    assert tensors.tokens_behind(bounds, lead) == 4
+    tensors.packing(bounds, tokens)
+    with monkeypatch.context() as patch:
+        patch.setattr(OnGpu, "__int__", lambda _: pytest.fail("read again"), raising=False)
+        assert tensors.tokens_behind(bounds, lead) == 4
+    bounds[2] = 4
+    assert tensors.tokens_behind(bounds, lead) == 5
+    gpus.capturing = True
+    bounds[2] = 3
+    assert tensors.tokens_behind(bounds, lead) == 0  # nobody knows
+    for other in (None, torch.tensor(5), torch.tensor([]), torch.tensor([0, tokens + 5])):
+        assert tensors.tokens_behind(None if other is None else other.as_subclass(OnGpu), lead) == 0
+
+
 # ---- what every algorithm launches -------------------------------------------------------------------------------
 
 # By what is in its way: the architecture, tokens, head size, value size, options; the kernels of the forward and of the
