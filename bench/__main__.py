@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         return command
 
-    ops = add("ops", _ops, "measure the ops beside FLA, Wind, torch and what else is installed")
+    ops = add("ops", _ops, "measure the ops, torch, and FLA, Wind and others if they are installed")
     cli.add_cases(ops)
     text = "the tables of published studies and more, or one of them (may be repeated)"
     ops.add_argument("--suite", action="append", choices=suites.SUITES, help=text)
@@ -59,22 +59,22 @@ def _parser() -> argparse.ArgumentParser:
     ops.add_argument("--csv", metavar="FILE", help="also write the rows to FILE")
     ops.add_argument("--plot", metavar="FILE", help="draw the rows, e.g. out.png")
     ops.add_argument("--record", action="store_true", help="keep the rows of each case in bench.json as it ends")
-    costs = add("service", _service, "measure what the service costs: imports, first calls, the host's part of a call")
+    costs = add("service", _service, "measure the cost of the service: imports, first calls, host time of a call")
     costs.add_argument("--record", action="store_true", help="keep the result in bench.json")
-    forms = add("history", _history, "measure the forms that a kernel went through, beside the op's")
+    forms = add("history", _history, "measure earlier versions of a kernel, and the op")
     forms.add_argument("--op", action="append", choices=history.HISTORIES, help="only this op (may be repeated)")
     forms.add_argument("--shape", metavar="B,T,H,N", help="instead of the shapes that were studied")
     forms.add_argument("--dtype", choices=bench.DTYPES, default="bf16", help="default: bf16")
-    train = add("training", _training, "measure how fast models of RWKV-7 train beside FLA's, and their time mixing")
+    train = add("training", _training, "measure how fast models of RWKV-7 train, and their time mixing, with FLA's")
     training.add_options(train)
-    losses = add("curves", _curves, "compare the loss curve of RWKV-7 with that of FLA's from the same parameters")
+    losses = add("curves", _curves, "compare the loss curves of RWKV-7 and FLA's RWKV-7 from the same parameters")
     curves.add_options(losses)
-    warm = add("warm-fla", _warm_fla, "compile ahead what the tuners of FLA's RWKV-7 choose among, in many processes")
+    warm = add("warm-fla", _warm_fla, "compile ahead the choices of FLA's tuners for RWKV-7, in many processes")
     warm_fla.add_options(warm)
-    two = add("compare", _compare, "tell two results, of --json or --record, from each other")
+    two = add("compare", _compare, "show what differs between two results of --json or --record")
     two.add_argument("files", nargs=2, metavar="FILE", help="the earlier one first")
     add("pages", _pages, "fill the pages from bench.json again, and draw their picture")
-    add("stale", _stale, "tell which rows of bench.json are of other sources than today's")
+    add("stale", _stale, "list the rows of bench.json that were measured with other sources")
     return parser
 
 

@@ -44,7 +44,7 @@ def test_bundle_of_another_digest_is_refused_unread(made, run, monkeypatch):
 def test_what_is_no_digest_is_refused(given, made, run):
     code, _, said = run("cache", "import", made[0], "--digest", given)
     assert code == 2
-    assert f"argument --digest: expected the 64 hexadecimal digits that --digest printed, got {given!r}" in said
+    assert f"--digest: expected the 64 hexadecimal digits that --digest printed, got {given!r}" in said
 
 
 def test_digest_is_of_one_bundle(made, run):
