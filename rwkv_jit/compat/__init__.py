@@ -18,10 +18,10 @@ from rwkv_jit import after, lazy
 from rwkv_jit.compat import alias, replacing
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from rwkv_jit.compat import fla as fla
-    from rwkv_jit.compat import hf as hf
     from rwkv_jit.compat import mamba as mamba
-    from rwkv_jit.compat import megatron as megatron
     from rwkv_jit.compat.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
     from rwkv_jit.compat.flash_rwkv import rwkv5_cuda_linear_attention, rwkv6_cuda_linear_attention
     from rwkv_jit.compat.functions import (
@@ -59,6 +59,9 @@ if TYPE_CHECKING:
         load_chunked_cuda,
         load_chunked_cuda_varlen,
     )  # fmt: skip
+
+    hf: ModuleType  # these two import this package
+    megatron: ModuleType
 
 __all__ = [
     "RUN_CUDA", "RUN_CUDA_RWKV5", "RUN_CUDA_RWKV6", "RUN_CUDA_RWKV6_STATE", "RUN_CUDA_RWKV7g", "RUN_RWKV7_INFCTX",

@@ -514,8 +514,8 @@ derived.head_decays derived.channel_decays
 derived.diagonal
 parallel.shifting derived.delta derived.delta_pooled derived.diagonal_pooled
 inference.replay nn.parts nn.checkpoints
-nn.convolution nn.mixing nn.attention nn.delta nn.mamba2 nn.rwkv7
-nn.rwkv4 nn.rwkv5 nn.rwkv6 nn.language_model
+nn.convolution nn.mixing nn.attention nn.delta nn.mamba2
+nn.rwkv7 nn.rwkv4 nn.rwkv5 nn.rwkv6 nn.language_model
 nn.model
 nn parallel.tensor ahead_layers
 parallel
