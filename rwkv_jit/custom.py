@@ -40,7 +40,7 @@ class Template:
     Parameters
     ----------
     path : str or pathlib.Path
-        A .cu file. A header it includes in quotes lies beside it or is the library's own, like "types.cuh", which is
+        A .cu file. A header it includes in quotes is beside it or one of the library, like "types.cuh", which is
         always included: the storage types fp16, bf16 and fp32 with `to_float` and `from_float<T>`, `i64`, and
         `Pack<T, COUNT>` for wide loads. File and headers are read now; a later change needs a new Template.
 
@@ -159,7 +159,7 @@ class OwnKernel(kernel.Kernel):
               not looked at, and no gradient is recorded. Arrays of other libraries come in through DLPack.
             - None: a null pointer.
             - bool: bool, one byte. int: 64 bits (`i64`). float: 64 bits (`double`).
-            - NumPy scalar: its own type; numpy.int32(n) is an `int`, numpy.float32(x) a `float`.
+            - NumPy scalar: the same type; numpy.int32(n) is an `int`, numpy.float32(x) a `float`.
         entry : str, optional
             The kernel's name; may be left out where the template has one ``extern "C"`` kernel.
         shared_bytes : int, default 0

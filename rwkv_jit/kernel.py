@@ -36,7 +36,7 @@ class Kernel:
 
     Attributes
     ----------
-    name, parameters, arch : the template, its parameters and the architecture asked for
+    name, parameters, arch : the template, its parameters and the requested architecture
     source : str
         The rendered template.
     origin : str

@@ -159,8 +159,8 @@ def _header(name: str, includer: str, path: Path, own: Mapping[str, Path]) -> st
         file = beside if beside.is_file() else own.get(name, directory() / name)
         return file.read_text(encoding="utf-8")
     except FileNotFoundError:
-        where = f"neither beside {path} nor among the library's own headers"
-        raise FileNotFoundError(f"{what} lies {where}") from None
+        where = f"neither beside {path} nor among the headers of the library"
+        raise FileNotFoundError(f"{what} is {where}") from None
     except OSError as error:
         raise type(error)(f"{what} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:

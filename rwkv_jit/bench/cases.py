@@ -67,7 +67,7 @@ MOST_SETS = 256
 class Case(NamedTuple):
     """A call that is measured; a decode takes one token and a state, a prefill returns the state.
 
-    An update takes one token of each sequence, whose states lie in a pool and change in place.
+    An update takes one token of each sequence, whose states are in a pool and change in place.
     """
 
     op: str

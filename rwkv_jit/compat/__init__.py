@@ -112,7 +112,7 @@ def install() -> None:
     """Answer for the extensions of RWKV projects and for what transformers and deepspeed would build from now on.
 
     A program calls it before it imports a module that says ``from torch.utils.cpp_extension import load``. A second
-    call does nothing. What is known stands in `rwkv_jit.compat.extensions.NAMES`; other names are compiled as ever.
+    call does nothing. `rwkv_jit.compat.extensions.NAMES` lists the known names; torch compiles all others.
     Where the package rwkv-fla is not installed, its `rwkvfla.ops.rwkv6.chunk_rwkv6` and `rwkvfla.ops.rwkv7.chunk_rwkv7`
     are here.
 

@@ -115,7 +115,7 @@ def causal_conv1d_update(
     activation : {"silu", "swish"}, optional
         What the sum goes through; "swish" is "silu".
     cache_seqlens : torch.Tensor, shape (B,), int32, optional
-        How many tokens each row has had. States are ring buffers then: token i of a sequence lies at i modulo L.
+        How many tokens each row has had. States are ring buffers then: token i of a sequence is at i modulo L.
     conv_state_indices : torch.Tensor, shape (B,), int32, optional
         The slot of each row. One below 0 is none: its row gets zeros.
 

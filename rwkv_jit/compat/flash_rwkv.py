@@ -19,7 +19,7 @@ def rwkv5_cuda_linear_attention(
     receptance, key, value : torch.Tensor, shape (B, T, C)
         r, k and v, in rows of channels.
     time_decay, time_first : torch.Tensor, shape (H, N) or (C,)
-        w, the model's own, and u.
+        w as in the model, and u.
     state : torch.Tensor, shape (B, H, N, N), float32
         State before the first token, [V, K], which stays as it is. It tells the head size.
 
@@ -48,7 +48,7 @@ def rwkv6_cuda_linear_attention(
     Parameters
     ----------
     receptance, key, value, time_decay : torch.Tensor, shape (B, T, C)
-        r, k, v and w, the model's own, in rows of channels.
+        r, k, v and w as in the model, in rows of channels.
     time_first : torch.Tensor, shape (C,) or (H, N)
         u.
     state : torch.Tensor, shape (B, H, N, N), float32

@@ -333,7 +333,7 @@ def RUN_CUDA_RWKV6_STATE(
     B, T, C, H : int
         The sizes of r and of u.
     r, k, v, w : torch.Tensor, shape (B, T, C)
-        As `wkv6` takes them, in rows of channels. w is the model's own in every dtype.
+        As `wkv6` takes them, in rows of channels. w is as in the model, in every dtype.
     u : torch.Tensor, shape (H, N)
         Bonus of the current token.
     s : torch.Tensor, shape (H, N, N) or (B, H, N, N), or None
@@ -366,7 +366,7 @@ def RUN_CUDA_RWKV5(
     r, k, v : torch.Tensor, shape (B, T, C)
         As `wkv5` takes them, in rows of channels.
     w, u : torch.Tensor, shape (H, N)
-        Decay, the model's own, and bonus of the current token.
+        Decay as in the model, and bonus of the current token.
 
     Returns
     -------
@@ -391,7 +391,7 @@ def RUN_CUDA(B: int, T: int, C: int, w: Tensor, u: Tensor, k: Tensor, v: Tensor)
     B, T, C : int
         The sizes of k.
     w, u : torch.Tensor, shape (C,)
-        Decay, the model's own, and bonus of the current token.
+        Decay as in the model, and bonus of the current token.
     k, v : torch.Tensor, shape (B, T, C)
         Key and value.
 

@@ -50,7 +50,7 @@ def rwkv5_linear_attention(
     receptance, key, value : torch.Tensor, shape (B, T, H N), float16, bfloat16 or float32
         r, k and v.
     time_decay : torch.Tensor, shape (H, N)
-        w, the model's own.
+        w as in the model.
     time_first : torch.Tensor, shape (H, N)
         u, the bonus of the current token.
     state : torch.Tensor, shape (B, H, N, N), float16, bfloat16 or float32, or None
@@ -96,7 +96,7 @@ def rwkv6_linear_attention(
     receptance, key, value : torch.Tensor, shape (B, T, H N), float16, bfloat16 or float32
         r, k and v.
     time_decay : torch.Tensor, shape (B, T, H N)
-        w, the model's own.
+        w as in the model.
     time_first : torch.Tensor, shape (H, N)
         u, the bonus of the current token.
     state : torch.Tensor, shape (B, H, N, N), float16, bfloat16 or float32, or None

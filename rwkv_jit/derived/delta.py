@@ -87,7 +87,7 @@ def kda(
         An argument does not fit: its name, what was expected and what came. Nothing has been launched.
     UnsupportedConfigError
         No kernel for this `chunk_len` or `num_threads`, with the legal values; or a call that the `backend` cannot do,
-        with what is in its way.
+        and why.
     NvrtcNotFoundError
         CUDA tensors without CuPy or NVRTC; with the command that installs them.
 
@@ -194,7 +194,7 @@ def gated_delta_rule(
         An argument does not fit: its name, what was expected and what came. Nothing has been launched.
     UnsupportedConfigError
         No kernel for this `chunk_len` or `num_threads`, with the legal values; or a call that the `backend` cannot do,
-        with what is in its way.
+        and why.
     NvrtcNotFoundError
         CUDA tensors without CuPy or NVRTC; with the command that installs them.
 
@@ -291,7 +291,7 @@ def delta_rule(
         An argument does not fit: its name, what was expected and what came. Nothing has been launched.
     UnsupportedConfigError
         No kernel for this `chunk_len` or `num_threads`, with the legal values; or a call that the `backend` cannot do,
-        with what is in its way.
+        and why.
     NvrtcNotFoundError
         CUDA tensors without CuPy or NVRTC; with the command that installs them.
 
@@ -399,7 +399,7 @@ def gated_delta_rule2(
         An argument does not fit: its name, what was expected and what came. Nothing has been launched.
     UnsupportedConfigError
         No kernel for this `chunk_len` or `num_threads`, with the legal values; or a call that the `backend` cannot do,
-        with what is in its way.
+        and why.
     NvrtcNotFoundError
         CUDA tensors without CuPy or NVRTC; with the command that installs them.
 

@@ -74,7 +74,7 @@ def simple_gla(
         An argument does not fit: its name, what was expected and what came. Nothing has been launched.
     UnsupportedConfigError
         No kernel for this `chunk_len` or `num_threads`, with the legal values; or a call that the `backend` cannot do,
-        with what is in its way.
+        and why.
     NvrtcNotFoundError
         CUDA tensors without CuPy or NVRTC; with the command that installs them.
 
@@ -158,7 +158,7 @@ def hgrn2(
         An argument does not fit: its name, what was expected and what came. Nothing has been launched.
     UnsupportedConfigError
         No kernel for this `chunk_len` or `num_threads`, with the legal values; or a call that the `backend` cannot do,
-        with what is in its way.
+        and why.
     NvrtcNotFoundError
         CUDA tensors without CuPy or NVRTC; with the command that installs them.
 
@@ -254,7 +254,7 @@ def ssd(
         An argument does not fit: its name, what was expected and what came. Nothing has been launched.
     UnsupportedConfigError
         No kernel for this `chunk_len` or `num_threads`, with the legal values; or a call that the `backend` cannot do,
-        with what is in its way.
+        and why.
     NvrtcNotFoundError
         CUDA tensors without CuPy or NVRTC; with the command that installs them.
 

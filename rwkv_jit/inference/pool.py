@@ -29,14 +29,14 @@ class StatePool:
     device : torch.device or str, default "cuda"
         Where the memory is.
     reserved : int, default 0
-        How many slots at the front are never given out, for example 1 where the padding of a batch points at slot 0.
+        How many slots at the front are never allocated, for example 1 where the padding of a batch points at slot 0.
 
     Attributes
     ----------
     slots : int
         How many slots there are, the reserved ones too; also `len(pool)`.
     reserved : int
-        How many slots at the front are never given out.
+        How many slots at the front are never allocated.
     device : torch.device
         Where the memory is.
 
@@ -47,8 +47,8 @@ class StatePool:
 
     Notes
     -----
-    All memory is taken at once and filled. Slots are given out lowest first, so that the same calls give the same
-    slots. A call that raises TypeError, ValueError or RwkvJitError changes nothing.
+    All memory is taken at once and filled. The lowest free slots are allocated first, so that the same calls give the
+    same slots. A call that raises TypeError, ValueError or RwkvJitError changes nothing.
 
     Work on a GPU goes to torch's current stream, and no call but `save` and `load` waits for it. Only the states of the
     slots in question are written.
@@ -123,7 +123,7 @@ class StatePool:
         device : torch.device or str, default "cuda"
             Where the memory is.
         reserved : int, default 0
-            How many slots at the front are never given out.
+            How many slots at the front are never allocated.
 
         Returns
         -------
@@ -222,7 +222,7 @@ class StatePool:
         return self._take(new)
 
     def fork(self, slot: int, count: int = 1) -> list[int]:
-        """Take slots that begin with a copy of another one's states: to continue one sequence in several ways.
+        """Take slots that begin with a copy of another one's states: to continue one sequence several times.
 
         Parameters
         ----------

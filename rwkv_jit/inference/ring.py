@@ -60,11 +60,11 @@ class ReplayRing:
     Attributes
     ----------
     slots, heads, head_size, value_size, length, drafts : int
-        As they were given.
+        The arguments.
     op : str
-        As it was given.
+        The argument.
     dtype, state_dtype : torch.dtype
-        As they were given.
+        The arguments.
     d : torch.Tensor, shape (slots, H, length + drafts, K), float32, or None
         The factors of decay.
     b, k : torch.Tensor, shape (slots, H, length + drafts, K), dtype; b may be None

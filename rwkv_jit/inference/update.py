@@ -1,4 +1,4 @@
-"""One or a few tokens of many sequences, whose states lie in a pool and change in place."""
+"""One or a few tokens of many sequences, whose states are in a pool and change in place."""
 
 from __future__ import annotations
 

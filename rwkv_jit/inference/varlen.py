@@ -1,4 +1,4 @@
-"""Sequences of any lengths, whose states lie in a pool and change in place: prompts beside decodes."""
+"""Sequences of any lengths, whose states are in a pool and change in place: prompts beside decodes."""
 
 from __future__ import annotations
 

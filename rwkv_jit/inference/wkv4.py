@@ -1,4 +1,4 @@
-"""One or a few tokens of RWKV-4 of many rows, whose states lie in a pool and change in place."""
+"""One or a few tokens of RWKV-4 of many rows, whose states are in a pool and change in place."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def causal_conv1d(
 
         y_t = activation(bias + sum_j weight_j x_{t-W+1+j}),   j = 0 ... W - 1
 
-    Before the first token of a sequence stands `initial_state`, or zeros. B is the batch, T the tokens, C the channels,
+    The tokens before a sequence are `initial_state`, or zeros. B is the batch, T the tokens, C the channels,
     W the width, N the sequences: B, or one less than the length of `cu_seqlens`.
 
     Parameters
@@ -162,7 +162,7 @@ def causal_conv1d_update(
     activation : {"silu"}, optional
         What the sum goes through.
     cache_seqlens : torch.Tensor, shape (B,), int32, optional
-        How many tokens each row has had. Slots are ring buffers then: token i of a sequence lies at i modulo L.
+        How many tokens each row has had. Slots are ring buffers then: token i of a sequence is at i modulo L.
     state_indices : torch.Tensor, shape (B,), int32 or int64, optional
         The slot of each row. Without it row i has slot i.
     null_index : int, default -1

@@ -337,7 +337,7 @@ def token_shift(
 
         mixed_m[t] = x_t + (x_{t-1} - x_t) (mixes_m + amounts_m[t])
 
-    Before the first token of a sequence stands `first`, or zeros. B is the batch, T the tokens, C the channels, M the
+    The token before a sequence is `first`, or zeros. B is the batch, T the tokens, C the channels, M the
     mixes. RWKV-6 has amounts by the token; RWKV-4 and 5 keep 1 - mixes, the share of the token itself.
 
     Parameters
@@ -399,7 +399,7 @@ def norm_shift(
         z_t = x_t + add_t;   n_t = (z_t - mean) / sqrt(variance + eps) weight + bias
         mixed_m[t] = n_t + (n_{t-1} - n_t) mixes_m
 
-    with the mean and the variance over the channels. Before the first n of a sequence stands `first`, or zeros. B is
+    with the mean and the variance over the channels. The n before a sequence is `first`, or zeros. B is
     the batch, T the tokens, C the channels, M the mixes, N the sequences: B, or one less than the length of
     `cu_seqlens`.
 
@@ -464,7 +464,7 @@ def norm_shift(
 
 
 def activate(x: Array, kinds: Kind | Sequence[Kind], *, out: Array | None = None) -> Tensor:
-    r"""Apply a function to every element, or one to each part: what stands between the matrices of a layer.
+    r"""Apply a function to every element, or one to each part: what a layer has between its matrices.
 
     The functions are tanh(x), sigmoid(x) = 1 / (1 + e^-x), relu_squared(x) = max(x, 0)^2 and identity(x) = x.
 

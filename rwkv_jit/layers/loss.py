@@ -75,7 +75,7 @@ def cross_entropy(
         dlogits_ij = g_i (e^(logits_ij - lse_i) - [j = targets_i] + [j = argmax_i] c logits_ij)
 
     in the dtype of logits, where lse is the logarithm above, and g_i the gradient of the row's loss. So `l2_wrap` has a
-    share of a loss that is scaled, or summed over steps; and of a mean, it is over the rows that count. RWKV-LM's own
+    share of a loss that is scaled, or summed over steps; and of a mean, it is over the rows that count. RWKV-LM's loss
     does not scale and is over all rows: both are the same where the mean is differentiated as it is, with no row
     ignored. The backward keeps logits, targets and 4 bytes of each row, 8 with `l2_wrap`. A second derivative is an
     error.
@@ -140,7 +140,7 @@ def linear_cross_entropy(
     hidden : torch.Tensor, shape (..., C), float16, bfloat16 or float32
         What the last layer made. On the CPU also float64.
     weight : torch.Tensor, shape (V, C), dtype of hidden
-        The head's matrix. Under autocast hidden, weight and bias are cast, as torch's own layer casts them.
+        The head's matrix. Under autocast hidden, weight and bias are cast, as torch's layer does.
     targets : torch.Tensor, shape (...), int64 or int32
         The right class of each row, 0 to V - 1, or `ignore_index`.
     bias : torch.Tensor, shape (V,), dtype of hidden, optional

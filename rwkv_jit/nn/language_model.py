@@ -209,7 +209,7 @@ class LanguageModel(nn.Module):
         slots : int
             How many slots there are, the reserved ones too.
         reserved : int, default 0
-            How many slots at the front are never given out. `step` takes them for the padding of a batch.
+            How many slots at the front are never allocated. `step` takes them for the padding of a batch.
 
         Returns
         -------

@@ -237,7 +237,7 @@ class Block(Layer):
         return x + y, self._State(wkv, time_shift, channel_shift)
 
     def step(self, x: Tensor, states: Any, slots: Tensor | None, null_index: int) -> Tensor:
-        """Return what the next layer reads, of one token of each sequence, whose states change in place.
+        """Return the input of the next layer for one token of each sequence; states change in place.
 
         x is [B, C], states are the layer's part of a pool, and a slot at or below `null_index` is none.
         """

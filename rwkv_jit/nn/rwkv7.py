@@ -479,7 +479,7 @@ class RWKV7Block(Layer):
     def step(
         self, x: Tensor, v_first: Tensor | None, states: RWKV7State, slots: Tensor | None, null_index: int
     ) -> tuple[Tensor, Tensor]:
-        """Return what the next layer reads, of one token of each sequence, whose states change in place.
+        """Return the input of the next layer for one token of each sequence; states change in place.
 
         x is [B, C], states are the layer's part of a pool, and a slot at or below `null_index` is none.
         """

@@ -70,7 +70,7 @@ def gla(
         An argument does not fit: its name, what was expected and what came. Nothing has been launched.
     UnsupportedConfigError
         No kernel for this `chunk_len` or `num_threads`, with the legal values; or a call that the `backend` cannot do,
-        with what is in its way.
+        and why.
     NvrtcNotFoundError
         CUDA tensors without CuPy or NVRTC; with the command that installs them.
 
@@ -89,7 +89,7 @@ def gla(
 
     Results are the same bit for bit from run to run. A second derivative is an error.
 
-    Under `torch.autocast` q, k and v are cast to its dtype as torch's own ops cast theirs; g may stay float32, and
+    Under `torch.autocast` q, k and v are cast to its dtype like the inputs of torch's ops; g may stay float32, and
     states keep their dtype. Forward-mode derivatives (`torch.func.jvp`, `jacfwd`) are there for CPU tensors and
     backend="reference"; of kernels they are an error. DTensors may be replicated or sharded over the batch or the
     heads.

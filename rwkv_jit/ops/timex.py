@@ -404,7 +404,7 @@ def timex(w: Array, k: Array, eps: float = 0.0, backend: TimexBackend = "auto") 
     TypeError, ValueError
         An argument does not fit: its name, what was expected and what came. Nothing has been launched.
     UnsupportedConfigError
-        A call that the `backend` cannot do, with what is in its way.
+        A call that the `backend` cannot do, and why.
     NvrtcNotFoundError
         CUDA tensors without CuPy or NVRTC; with the command that installs them.
 
@@ -430,7 +430,7 @@ def timex(w: Array, k: Array, eps: float = 0.0, backend: TimexBackend = "auto") 
     an input that is not finite spoils all of its row, the outputs before it too. In the reference it spoils up to 255
     outputs before it.
 
-    Under `torch.autocast` k is cast to its dtype as torch's own ops cast theirs; w may stay float32. Forward-mode
+    Under `torch.autocast` k is cast to its dtype like the inputs of torch's ops; w may stay float32. Forward-mode
     derivatives (`torch.func.jvp`, `jacfwd`) are there for "fft" and "reference"; of the other kernels they are an
     error. DTensors may be replicated or sharded over the batch or the channels.
 

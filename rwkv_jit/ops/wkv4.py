@@ -73,7 +73,7 @@ def wkv4(
     TypeError, ValueError
         An argument does not fit: its name, what was expected and what came. Nothing has been launched.
     UnsupportedConfigError
-        A call that the `backend` cannot do, with what is in its way.
+        A call that the `backend` cannot do, and why.
     RwkvJitError
         The first call of its kind is inside the capture of a CUDA graph, where nothing can be compiled.
     NvrtcNotFoundError
@@ -92,7 +92,7 @@ def wkv4(
 
     Results are the same bit for bit from run to run. A second derivative is an error.
 
-    Under `torch.autocast` k and v are cast to its dtype as torch's own ops cast theirs; w and u may stay float32,
+    Under `torch.autocast` k and v are cast to its dtype like the inputs of torch's ops; w and u may stay float32,
     and the state keeps its dtype. Forward-mode derivatives (`torch.func.jvp`, `jacfwd`) are there for CPU tensors
     and backend="reference"; of kernels they are an error. DTensors may be replicated or sharded over the batch or
     the channels.

@@ -72,7 +72,7 @@ def wkv7(
         An argument does not fit: its name, what was expected and what came. Nothing has been launched.
     UnsupportedConfigError
         No kernel for this `chunk_len` or `num_threads`, with the nearest legal value; or a call that the `backend`
-        cannot do, with what is in its way.
+        cannot do, and why.
     NvrtcNotFoundError
         CUDA tensors without CuPy or NVRTC; with the command that installs them.
 
@@ -93,7 +93,7 @@ def wkv7(
 
     Results are the same bit for bit from run to run. A second derivative is an error.
 
-    Under `torch.autocast` r, k, v, a and b are cast to its dtype as torch's own ops cast theirs; w may stay
+    Under `torch.autocast` r, k, v, a and b are cast to its dtype like the inputs of torch's ops; w may stay
     float32, and states keep their dtype. Forward-mode derivatives (`torch.func.jvp`, `jacfwd`) are there for CPU
     tensors and backend="reference"; of kernels they are an error. DTensors may be replicated or sharded over the
     batch or the heads.

@@ -178,8 +178,8 @@ def wkv7(
     shard : Shard, ProcessGroup or DeviceMesh
         Which part it is, and whether sequences are packed.
     initial_state : torch.Tensor, shape (N, H, V, K) or (H, V, K), optional
-        State before the first token of each sequence; zeros by default. Where a sequence began in another part, what
-        stands here does not count and has no gradient.
+        State before the first token of each sequence; zeros by default. Where a sequence began in another part, this
+        state does not count and has no gradient.
     output_final_state : bool, default False
         Whether to return the states.
     **options

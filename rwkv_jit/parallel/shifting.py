@@ -20,7 +20,7 @@ def token_shift(x: Array, mixes: Array, amounts: Array | None = None, *, shard: 
 
         mixed_m[t] = x_t + (x_{t-1} - x_t) (mixes_m + amounts_m[t])
 
-    Before the first token of a sequence stand zeros. B is the batch, T the tokens of this process's part, C the
+    The token before a sequence is zeros. B is the batch, T the tokens of this process's part, C the
     channels, M the mixes.
 
     Parameters

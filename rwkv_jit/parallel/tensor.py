@@ -61,7 +61,7 @@ def tensor_parallel(model: Model, mesh: DeviceMesh) -> Model:
     Returns
     -------
     torch.nn.Module
-        The model that was given.
+        The model.
 
     Raises
     ------

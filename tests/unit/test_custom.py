@@ -54,7 +54,7 @@ def test_template_is_a_public_name_and_says_everything():
         ("folder.cu", FileNotFoundError, "path: there is no file .*folder.cu$"),
         ("mine.txt", ValueError, "path: expected a .cu file, got .*mine.txt"),
         ("cubin.cu", ValueError, "path: expected text in UTF-8, got .*cubin.cu"),
-        ("direct.cu", FileNotFoundError, '"gone.cuh", which direct.cu includes, lies neither beside .*direct.cu nor'),
+        ("direct.cu", FileNotFoundError, '"gone.cuh", which direct.cu includes, is neither beside .*direct.cu nor'),
         ("opens.cu", ValueError, "^path: opens.cu, line 2: '#include </x.cuh>' may read a file that"),
         ("y" * 300 + ".cu", OSError, r"^path: .*y... .* characters. cannot be read: File name too long"),
         ("nul\0.cu", FileNotFoundError, "^path: there is no file"),

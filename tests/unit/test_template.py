@@ -162,7 +162,7 @@ def test_template_of_ones_own_has_its_headers_beside_it_or_from_the_library(tmp_
 def test_missing_header_is_named_with_the_file_that_includes_it(tmp_path):
     (tmp_path / "own.cu").write_text('#include "one.cuh"\n', encoding="utf-8")
     (tmp_path / "one.cuh").write_text('  #  include "missing.cuh"\n', encoding="utf-8")
-    with pytest.raises(FileNotFoundError, match='^"missing.cuh", which one.cuh includes, lies neither beside '):
+    with pytest.raises(FileNotFoundError, match='^"missing.cuh", which one.cuh includes, is neither beside '):
         template.read(tmp_path / "own.cu")
 
 
@@ -248,7 +248,7 @@ def test_what_reads_no_file_is_left_alone(what, tmp_path):
     [
         ("a\0b", ValueError, r"^'a\\x00b', which own.cu includes, cannot be read: embedded null"),
         ("x" * 5000, OSError, r'^"x{200}... .5000 characters.", which own.cu includes, cannot be read: File name too'),
-        ("folder", OSError, '^"folder", which own.cu includes, (lies neither|cannot be read)'),
+        ("folder", OSError, '^"folder", which own.cu includes, (is neither|cannot be read)'),
         ("latin.cuh", ValueError, '^"latin.cuh", which own.cu includes, is not text in UTF-8'),
     ],
     ids=["NUL", "long", "a folder", "no text"],

@@ -37,7 +37,9 @@ WORDS = {
     r"rooms?": "memory, space; module",
     r"bears?": "say what fails",
     r"in its place": "instead",
-    r"whose word": "name it",
+    r"in its way": "and why",
+    r"as ever": "say who does it",
+    r"the (?:model|library|kernel|op)'s own": "that of the model, ...",
 }
 _ANY = re.compile("|".join(rf"\b(?:{word})\b" for word in WORDS), re.IGNORECASE)
 

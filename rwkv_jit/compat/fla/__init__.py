@@ -71,7 +71,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Give FLA its own functions and layers back."""
+    """Restore FLA's functions and layers."""
     global is_installed
     with replacing.LOCK:
         is_installed = False
