@@ -172,11 +172,11 @@ def warm(
     op : {"wkv4", "wkv5", "wkv6", "wkv7", "gla", "linear_attention", "timex"}
         The op.
     head_sizes : int or iterable of int, optional
-        K; left out for wkv4 and timex alone, which have no heads.
+        K; None for wkv4 and timex, which have no heads.
     dtypes : torch.dtype or iterable of torch.dtype, default torch.bfloat16
         Of r, k, v.
     backward : bool, default True
-        The kernels of the gradients too.
+        Also the kernels of the gradients.
     arch : str or iterable of str, optional
         Architectures; RWKVJIT_ARCH or this machine's GPU by default.
     decay : {"raw", "sigmoid", "log", "direct"}, optional
@@ -191,36 +191,36 @@ def warm(
     progress : callable, optional
         Called with the numbers of finished and of all kernels, before the first and after each.
     decay_bound : float, optional
-        The hint that calls will give: it can make chunks shorter.
+        That of the calls: it can make chunks shorter.
     value_sizes : int or iterable of int, optional
         V; by default that of each head size.
     tokens : int or iterable of int, optional
         T, only for timex: its kernels depend on it. Calls with contiguous inputs find them.
     batches : int or iterable of int, optional
-        B, for timex alone; by default all.
+        B, only for timex; by default all.
     updates : bool, default False
-        The kernels of `<op>_update` and `<op>_varlen` too, for batches of any size, one token and several, states
-        rounded either way, indices of 32 bits, and a w0 that is float32 or of the dtype of w. wkv4 has an update alone,
+        The kernels of `<op>_update` and `<op>_varlen` too, for batches of any size, one token and several, both
+        roundings of states, indices of 32 bits, and a w0 that is float32 or of the dtype of w. wkv4 has only an update,
         and timex none.
     rings : iterable of (int, int), default ()
         Beside `updates`: `length` and `drafts` of each kind of `ReplayRing`, for the kernels of `<op>_replay` of one
         token, of `<op>_verify` of one token and of `drafts`, of `replay_commit` and of `replay_flush`.
     widths : int or iterable of int, optional
-        C of models of RWKV-5, 6 or 7: the kernels of the small work of a layer too, as `rwkv_jit.nn` calls it. Those of
+        C of models of RWKV-5, 6 or 7: also the other kernels of a layer of `rwkv_jit.nn`. Those of
         training are `token_shift`, `prepare_keys`, `gated_norm`, `activate`, `gated` and the losses. With `updates`
-        there are `shift_mix` and what follows it as well. Parameters are all float32 or all of the dtype of r, k, v;
-        the pool of last tokens has that dtype or `state_dtype`. In updates of RWKV-7, rate and v_gate have the dtype of
-        w; a0 is there, with v0 where there is v_first, or neither is.
+        also `shift_mix` and the functions after it. Parameters are all float32 or all of the dtype of r, k, v; the pool
+        of last tokens has that dtype or `state_dtype`. In updates of RWKV-7, rate and v_gate have the dtype of w; a0 is
+        there, with v0 where there is v_first, or neither is.
     shards : bool, default False
-        The kernels of calls over a part of every sequence too, as the ops of `rwkv_jit.parallel` make them; wkv4 and
-        timex have none. Parts that cannot be cut into equal segments take the kernels of other calls.
+        Also the kernels of `rwkv_jit.parallel`; wkv4 and timex have none. Parts that cannot be cut into equal segments
+        take the kernels of other calls.
 
     Returns
     -------
     list of Kernel
         Each once: for every architecture, head size, dtype and direction those of long calls, before those of calls
-        that are too short for the tensor cores, with many heads and with few. None for calls of timex that torch.fft
-        does.
+        that are too short for the tensor cores, with many heads and with few. None for calls of timex that run
+        torch.fft.
 
     Raises
     ------

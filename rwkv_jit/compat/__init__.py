@@ -109,17 +109,17 @@ _REPLACED = {
 
 
 def install() -> None:
-    """Answer for the extensions of RWKV projects and for what transformers and deepspeed would build from now on.
+    """Replace extensions of RWKV projects, and those that transformers and deepspeed would build, from now on.
 
     A program calls it before it imports a module that says ``from torch.utils.cpp_extension import load``. A second
     call does nothing. `rwkv_jit.compat.extensions.NAMES` lists the known names; torch compiles all others.
-    Where the package rwkv-fla is not installed, its `rwkvfla.ops.rwkv6.chunk_rwkv6` and `rwkvfla.ops.rwkv7.chunk_rwkv7`
-    are here.
+    If the package rwkv-fla is not installed, `rwkvfla.ops.rwkv6.chunk_rwkv6` and `rwkvfla.ops.rwkv7.chunk_rwkv7` exist
+    too.
 
-    Of transformers RWKV-4 finds its kernel here. The models of `rwkv_jit.compat.MODELS`, with short convolutions, KDA,
+    RWKV-4 of transformers gets its kernel. The models of `rwkv_jit.compat.MODELS`, with short convolutions, KDA,
     the gated delta rule or Mamba-2, run on these ops without FLA, mamba_ssm and causal-conv1d, and with them too.
 
-    deepspeed's FusedAdam runs on the fused Adam of torch, unless deepspeed has loaded its own before.
+    deepspeed's FusedAdam runs on the fused Adam of torch, unless deepspeed has loaded its op before.
 
     The environment variable RWKVJIT_COMPAT=1 does the same for a program that has no such line.
     """

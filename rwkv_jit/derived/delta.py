@@ -104,7 +104,7 @@ def kda(
     final state, for every 64 tokens of a head a state of 128 x 128 and two matrices of 64 x 64, and for each token and
     head the 128 numbers of v - S k, all of 16 bits.
 
-    Results are the same bit for bit from run to run. A second derivative is an error. Under `torch.autocast` inputs
+    Results have the same bits in every run. A second derivative is an error. Under `torch.autocast` inputs
     are cast as `wkv7` casts them; g and beta may stay float32. CPU tensors run plain torch, with one notice.
 
     References
@@ -210,7 +210,7 @@ def gated_delta_rule(
     inputs, y and the final state, for each token and value head V numbers of the dtype of v, K V / 64 more, and about
     200 bytes.
 
-    Results are the same bit for bit from run to run. A second derivative is an error. Under `torch.autocast` inputs
+    Results have the same bits in every run. A second derivative is an error. Under `torch.autocast` inputs
     are cast as `wkv7` casts them; g and beta may stay float32. CPU tensors run plain torch, with one notice.
 
     References
@@ -306,7 +306,7 @@ def delta_rule(
     prepare no operands and compute norms and rates. Between the passes these keep, beside inputs, y and the final
     state, for each token and value head V numbers of the dtype of v, K V / 64 more, and about 200 bytes.
 
-    Results are the same bit for bit from run to run. A second derivative is an error. Under `torch.autocast` inputs
+    Results have the same bits in every run. A second derivative is an error. Under `torch.autocast` inputs
     are cast as `wkv7` casts them; g and beta may stay float32. CPU tensors run plain torch, with one notice.
 
     References
@@ -410,7 +410,7 @@ def gated_delta_rule2(
     that are made are float32. Any decay is right. Beside what `wkv7` keeps between the passes there are its inputs:
     for each token and value head 3 K numbers of the dtype of q and V more, and K of float32 where A_log is given.
 
-    Results are the same bit for bit from run to run. A second derivative is an error. Under `torch.autocast` inputs
+    Results have the same bits in every run. A second derivative is an error. Under `torch.autocast` inputs
     are cast as `wkv7` casts them; g and beta may stay float32. CPU tensors run plain torch, with one notice.
 
     References

@@ -87,7 +87,7 @@ def simple_gla(
     prepare no operands and take any decay. Between the passes these keep, beside inputs, y and the final state, for
     each token and value head K V / 64 numbers of the dtype of v, and about 200 bytes.
 
-    Results are the same bit for bit from run to run. A second derivative is an error. Under `torch.autocast` inputs
+    Results have the same bits in every run. A second derivative is an error. Under `torch.autocast` inputs
     are cast as `gla` casts them; g may stay float32. CPU tensors run plain torch, with one notice.
 
     References
@@ -167,7 +167,7 @@ def hgrn2(
     The keys are made first, in the dtype of q. `gla` does the rest: its notes say what precision is kept, and which
     kernels run when. Any decay is right.
 
-    Results are the same bit for bit from run to run. A second derivative is an error. Under `torch.autocast` inputs
+    Results have the same bits in every run. A second derivative is an error. Under `torch.autocast` inputs
     are cast as `gla` casts them; g may stay float32. CPU tensors run plain torch, with one notice.
 
     References
@@ -268,7 +268,7 @@ def ssd(
     these keep, beside inputs, y and the final state, for each token and value head K V / 64 numbers of the dtype of x,
     and about 200 bytes.
 
-    Results are the same bit for bit from run to run. A second derivative is an error. Under `torch.autocast` inputs
+    Results have the same bits in every run. A second derivative is an error. Under `torch.autocast` inputs
     are cast as `gla` casts them; dt may stay float32. CPU tensors run plain torch, with one notice.
 
     References

@@ -14,56 +14,56 @@ if TYPE_CHECKING:
 
 
 class PoolOptions(TypedDict, total=False):
-    """What calls over a pool of states share: the pool, these options by name, their errors and their precision.
+    """The pool, options, errors and precision that all calls over a pool of states share.
 
-    B is the rows, T the tokens, H the heads, K and V the head sizes of keys and values. The argument `state` is the
-    pool: a torch.Tensor, shape (slots, H, V, K), or (slots, H, K, V) in the kv layout, float16, bfloat16 or float32. A
-    slot has no gaps; between slots there may be some. The pool changes in place, so every element needs separate
-    memory. Other inputs may have any strides; where the last one is not 1, a copy is made.
+    B is the number of rows, T the tokens, H the heads, K and V the head sizes of keys and values. The argument `state`
+    is the pool: a torch.Tensor, shape (slots, H, V, K), or (slots, H, K, V) in the kv layout, float16, bfloat16 or
+    float32. A slot has no gaps; between slots there may be some. The pool changes in place, so every element needs
+    separate memory. Other inputs may have any strides; if the last one is not 1, the input is copied.
 
     Attributes
     ----------
     state_indices : torch.Tensor, shape (B,), int32 or int64, optional
         The slot of each row. Without it row i has slot i.
     null_index : int, default -1
-        A slot at or below it is none: SGLang and FlashInfer have -1, vLLM has 0. A row that has none gets zeros for y,
-        and no state of it is read or written. So it is with a slot past the pool.
+        Slots at or below it are padding: SGLang and FlashInfer use -1, vLLM 0. Such a row gets zeros for y, and no
+        state is read or written. The same holds for a slot beyond the pool.
     out : torch.Tensor, shape and dtype of v, optional
-        Where y is written, without gaps; y is `out` then.
+        Memory for y, without gaps; the call then returns `out`.
     scale : float
         Factor of y: 1 by default, for gla and linear attention K^-0.5.
     state_layout : {"vk", "kv"}
         Order of the last two dimensions of a state: "vk" by default, for gla and linear attention "kv".
     rounding : {"nearest", "stochastic"}, default "nearest"
-        How a state of 16 bits is rounded when it is written, once in a call. "stochastic" takes one of the two
-        neighbours, the nearer one more often, so that many small changes are not lost.
+        How a 16-bit state is rounded when it is written, once per call. "stochastic" chooses one of the two neighbours,
+        the nearer one more often, so that many small changes are not lost.
     seed : int or torch.Tensor of one int64 on the device
-        For "stochastic", which needs one; give another one in each step. Results are the same for the same seed, slots
+        Required for "stochastic"; use another one in each step. Results are the same for the same seed, slots
         and states, whatever the batch. In a CUDA graph it must be a tensor, which replays read.
 
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came. The states are as they were.
+        An argument does not fit: its name, what was expected and what came. The states are unchanged.
     RuntimeError
-        An input wants a gradient, which states changed in place cannot give: ops such as `wkv7` can.
+        An input requires a gradient, which calls that change states in place do not have; ops such as `wkv7` do.
     RwkvJitError
-        The first call of its kind is inside the capture of a CUDA graph, where nothing can be compiled.
+        The first call of this kind is in the capture of a CUDA graph, where nothing can be compiled.
     NvrtcNotFoundError
         CUDA tensors without CuPy or NVRTC; with the command that installs them.
 
     Notes
     -----
-    Arithmetic is float32 whatever the dtypes are; a state of 16 bits is rounded once where it is written. Relative L2
+    Arithmetic is float32 for all dtypes; a 16-bit state is rounded once when it is written. Relative L2
     error of y and of float32 states against float64 on the same inputs: below 5e-6, and that of rounding y where it has
     16 bits.
 
-    Indices on the CPU are checked. On a GPU kernels read and write no slot that is not in the pool. With
-    RWKVJIT_CHECK=1 from the start every call looks at them, which waits for the GPU: an index past the pool, two rows
-    that write to one slot, and a row that reads what another writes are errors then.
+    Indices on the CPU are checked. On a GPU kernels never read or write outside of the pool. With RWKVJIT_CHECK=1 from
+    the start every call checks them, and waits for the GPU: an index beyond the pool, two rows that write to one slot,
+    and a row that reads a slot that another writes are then errors.
 
-    The first call with a head size, dtype and decay compiles for this GPU and stores the result on disk; in a CUDA
-    graph it must have come before. CPU tensors run plain torch, with one notice.
+    The first call with a head size, dtype and decay compiles for this GPU and stores the result on disk; for a CUDA
+    graph make it before the capture. CPU tensors run plain torch, with one notice.
     """
 
     state_indices: Array | None
@@ -81,8 +81,9 @@ class UpdateOptions(PoolOptions, total=False):
     Attributes
     ----------
     write_indices : torch.Tensor, shape (B,), dtype of `state_indices`, optional
-        The slot that each row's state is written to, where that is another one than it is read from. Two rows must not
-        write to one slot, nor one read what another writes. Where it has none, y is right and no state is written.
+        The slot that each row's state is written to, if it is not the one that it is read from. Two rows must not write
+        to one slot, and no row may read a slot that another row writes. A row without a slot here gets y, and writes no
+        state.
 
     Notes
     -----
@@ -111,35 +112,36 @@ class VarlenOptions(UpdateOptions, total=False):
     """Options of `wkv7_varlen` and the same functions of other ops, by name, beside those of `UpdateOptions`, whose
     rows are sequences here.
 
-    T is the tokens of all sequences, one sequence behind another.
+    T is the number of tokens of all sequences, which follow each other.
 
     Attributes
     ----------
     cu_seqlens : torch.Tensor, shape (sequences + 1,), int32 or int64
-        Must be given. Where sequences begin and end: sequence i has the tokens cu_seqlens[i] to cu_seqlens[i + 1]. It
-        never falls. Tokens of no sequence get zeros for y.
+        Required. The bounds of sequences: sequence i has the tokens cu_seqlens[i] to cu_seqlens[i + 1]. It must not
+        decrease. Tokens outside of all sequences get zeros for y.
     has_initial_state : torch.Tensor, shape (sequences,), bool or uint8, optional
-        Where it is false, a sequence begins with zeros, whatever its slot holds. Without it all begin with their slot.
+        If false, the sequence begins with zeros, whatever its slot holds. Without it all begin with the states in their
+        slots.
     num_active : torch.Tensor of one int32, optional
-        How many sequences there are: those behind them count as empty, so that a CUDA graph serves any number of them.
+        How many sequences are computed: all later ones count as empty, so that one CUDA graph serves any number.
     max_seqlen : int, optional
-        About the most tokens that a sequence has: up to 8 fewer kernels are needed, and many of few sequences are cut,
-        so that the whole GPU works on them. Any lengths are right, whatever it says.
+        A hint: the most tokens of a sequence. Up to 8 saves kernels; a large one lets few long sequences be cut, so
+        that they use the whole GPU. Results are right for any lengths.
     checkpoint_offsets : torch.Tensor, shape (sequences, checkpoints), dtype of `cu_seqlens`, optional
-        Numbers of tokens after which the state of a sequence is written too, to `checkpoint_indices`: for prefix
-        caches. They ascend in a row; one that does not, that is 0 or behind the sequence counts as none.
+        Numbers of tokens after which the state of a sequence is also written, to `checkpoint_indices`: for prefix
+        caches. They must ascend in a row; others, 0, and numbers beyond the sequence are ignored.
     checkpoint_indices : torch.Tensor, shape (sequences, checkpoints), dtype of `state_indices`, optional
-        The slots of these states; one at or below `null_index` is none.
+        The slots of these states; those at or below `null_index` are ignored.
 
     Notes
     -----
     Sequences of up to 8 tokens are computed as by `wkv7_update`, and have its precision. Longer ones are computed as by
-    `wkv7` with packed sequences. Where a prompt is cut, into several calls or by checkpoints, results differ by no more
-    than that, and by what rounding a state of 16 bits does. `rounding` is for sequences of up to 8 tokens without
-    checkpoints; after longer ones states are rounded to the nearest: once in so many tokens loses nothing. Where few
-    sequences are cut, as `max_seqlen` allows, those of up to 8 tokens take the kernels of longer ones. Only the GPU
-    reads the lengths: nothing waits for it, and a CUDA graph replays with others. The kernels take any values of
-    cu_seqlens and indices without a stray access.
+    `wkv7` with packed sequences. If a prompt is cut, into several calls or by checkpoints, results differ by no more
+    than that, and by the rounding of 16-bit states. `rounding` is for sequences of up to 8 tokens without checkpoints;
+    after longer ones states are rounded to the nearest, which loses nothing once in so many tokens. If few sequences
+    are cut, as `max_seqlen` allows, those of up to 8 tokens take the kernels of longer ones. Only the GPU reads the
+    lengths: nothing waits for it, and a CUDA graph can be replayed with other lengths. No values of cu_seqlens and
+    indices cause an access outside of the tensors.
     """
 
     cu_seqlens: Required[Array]

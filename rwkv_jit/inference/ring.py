@@ -23,20 +23,20 @@ _LEAST_BYTES = 2**24  # of the states of a call, from which replay pays: measure
 class ReplayRing:
     """The tokens of each slot since its state was written, for the functions `_replay` and `_verify`.
 
-    It is memory and bookkeeping of one layer. A state of a pool and the entries of its slot are the state of a sequence
-    together:
+    It has the memory and the cursors of one layer. A state of a pool and the entries of its slot together are the state
+    of a sequence:
 
         S = S0 diag(d_1 ... d_n) + sum_i (u_i (p_i b_i)^T + v_i (p_i k_i)^T)   with p_i = d_{i+1} ... d_n
 
     with n the cursor of the slot, and u_i = S_{i-1} a_i; without the delta term there are no u and b, and linear
-    attention has no d. `replay_flush` makes S0 of it where a state is to be saved, copied or read by something else.
+    attention has no d. `replay_flush` computes it into S0, before a state is saved, copied or read by other calls.
 
     Parameters
     ----------
     slots : int
         How many slots the pool has.
     op : {"wkv7", "wkv6", "wkv5", "gla", "linear_attention"}
-        Whose tokens these are.
+        The op of the tokens.
     heads : int
         Heads of a state, H.
     head_size : int
@@ -44,16 +44,16 @@ class ReplayRing:
     value_size : int, optional
         V; K by default.
     length : int, from 1 to 16, optional
-        The most entries that are kept: the state is written once in `length` + 1 tokens. By default so many that a
-        token takes the least time, by its share of that write and by the entries that it reads: 4 for wkv7 with heads
-        of 64 and float32 states, 3 where states have 16 bits, 6 for heads of 128.
+        The most entries: the state is written once in `length` + 1 tokens. The default minimizes the time of a token,
+        which is its share of that write and the entries that it reads: 4 for wkv7 with heads of 64 and float32 states,
+        3 for 16-bit states, 6 for heads of 128.
     drafts : int, default 0
         The most speculative tokens of a call such as `wkv7_verify`; there is always memory for them behind the cursor.
-        There are at most 16 entries with those that are kept.
+        `length` and it together are at most 16.
     dtype : torch.dtype, default torch.bfloat16
         Of r, k and v in the calls: float16, bfloat16 or float32; float64 too on the CPU.
     state_dtype : torch.dtype, default torch.float32
-        Of the states, by which the default of `length` goes.
+        Of the states; the default of `length` depends on it.
     device : torch.device or str, default "cuda"
         Where the memory is.
 
@@ -72,11 +72,11 @@ class ReplayRing:
     v : torch.Tensor, shape (slots, H, length + drafts, V), dtype
         Values.
     u : torch.Tensor, shape (slots, H, length + drafts, V), float32, or None
-        What the state held for a.
+        S a, the product of state and a.
     cursors : torch.Tensor, shape (slots,), int32
-        How many entries of a slot count.
+        How many entries each slot has.
     arrivals : torch.Tensor, shape (slots,), int32
-        Zeros between launches, in which blocks count each other.
+        Counters of blocks during a launch; zeros between launches.
 
     Raises
     ------
@@ -85,7 +85,7 @@ class ReplayRing:
 
     Notes
     -----
-    All memory is taken at once: with bfloat16, wkv7 and heads of 64 an entry has 896 bytes for each head, where a
+    All memory is allocated at once: with bfloat16, wkv7 and heads of 64 an entry has 896 bytes for each head, where a
     float32 state has 16384.
 
     Examples

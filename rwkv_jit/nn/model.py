@@ -25,7 +25,7 @@ class RWKV5(LanguageModel):
     Parameters
     ----------
     vocabulary : int
-        Number of tokens that there are.
+        Number of different tokens.
     width : int
         C, a multiple of the head size.
     layers : int
@@ -35,7 +35,7 @@ class RWKV5(LanguageModel):
     hidden : int, optional
         Of channel mixing; the multiple of 32 at or below 3.5 times the width by default.
     checkpointing : bool, default False
-        Whether the backward computes the activations of each layer again, in place of keeping them. It is an attribute,
+        Whether the backward computes the activations of each layer again, instead of keeping them. It is an attribute,
         which may be changed.
     device : torch.device or str, optional
         Where parameters are. On "meta" they have no memory: call `to_empty`, then `reset_parameters`.
@@ -79,7 +79,7 @@ class RWKV6(LanguageModel):
     Parameters
     ----------
     vocabulary : int
-        Number of tokens that there are.
+        Number of different tokens.
     width : int
         C, a multiple of the head size.
     layers : int
@@ -89,7 +89,7 @@ class RWKV6(LanguageModel):
     hidden : int, optional
         Of channel mixing; the multiple of 32 at or below 3.5 times the width by default.
     checkpointing : bool, default False
-        Whether the backward computes the activations of each layer again, in place of keeping them. It is an attribute,
+        Whether the backward computes the activations of each layer again, instead of keeping them. It is an attribute,
         which may be changed.
     device : torch.device or str, optional
         Where parameters are. On "meta" they have no memory: call `to_empty`, then `reset_parameters`.
@@ -133,7 +133,7 @@ class RWKV7(LanguageModel):
     Parameters
     ----------
     vocabulary : int
-        Number of tokens that there are.
+        Number of different tokens.
     width : int
         C, a multiple of the head size.
     layers : int
@@ -145,7 +145,7 @@ class RWKV7(LanguageModel):
     ranks : mapping of str to int, optional
         As in `RWKV7TimeMix`.
     checkpointing : bool, default False
-        Whether the backward computes the activations of each layer again, in place of keeping them. It is an attribute,
+        Whether the backward computes the activations of each layer again, instead of keeping them. It is an attribute,
         which may be changed.
     device : torch.device or str, optional
         Where parameters are. On "meta" they have no memory: call `to_empty`, then `reset_parameters`.
@@ -162,7 +162,7 @@ class RWKV7(LanguageModel):
     Initial values are those that the official trainer begins with: orthogonal matrices, zeros where a branch ends, a
     small embedding, and decays, mixes and norms that depend on the layer. `param_groups` has its learning rates.
 
-    `loss` and `step` are methods beside `forward`. Wrappers that work in `forward` alone, like DistributedDataParallel,
+    `loss` and `step` are methods beside `forward`. Wrappers that work only in `forward`, like DistributedDataParallel,
     need a module whose `forward` calls `loss`.
 
     References

@@ -39,8 +39,8 @@ def gla(
     Parameters
     ----------
     q, k : torch.Tensor, shape (B, T, H, K), float16, bfloat16 or float32
-        Query and key. Any strides; where the last one is not 1, a copy is made. Arrays of other libraries come in
-        through DLPack.
+        Query and key. Any strides; if the last one is not 1, the input is copied. DLPack hands over arrays of other
+        libraries.
     v : torch.Tensor, shape (B, T, H, V), dtype of q
         Value.
     g : torch.Tensor, shape (B, T, H, K), dtype of q or float32
@@ -87,12 +87,11 @@ def gla(
     rounded up to multiples of 32; for heads that blocks share the backward needs as many again while it runs. Segments
     keep 4 K bytes more for each of their heads.
 
-    Results are the same bit for bit from run to run. A second derivative is an error.
+    Results have the same bits in every run. A second derivative is an error.
 
     Under `torch.autocast` q, k and v are cast to its dtype like the inputs of torch's ops; g may stay float32, and
-    states keep their dtype. Forward-mode derivatives (`torch.func.jvp`, `jacfwd`) are there for CPU tensors and
-    backend="reference"; of kernels they are an error. DTensors may be replicated or sharded over the batch or the
-    heads.
+    states keep their dtype. Forward-mode derivatives (`torch.func.jvp`, `jacfwd`) work for CPU tensors and
+    backend="reference"; kernels raise an error. DTensors may be replicated or sharded over the batch or the heads.
 
     The first call with a head size, dtype and decay compiles for this GPU and stores the result on disk. CPU tensors
     run plain torch, with one notice.

@@ -43,8 +43,8 @@ def linear_attention(
     Parameters
     ----------
     q, k : torch.Tensor, shape (B, T, H, K), float16, bfloat16 or float32
-        Query and key. Any strides; where the last one is not 1, a copy is made. Arrays of other libraries come in
-        through DLPack.
+        Query and key. Any strides; if the last one is not 1, the input is copied. DLPack hands over arrays of other
+        libraries.
     v : torch.Tensor, shape (B, T, H, V), dtype of q
         Value.
     initial_state : torch.Tensor, shape (N, H, K, V) or (H, K, V), optional
@@ -97,11 +97,11 @@ def linear_attention(
     comes out of that one, in the dtype of v: errors then are about twice as large in float16 and bfloat16, and grow
     where z . q is near 0, as keys and queries may not all be positive.
 
-    Results are the same bit for bit from run to run. A second derivative is an error.
+    Results have the same bits in every run. A second derivative is an error.
 
     Under `torch.autocast` q, k and v are cast to its dtype like the inputs of torch's ops; states keep their dtype.
-    Forward-mode derivatives (`torch.func.jvp`, `jacfwd`) are there for CPU tensors and backend="reference"; of
-    kernels they are an error. DTensors may be replicated or sharded over the batch or the heads.
+    Forward-mode derivatives (`torch.func.jvp`, `jacfwd`) work for CPU tensors and backend="reference"; kernels raise an
+    error. DTensors may be replicated or sharded over the batch or the heads.
 
     The first call with a head size and dtype compiles for this GPU and stores the result on disk. CPU tensors
     run plain torch, with one notice.

@@ -25,34 +25,36 @@ class CallOptions(TypedDict, total=False):
         one every `chunk_len` tokens, in the inputs' dtype.
     chunk_len : int, optional
         Tokens that a block works on at once: 1, 2, 4, 8 or 16 in the recurrent kernels, 16 or 32 on the tensor cores,
-        there 64 too in other ops than wkv7, and 32 or 64 in wkv7 with head sizes above 128. By default chosen by the
-        head sizes, the GPU, `decay_bound` and whether gradients are wanted, or as `rwkv-jit tune` measured.
+        there 64 too in other ops than wkv7, and 32 or 64 in wkv7 with head sizes above 128. The default depends on the
+        head sizes, the GPU, `decay_bound` and whether gradients are needed, or is that of `rwkv-jit tune`.
     num_threads : int, optional
         Threads of a block. The recurrent kernels take 32, 64, 128 or 256. Those on the tensor cores take a multiple of
-        32 up to 512 in the forward, and not less than the head sizes ask for; their backward has one choice. Errors
-        name the legal ones. By default chosen by the head sizes and by whether there are few heads, or as tuned where
-        `chunk_len` is not given either.
+        32 up to 512 in the forward, and not less than the head sizes require; their backward has one choice. Errors
+        list the legal ones. The default depends on the head sizes and on whether there are few heads, or is the tuned
+        one if `chunk_len` is None too.
     backend : {"auto", "recurrent", "chunked", "split", "reference"}, default "auto"
-        Leave it at "auto". Where a result must not depend on the batch, call `set_batch_invariant`.
-        "recurrent" are CUDA kernels that go token by token in float32. "chunked" takes the tensor cores, for heads that
-        a block holds. "split" shares the work of a head between blocks: segments of the sequences side by side, or the
-        value rows of a head that no block holds. "reference" is plain torch. Tensors that are not on a GPU take it.
+        Leave it at "auto". If results must not depend on the batch, call `set_batch_invariant`.
+        "recurrent" are CUDA kernels that go token by token in float32. "chunked" uses the tensor cores, for heads that
+        fit into a block. "split" shares the work of a head between blocks: segments of the sequences in parallel, or
+        the value rows of a head that does not fit into a block. "reference" is plain torch, for tensors that are not on
+        a GPU.
 
     Notes
     -----
     For float16 and bfloat16 from sm_80 on, with 4 tokens a sequence on average or more, "auto" takes "chunked" for K
     and V up to 128 with K at most twice V, where the GPU has the shared memory, and "split" for other heads up to 1024.
-    Where there are few heads, it takes "split" for the smaller ones too, if T makes 4 segments or more of at least 512
+    If there are few heads, it takes "split" for the smaller ones too, if T makes 4 segments or more of at least 512
     tokens in wkv7 and 256 in the other ops; and for packed sequences outside of compiled graphs, 256 tokens or more on
-    average, where the longest one has three times what each block would have if all had as many. Keys of other ops than
-    wkv7 above 256 (on sm_90 above 1024) go in parts, whose y are added. Everything else is for "recurrent".
+    average, if the longest one has three times the tokens that each block would have with equal shares. Keys of other
+    ops than wkv7 above 256 (on sm_90 above 1024) are cut into parts, whose y are added. All other calls take
+    "recurrent".
 
-    float32 takes the same kernels as float16 where `torch.set_float32_matmul_precision` is "high" or "medium", and so
-    does bfloat16 where `set_bfloat16_precision` is "high". Tensors are then scaled by powers of two.
+    float32 takes the same kernels as float16 if `torch.set_float32_matmul_precision` is "high" or "medium", and so does
+    bfloat16 if `set_bfloat16_precision` is "high". Tensors are then scaled by powers of two.
 
-    Operands of the tensor cores have the inputs' dtype otherwise. float16 ends at 65504 and has fewer digits below
-    6e-5: states and their gradients beyond become infinite, and where dy is below 1e-3 gradients lose digits, unless
-    the loss is scaled, as `torch.amp.GradScaler` does.
+    Operands of the tensor cores have the inputs' dtype otherwise. The largest float16 number is 65504, and those below
+    6e-5 have fewer digits: larger states and their gradients become infinite, and where dy is below 1e-3 gradients lose
+    digits, unless the loss is scaled, as `torch.amp.GradScaler` does.
     """
 
     scale: float
@@ -73,9 +75,9 @@ class DecayOptions(CallOptions, total=False):
         default, for `gla` "log".
     decay_bound : float, optional
         A hint: log d is at least about this negative number. For the decays of an RWKV-7 model in "raw" it is -0.61.
-        Any decay is right, with a hint and without, and where data go below it. The tensor cores take a chunk more
-        slowly where half of it shrinks a channel by more than e^-64. With a hint they take a chunk that is short enough
-        not to, if there is one.
+        Results are right for any decay, with a hint and without, also for data below it. The tensor-core kernels are
+        slower if half a chunk shrinks a channel by more than e^-64. With a hint they choose chunks that are short
+        enough, if there are any.
     """
 
     decay: Decay

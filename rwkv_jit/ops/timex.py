@@ -381,7 +381,7 @@ def timex(w: Array, k: Array, eps: float = 0.0, backend: TimexBackend = "auto") 
     ----------
     w : torch.Tensor, shape (C, T), dtype of k or float32
         Filter of each channel: its last element is for the current token, its first for T - 1 tokens ago. Any strides;
-        where the last one is not 1, a copy is made. Arrays of other libraries come in through DLPack.
+        if the last one is not 1, the input is copied. DLPack hands over arrays of other libraries.
     k : torch.Tensor, shape (B, C, T), float16, bfloat16 or float32
         Input, of any strides as w.
     eps : float, default 0.0

@@ -90,12 +90,11 @@ def wkv4(
     over rows and parts in float32. The gradient of max is that of num times num and of den times den, and of the final
     max where it comes from the initial one.
 
-    Results are the same bit for bit from run to run. A second derivative is an error.
+    Results have the same bits in every run. A second derivative is an error.
 
     Under `torch.autocast` k and v are cast to its dtype like the inputs of torch's ops; w and u may stay float32,
-    and the state keeps its dtype. Forward-mode derivatives (`torch.func.jvp`, `jacfwd`) are there for CPU tensors
-    and backend="reference"; of kernels they are an error. DTensors may be replicated or sharded over the batch or
-    the channels.
+    and the state keeps its dtype. Forward-mode derivatives (`torch.func.jvp`, `jacfwd`) work for CPU tensors and
+    backend="reference"; kernels raise an error. DTensors may be replicated or sharded over the batch or the channels.
 
     The first call with a dtype and decay compiles for this GPU and stores the result on disk. CPU tensors run the
     reference, with one notice.

@@ -40,8 +40,8 @@ def wkv6(
     Parameters
     ----------
     r, k : torch.Tensor, shape (B, T, H, K), float16, bfloat16 or float32
-        Receptance and key. Any strides; where the last one is not 1, a copy is made. Arrays of other libraries come in
-        through DLPack.
+        Receptance and key. Any strides; if the last one is not 1, the input is copied. DLPack hands over arrays of
+        other libraries.
     v : torch.Tensor, shape (B, T, H, V), dtype of r
         Value.
     w : torch.Tensor, shape (B, T, H, K), dtype of r or float32
@@ -94,9 +94,8 @@ def wkv6(
     derivative is an error.
 
     Under `torch.autocast` r, k and v are cast to its dtype like the inputs of torch's ops; w and u may stay
-    float32, and states keep their dtype. Forward-mode derivatives (`torch.func.jvp`, `jacfwd`) are there for CPU
-    tensors and backend="reference"; of kernels they are an error. DTensors may be replicated or sharded over the
-    batch or the heads.
+    float32, and states keep their dtype. Forward-mode derivatives (`torch.func.jvp`, `jacfwd`) work for CPU tensors and
+    backend="reference"; kernels raise an error. DTensors may be replicated or sharded over the batch or the heads.
 
     The first call with a head size, dtype and decay compiles for this GPU and stores the result on disk. CPU tensors
     run plain torch, with one notice.

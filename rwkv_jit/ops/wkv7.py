@@ -42,7 +42,7 @@ def wkv7(
     ----------
     r, k, a, b : torch.Tensor, shape (B, T, H, K), float16, bfloat16 or float32
         Receptance, key, and the two sides of the state's rank-one correction (in the model a = -kk, b = kk * a').
-        Any strides; where the last one is not 1, a copy is made. Arrays of other libraries come in through DLPack.
+        Any strides; if the last one is not 1, the input is copied. DLPack hands over arrays of other libraries.
     w : torch.Tensor, shape (B, T, H, K), dtype of r or float32
         Decay before the map that `decay` names.
     v : torch.Tensor, shape (B, T, H, V), dtype of r
@@ -91,12 +91,11 @@ def wkv7(
     256, of 256 above 512), and beside them B H T (8 K + 2 V) bytes and some 350 a token and head; a forward without
     gradients needs B H T (8 K + 350) bytes while it runs, and so does that of few smaller heads where it is faster.
 
-    Results are the same bit for bit from run to run. A second derivative is an error.
+    Results have the same bits in every run. A second derivative is an error.
 
     Under `torch.autocast` r, k, v, a and b are cast to its dtype like the inputs of torch's ops; w may stay
-    float32, and states keep their dtype. Forward-mode derivatives (`torch.func.jvp`, `jacfwd`) are there for CPU
-    tensors and backend="reference"; of kernels they are an error. DTensors may be replicated or sharded over the
-    batch or the heads.
+    float32, and states keep their dtype. Forward-mode derivatives (`torch.func.jvp`, `jacfwd`) work for CPU tensors and
+    backend="reference"; kernels raise an error. DTensors may be replicated or sharded over the batch or the heads.
 
     The first call with a head size, dtype and decay compiles for this GPU and stores the result on disk. CPU tensors
     run plain torch, with one notice.
