@@ -61,19 +61,19 @@ def _set(precision: Precision, is_batch_invariant: bool) -> None:
 
 
 def set_bfloat16_precision(precision: Precision) -> None:
-    """Say how exact the tensor cores are on bfloat16 tensors, in the words of `torch.set_float32_matmul_precision`.
+    """Set the precision of bfloat16 tensors on the tensor cores, like `torch.set_float32_matmul_precision`.
 
     With "medium" products have bfloat16 factors, with 8 bits, and y and gradients are 2 to 5e-3 off. With "high" they
     have float16 factors, with 11 bits, and the error is that of rounding the results to bfloat16, 1.7e-3. With
     gradients that takes 2 to 3 times as long, forward alone up to 4 times, and float16 copies of the rows are kept for
-    the backward. Tensors are scaled by powers of two, so that the range of float16 does not matter where sums stay
-    within 2^16 of the largest terms.
+    the backward. Tensors are scaled by powers of two, so that the range of float16 does not matter if sums stay within
+    2^16 of the largest terms.
 
     Parameters
     ----------
     precision : {"medium", "high"}
-        "medium" by default. It holds for all threads, and for calls that the tensor cores take; `set_batch_invariant`
-        puts it aside. What `torch.compile` and `torch.export` have traced before stays as it was.
+        "medium" by default. It applies to all threads, and to calls on the tensor cores; `set_batch_invariant`
+        overrides it. Code that `torch.compile` and `torch.export` have traced before does not change.
 
     Raises
     ------
@@ -103,11 +103,11 @@ def get_bfloat16_precision() -> Precision:
 
 
 def set_batch_invariant(enabled: bool) -> None:
-    """Make results the same bit for bit whatever else is in the batch, or let calls be as fast as they can.
+    """Give results the same bits whatever else is in the batch, or let calls be as fast as possible.
 
     While it is on, the y, the final state and the gradients of a sequence do not depend on the number of sequences, on
-    their order and lengths, nor on whether `cu_seqlens` packs them. That leaves out gradients of what all sequences
-    share, which are sums: u, w of wkv5, wkv4 and timex, an initial state without a batch.
+    their order and lengths, nor on whether `cu_seqlens` packs them. This excludes gradients of inputs that all
+    sequences share, which are sums: u, w of wkv5, wkv4 and timex, an initial state without a batch.
 
     "auto" chooses kernels and their geometry as for many long sequences: short ones take longer, and few heads leave a
     part of the GPU idle. float32 goes token by token, and products of bfloat16 rows have bfloat16 factors, whatever the
@@ -117,8 +117,8 @@ def set_batch_invariant(enabled: bool) -> None:
     Parameters
     ----------
     enabled : bool
-        Off by default. It holds for all threads. What `torch.compile` and `torch.export` have traced before stays as it
-        was, except for timex, which reads the switch whenever it runs.
+        Off by default. It applies to all threads. Code that `torch.compile` and `torch.export` have traced before does
+        not change, except for timex, which reads the switch whenever it runs.
 
     Raises
     ------

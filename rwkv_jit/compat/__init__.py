@@ -131,7 +131,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Give everything back: torch its `load`, without the ops that were defined for it, and others what they had."""
+    """Restore torch's `load`, remove the ops that were defined for it, and restore all other modules."""
     global is_installed
     with replacing.LOCK:
         is_installed = False

@@ -142,22 +142,22 @@ def find(name: str) -> Callable[..., Any]:
 
 
 def patch(target: ModuleType | nn.Module) -> list[str]:
-    """Let models of transformers, and those of the Hub that bring their own code, call our functions.
+    """Let models of transformers, and remote code of the Hub, call functions of rwkv_jit.
 
     The names are `rwkv5_linear_attention`, `rwkv6_linear_attention` and `rwkv7_recurrent`, and those of models with
-    short convolutions, KDA, the gated delta rule or Mamba-2: `torch_chunk_gated_delta_rule` and others. Behind these
-    stays what was there, for calls that the kernels cannot do. `rwkv_jit.compat.uninstall` takes them away again.
+    short convolutions, KDA, the gated delta rule or Mamba-2: `torch_chunk_gated_delta_rule` and others. Calls that the
+    kernels cannot do still run the original functions. `rwkv_jit.compat.uninstall` restores these.
 
     Parameters
     ----------
     target : module or torch.nn.Module
-        A module of Python that has such a function, or a model: then the modules that its parts are written in, and
-        parts that have such a function themselves.
+        A Python module that has such a function, or a model: then the Python modules of its parts, and parts that have
+        such a function.
 
     Returns
     -------
     list of str
-        What our functions stand for now, with the names of the modules or parts.
+        Names of the replaced functions, with their modules or parts.
 
     Raises
     ------

@@ -32,7 +32,7 @@ _LEAST_ROWS = 256  # of a chunk, by default: matrix products take tiles of up to
 def cross_entropy(
     logits: Array, targets: Array, *, l2_wrap: float = 0.0, ignore_index: int = _IGNORED, reduction: Reduction = "mean"
 ) -> Tensor:
-    r"""Cross entropy of logits, with a gradient, and the pull on the largest logit that RWKV-LM trains with.
+    r"""Cross entropy of logits, with a gradient, and RWKV-LM's penalty on the largest logit.
 
         loss_i = log(sum_j e^logits_ij) - logits_i,targets_i
 
@@ -41,18 +41,17 @@ def cross_entropy(
     Parameters
     ----------
     logits : torch.Tensor, shape (..., V), float16, bfloat16 or float32
-        Of any strides; where they are not contiguous, a copy is made. On the CPU also float64.
+        Any strides; logits that are not contiguous are copied. On the CPU also float64.
     targets : torch.Tensor, shape (...), int64 or int32
         The right class of each row, 0 to V - 1, or `ignore_index`.
     l2_wrap : float, default 0.0
-        c, not negative. The gradient alone is as if c / 2 max_j(logits_ij)^2 were added to the loss of every row that
-        counts: c times the largest logit is added where it is, at the first of equal ones. The loss stays what it is.
-        RWKV-LM has c = 1e-4.
+        c, not negative. The gradient, and not the loss, includes that of c / 2 max_j(logits_ij)^2 for every row that
+        counts: c times the largest logit, at its first index. RWKV-LM has c = 1e-4.
     ignore_index : int, default -100
         Rows with this target do not count: their loss is 0, their gradient is zeros, also that of `l2_wrap`, and "mean"
         leaves them out.
     reduction : {"mean", "sum", "none"}, default "mean"
-        "mean" is over the rows that count. Where there are none it is NaN, and gradients are zeros.
+        "mean" is over the rows that count. Without any it is NaN, and gradients are zeros.
 
     Returns
     -------

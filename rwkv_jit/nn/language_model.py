@@ -107,16 +107,16 @@ class LanguageModel(nn.Module):
         self, tokens: Tensor, targets: Tensor, l2_wrap: float = 1e-4, state: Sequence[Any] | None = None,
         cu_seqlens: Tensor | None = None, return_state: bool = False, shard: Any = None,
     ) -> Any:  # fmt: skip
-        """Return the mean loss of the next tokens, by `linear_cross_entropy`: the logits are never all in memory.
+        """Return the mean loss of the next tokens, by `linear_cross_entropy`, which never stores all logits.
 
-        A head with an adapter or hooks, or sharded alone, is called, and makes all logits.
+        A head with an adapter or hooks, or sharded alone, is called, and computes all logits.
 
         Parameters
         ----------
         tokens : torch.Tensor, shape (B, T), int64 or int32
             The sequences.
         targets : torch.Tensor, shape (B, T), int64 or int32
-            The token behind each token; -100 where there is none, or where none shall be learned.
+            The next token of each token; -100 if there is none, or if it does not count.
         l2_wrap : float, default 1e-4
             As in `cross_entropy`.
         state, cu_seqlens, return_state, shard
@@ -172,12 +172,12 @@ class LanguageModel(nn.Module):
             Learning rate. The decays of time mixing (w0, or time_decay of RWKV-5 and 6) have twice as much.
         weight_decay : float
             Of the matrices of linear layers, the embedding and the head. Nothing else decays: neither norms and vectors
-            nor the low-rank matrices nor what is given by head.
+            nor low-rank matrices nor parameters per head.
 
         Returns
         -------
         list of dict
-            For `torch.optim.AdamW` and the like. A scheduler that multiplies keeps the ratio of the rates.
+            For `torch.optim.AdamW` and other optimizers. A scheduler that multiplies keeps the ratio of the rates.
 
         Examples
         --------
@@ -207,9 +207,9 @@ class LanguageModel(nn.Module):
         Parameters
         ----------
         slots : int
-            How many slots there are, the reserved ones too.
+            Number of slots, including the reserved ones.
         reserved : int, default 0
-            How many slots at the front are never allocated. `step` takes them for the padding of a batch.
+            How many slots at the front are never allocated. `step` uses them for the padding of a batch.
 
         Returns
         -------
@@ -234,9 +234,9 @@ class LanguageModel(nn.Module):
         tokens : torch.Tensor, shape (B,), int64 or int32
             The tokens.
         pool : StatePool
-            The states, as `new_pool` makes them. They change in place.
+            The states, from `new_pool`. They change in place.
         slots : torch.Tensor, shape (B,), int32 or int64, or sequence of int, optional
-            The slot of each sequence. Without it sequence i has slot i. A reserved slot is none: its row is padding.
+            The slot of each sequence. Without it sequence i has slot i. A row with a reserved slot is padding.
 
         Returns
         -------
@@ -244,8 +244,8 @@ class LanguageModel(nn.Module):
 
         Notes
         -----
-        It is `shift_mix`, an update such as `wkv7_update` and the rest of a layer over a token of many sequences,
-        without gradients. It can be captured in a CUDA graph once it has run.
+        It runs `shift_mix`, an update such as `wkv7_update` and the rest of each layer, without gradients. After a
+        first call it can be captured in a CUDA graph.
 
         Examples
         --------
@@ -282,11 +282,11 @@ class LanguageModel(nn.Module):
         count : int
             How many tokens to write.
         temperature : float, default 1.0
-            By which logits are divided. 0 takes the most likely token.
+            Logits are divided by it. 0 takes the most likely token.
         top_p : float, default 1.0
             Tokens are drawn from the most likely ones that have this probability together.
         generator : torch.Generator, optional
-            Where random numbers come from, on the device of the model.
+            Source of random numbers, on the device of the model.
 
         Returns
         -------
@@ -328,7 +328,7 @@ class LanguageModel(nn.Module):
         path : str or path
             A file of `torch.save`, or of safetensors if its name ends so.
         device : torch.device or str, optional
-            Where parameters shall be; by default on the CPU.
+            Device of the parameters; by default the CPU.
         dtype : torch.dtype, optional
             Of the parameters; by default as in the file.
 
@@ -341,9 +341,9 @@ class LanguageModel(nn.Module):
         TypeError
             `dtype` is none of float32, bfloat16, float16 and float64.
         ValueError
-            The file has other parameters than this model: every name that is missing or foreign, every tensor that has
+            The file has other parameters than this model: every name that is missing or unknown, every tensor that has
             another shape, or every one of another dtype than these four. v0, v1 and v2 of the first layer of RWKV-7,
-            which nobody reads, may be there.
+            which are not used, may be there.
         ImportError, OSError
             safetensors is not installed; or the file cannot be read.
         """
@@ -374,13 +374,13 @@ class LanguageModel(nn.Module):
         Parameters
         ----------
         path : str or path
-            Where to; a file of safetensors if its name ends so, and else of `torch.save`. Weights that are tied are
-            there by each of their names, and are apart in a model that is read from it.
+            The file; in the format of safetensors if its name ends in .safetensors, and otherwise of `torch.save`. Tied
+            weights are written under each name, and are separate in a model read from it.
 
         Raises
         ------
         ImportError, OSError
-            safetensors is not installed; or the file cannot be written. What was there stays then.
+            safetensors is not installed; or the file cannot be written. An older file stays.
         """
         checkpoints.write(path, self.state_dict())
 

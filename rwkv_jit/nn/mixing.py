@@ -52,7 +52,7 @@ class Mix(nn.Module):
     def reset_mixes(self, of_gates: float = 1.0) -> None:
         """Set the mixes: more of the token itself in later channels, and in later layers.
 
-        That goes by powers of the place of a channel, which are `of_gates` times as large for r and g.
+        It is a power of the index of a channel; exponents are `of_gates` times as large for r and g.
         """
         for letter in self.letters:
             parameter = getattr(self, f"{self.prefix}_{letter}")

@@ -25,7 +25,7 @@ _gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_ga
 
 
 class Shard:
-    """The part of every sequence that this process has: parts follow one another in the order of the ranks.
+    """The part of every sequence that this process has; parts follow each other in the order of the ranks.
 
     Parameters
     ----------
@@ -33,22 +33,22 @@ class Shard:
         The processes that share the sequences; all of them by default.
     cu_seqlens : torch.Tensor or sequence of int, shape (N + 1,), optional
         Where each of N packed sequences begins, and where the last one ends, in the tokens of all parts together. A
-        sequence may reach over many parts, and a part may have many sequences.
+        sequence may span many parts, and a part may have many sequences.
     lengths : sequence of int, optional
-        The tokens of each rank's part, where sequences are packed; equal ones by default.
+        The tokens of each rank's part, if sequences are packed; equal by default.
 
     Attributes
     ----------
     group : torch.distributed.ProcessGroup
         The processes.
     rank, size : int
-        The place of this process among them, and how many there are.
+        The index of this process among them, and their number.
     bounds : tuple of int or None
         Where the sequences of this part begin in it, and where the last one ends; None where no sequences are packed.
     is_continued : bool
-        Whether the first sequence of this part began in one before.
+        Whether the first sequence of this part began in an earlier one.
     is_to_be_continued : bool
-        Whether the last sequence of this part goes on in one behind.
+        Whether the last sequence of this part continues in a later one.
 
     Raises
     ------

@@ -48,15 +48,16 @@ _CUTS: dict[type[nn.Module], dict[str, int]] = {
 
 
 def tensor_parallel(model: Model, mesh: DeviceMesh) -> Model:
-    """Spread the parameters of a model over ranks, by heads and hidden channels, in place.
+    """Split the parameters of a model over ranks, by heads and hidden channels, in place.
 
     Parameters
     ----------
     model : torch.nn.Module
         `RWKV7`, or modules that consist of the time mixing and channel mixing of RWKV-4, 5, 6 and 7, of layer norms,
-        embeddings and linear layers. On every rank, on the device of the mesh; the values of the first rank are taken.
+        embeddings and linear layers. On every rank, on the device of the mesh. All ranks get the values of the first
+        one.
     mesh : torch.distributed.device_mesh.DeviceMesh
-        The ranks, of one dimension. Their number divides the heads of every layer, and its hidden channels.
+        The ranks, in one dimension. Their number must divide the heads and the hidden channels of every layer.
 
     Returns
     -------

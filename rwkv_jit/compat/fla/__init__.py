@@ -56,11 +56,11 @@ _PATCHES = f"{__name__}.patches"
 
 
 def install() -> None:
-    """Let FLA's functions and layers run on these kernels from now on, in modules that are imported already too.
+    """Let FLA's functions and layers run on these kernels from now on, also in modules that are already imported.
 
-    A call that the kernels cannot do goes to FLA's own code; `report` says which, and why. Nothing is imported: what
-    FLA defines is replaced as soon as the program imports it. The environment variable RWKVJIT_FLA=1 does the same for
-    a program that has no such line.
+    Calls that the kernels cannot do run FLA's code; `report` says which, and why. Nothing is imported: FLA's functions
+    are replaced as soon as the program imports them. The environment variable RWKVJIT_FLA=1 does the same for a program
+    that has no such line.
 
     A second call does nothing.
     """
