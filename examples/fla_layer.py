@@ -1,9 +1,9 @@
-"""FLA's RWKV-7 layer on these kernels, by one line: its time with and without, and what went where.
+"""FLA's RWKV-7 layer on these kernels, by one line: its time with and without them, and who ran which calls.
 
     python examples/fla_layer.py [--width 2048 --batch 8 --tokens 4096]
 
-Needs FLA: pip install flash-linear-attention. Without a GPU, where FLA's own kernels do not run, it runs a small layer
-on these alone.
+Needs FLA: pip install flash-linear-attention. Without a GPU, where FLA's kernels do not run, it runs only a small layer
+on these.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """RWKV-7 ("Goose", x070) for inference, in matrix products of torch and the ops of rwkv_jit. `serve.py` serves it.
 
-A model reads tokens of several texts at once, whose states lie in a `StatePool`. Its parameters have the names of
+A model reads tokens of several sequences at once, whose states are in a `StatePool`. Its parameters have the names of
 BlinkDL's checkpoints, which it loads. The equations are those of arXiv:2503.14456.
 """
 

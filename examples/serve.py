@@ -6,10 +6,11 @@
                              [--seed N] [--dtype TYPE] [--cpu] [--check] [--quiet] [--json]
 
 Requests arrive at random times. In each step the server gives free slots to those that wait, reads a piece of the
-prompts that are not read yet, and writes one token of every running text. On a GPU, CUDA graphs do the writing. A live
-table shows tokens per second and latencies, and below it one text as it grows. --check then decodes every request again
-alone, and exits with 1 if a token differs. The model is that of arXiv:2503.14456. Without --checkpoint its weights are
-random and so is what it writes. --layers 24 --width 2048 --vocab 65536 is a model of 1.5 billion parameters.
+prompts that are not read yet, and writes one token of every running sequence. On a GPU, CUDA graphs do the writing. A
+live table shows tokens per second and latencies, and below it one sequence as it grows. --check then decodes every
+request again alone, and exits with 1 if a token differs. The model is that of arXiv:2503.14456. Without --checkpoint
+its weights are random and so is what it writes. --layers 24 --width 2048 --vocab 65536 is a model of 1.5 billion
+parameters.
 """
 
 import argparse
@@ -362,7 +363,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--rate", type=limited(float, 0, above=True), default=8.0, help="requests per second, or inf")
     parser.add_argument("--temperature", type=limited(float, 0), default=0.0, help="0, the default, is greedy")
     parser.add_argument("--top-p", type=limited(float, 0, 1, above=True), default=1.0, help="by default 1")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, requests and texts")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, requests and sequences")
     parser.add_argument("--dtype", choices=DTYPES, help="of weights: bfloat16 on a GPU, float32 on a CPU")
     parser.add_argument("--cpu", action="store_true", help="do not use the GPU")
     parser.add_argument("--check", action="store_true", help="decode every request again alone, and compare")
@@ -421,7 +422,7 @@ def main() -> int | str:
     if options.json:
         print(json.dumps(said))
     elif options.check and not problems:
-        print(f"all {len(server.finished)} texts are those of one-by-one decoding; near ties: {said['near_ties']}")
+        print(f"all {len(server.finished)} sequences are those of one-by-one decoding; near ties: {said['near_ties']}")
     return "\n".join(["not what one-by-one decoding writes:", *problems]) if problems else 0
 
 

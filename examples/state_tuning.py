@@ -1,11 +1,11 @@
-"""State tuning: a model stays as it is, and the states that a text begins with are learned.
+"""State tuning: a model does not change, and the initial states of a sequence are learned.
 
     python examples/state_tuning.py [--word state] [--quick]
 
-A small RWKV-7 model learns to go on with texts that repeat a word of five letters, whichever it is. Then its parameters
-are frozen, and its states at the beginning learn to be such a text: behind the first letter the model writes the word
-that was never in front of it. A text may be read in chunks, each of which begins with the states behind the one before;
-the gradients of the first states are those of the text as a whole.
+A small RWKV-7 model learns to continue sequences that repeat a word of five letters, whichever it is. Then its
+parameters are frozen, and its initial states learn to replace such a sequence: after the first letter the model writes
+the word that it has never read. A sequence may be read in chunks, each of which begins with the states after the
+previous one; the gradients of the initial states are those of the whole sequence.
 """
 
 import argparse
@@ -90,7 +90,7 @@ def main() -> None:
     text = texts(torch.tensor([list(options.word.encode())], device=device))
     whole, chunks = (torch.autograd.grad(loss_of(model, learned, text, chunk), learned) for chunk in (TOKENS, CHUNK))
     difference = max(((a - b).norm() / b.norm()).item() for a, b in zip(chunks, whole, strict=True))
-    print(f"gradients in chunks of {CHUNK} are {difference:.1e} from those of the whole text")
+    print(f"gradients in chunks of {CHUNK} are {difference:.1e} from those of the whole sequence")
 
     optimizer = torch.optim.Adam(learned, lr=0.05)
     for step in range(81):

@@ -1,10 +1,10 @@
-"""A TimeX layer learns a filter: given inputs and what an unknown filter made of them, w comes close to it.
+"""A TimeX layer learns a filter: from the inputs and outputs of an unknown filter, w comes close to it.
 
     python examples/timex.py [--steps N] [--plot FILE]
 
 The filter is as long as the sequence, so that every output depends on all inputs before it. Prints the loss and the
-error of the filter, and with --plot draws what was learned beside what was to be learned. Runs on a GPU where there is
-one; the CPU takes a few seconds.
+error of the filter, and with --plot draws the learned filter and the unknown one. Runs on a GPU if there is one; the
+CPU takes a few seconds.
 """
 
 import argparse

@@ -4,11 +4,11 @@
     torchrun --nproc-per-node 8 examples/train_lm.py --fsdp --tp 2 ...
 
 FILE is any text, whose bytes are the tokens, or a .npy or .bin of uint16 or uint32 tokens, which is read as it is
-needed; by default it is Python's own help texts. The last tenth is held back. Ranks that are left by --tp (heads over
-ranks) and --cp (each sequence over ranks) have sequences of their own: --dp gives each of them the whole model, and
---fsdp a part of it. Losses, tokens per second and the share of the GPU's peak go to the progress bar and to FOLDER: a
-line of JSON each, a picture, TensorBoard's files where that is installed, and checkpoints, from which the same command
-goes on, to the bit. The model is that of arXiv:2503.14456, its parameters and rates those of its trainer.
+needed; by default it is Python's help. The last tenth is held back. Ranks that are left by --tp (heads over
+ranks) and --cp (each sequence over ranks) have different sequences: --dp gives each of them the whole model, and --fsdp
+a part of it. Losses, tokens per second and the share of the GPU's peak go to the progress bar and to FOLDER: a line of
+JSON each, a picture, TensorBoard's files where that is installed, and checkpoints, from which the same command goes on,
+to the bit. The model is that of arXiv:2503.14456, its parameters and rates those of its trainer.
 """
 
 import argparse
@@ -111,7 +111,7 @@ def join(options: argparse.Namespace) -> Ranks:
     if world % (tp * cp):
         sys.exit(f"{world} ranks are no multiple of --tp {tp} times --cp {cp}")
     if world > tp and not (options.dp or options.fsdp):
-        sys.exit(f"{world // tp} ranks have tokens of their own: choose --dp or --fsdp")
+        sys.exit(f"{world // tp} ranks have different tokens: choose --dp or --fsdp")
     count = world // (tp * cp)
     if options.batch % (options.accumulate * count):
         sys.exit(f"--batch {options.batch} is no multiple of {options.accumulate} passes of {count} ranks")
@@ -246,17 +246,17 @@ def read_options() -> argparse.Namespace:
     for name, on_gpu in DEFAULTS["cuda"].items():
         parser.add_argument(f"--{name}", type=int, help=f"{on_gpu} on a GPU, {DEFAULTS['cpu'][name]} on a CPU")
     parser.add_argument("--head-size", type=int, default=64)
-    parser.add_argument("--data", type=Path, help="a text, or a .npy or .bin of tokens; Python's help texts by default")
+    parser.add_argument("--data", type=Path, help="a text, or a .npy or .bin of tokens; Python's help by default")
     parser.add_argument("--bin-dtype", choices=["uint16", "uint32"], default="uint16", help="of the tokens of a .bin")
     parser.add_argument("--vocabulary", type=int, help="256 for a text, 65536 for tokens")
     parser.add_argument("--out", type=Path, help="folder of the log, the picture and checkpoints; none by default")
     parser.add_argument("--save-every", type=int, default=1000, help="steps from checkpoint to checkpoint (1000)")
     parser.add_argument("--log-every", type=int, default=10, help="steps from line to line of the log (10)")
-    parser.add_argument("--accumulate", type=int, default=1, help="passes of which a step adds up the gradients")
+    parser.add_argument("--accumulate", type=int, default=1, help="passes whose gradients a step adds up")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--warmup", type=int, default=20, help="steps until that is reached (20)")
     parser.add_argument("--weight-decay", type=float, default=0.1)
-    parser.add_argument("--checkpointing", action="store_true", help="compute activations again in the backward")
+    parser.add_argument("--checkpointing", action="store_true", help="recompute activations in the backward")
     parser.add_argument("--compile", action="store_true", help="train through torch.compile")
     parser.add_argument("--cpu", action="store_true", help="do not use the GPU")
     parser.add_argument("--dp", action="store_true", help="the model on every rank (DistributedDataParallel)")

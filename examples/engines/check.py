@@ -1,4 +1,4 @@
-"""Let an engine serve a small RWKV-7 model with random weights, and compare its texts with each one alone.
+"""Let an engine serve a small RWKV-7 model with random weights, and compare its sequences with each one alone.
 
     python examples/engines/check.py ENGINE [--prefix-cache] [--eager] [--folder FOLDER]
 
@@ -89,7 +89,7 @@ def check(folder: Path, options: argparse.Namespace) -> int:
         found, hits = write(prompts, counts)
         same = sum(x == y for x, y in zip(found, expected, strict=True))
         wrong += len(prompts) - same
-        print(f"round {number + 1}: {same} of {len(prompts)} texts as alone, {hits} tokens from the prefix cache")
+        print(f"round {number + 1}: {same} of {len(prompts)} sequences as alone, {hits} tokens from the prefix cache")
     return wrong
 
 

@@ -309,10 +309,10 @@ def test_the_check_tells_a_wrong_token(root, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(check, "with_vllm", engine)
     monkeypatch.setattr(sys, "argv", ["check.py", "vllm", "--folder", str(tmp_path)])
     assert check.main() == 0
-    assert "round 2: 11 of 11 texts as alone, 5 tokens from the prefix cache\n" in capsys.readouterr().out
+    assert "round 2: 11 of 11 sequences as alone, 5 tokens from the prefix cache\n" in capsys.readouterr().out
     wrong = [1]
     assert check.main() == 1
-    assert "round 1: 0 of 11 texts" in capsys.readouterr().out
+    assert "round 1: 0 of 11 sequences" in capsys.readouterr().out
 
 
 def test_the_check_reads_each_text_alone(root, monkeypatch, weights):

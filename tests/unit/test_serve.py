@@ -398,7 +398,7 @@ def test_table_and_text_are_shown(program, capsys):
     assert program(*SMALL, "--requests", 1, "--prompt", "Once upon a time", "--check") == 0
     printed = capsys.readouterr().out
     assert "Once upon a time" in printed
-    assert "all 1 texts are those of one-by-one decoding" in printed
+    assert "all 1 sequences are those of one-by-one decoding" in printed
     assert program(*SMALL, "--requests", 1, "--quiet") == 0
     assert capsys.readouterr().out == ""
 

@@ -60,7 +60,7 @@ def prose(page):
 
 @pytest.mark.parametrize(
     "page",
-    [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))],
+    [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))],
     ids=lambda page: page.relative_to(ROOT).as_posix(),
 )
 def test_pages(page):
@@ -96,7 +96,7 @@ def messages(path):
             yield node.lineno, node.value
 
 
-@pytest.mark.parametrize("folder", ["rwkv_jit", "bench"])
+@pytest.mark.parametrize("folder", ["rwkv_jit", "bench", "examples"])
 def test_messages(folder):
     assert [
         f"{path.relative_to(ROOT)}:{line}: {word}"

@@ -61,6 +61,6 @@ class Rwkv7Backend(MambaAttnBackendBase):
         NotImplementedError
             Always.
         """
-        raise NotImplementedError("Rwkv7Backend has step and layer_states, and no forward of its own")
+        raise NotImplementedError("Rwkv7Backend has step and layer_states, and no forward")
 
     forward_extend = forward_decode
