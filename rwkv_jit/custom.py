@@ -62,8 +62,7 @@ class Template:
     headers such as ``<cuda_fp16.h>``: put those that you need beside the file.
 
     What decides the code is a parameter: a name that the text uses and does not define, such as NUM_THREADS or T_IO.
-    Rules between parameters are ``static_assert``s, whose messages users read. Kernels are
-    ``extern "C" __global__``.
+    Rules between parameters are ``static_assert``s, whose messages users read. Kernels are ``extern "C" __global__``.
 
     Examples
     --------

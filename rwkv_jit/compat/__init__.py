@@ -112,9 +112,8 @@ def install() -> None:
     """Replace extensions of RWKV projects, and those that transformers and deepspeed would build, from now on.
 
     A program calls it before it imports a module that says ``from torch.utils.cpp_extension import load``. A second
-    call does nothing. `rwkv_jit.compat.extensions.NAMES` lists the known names; torch compiles all others.
-    If the package rwkv-fla is not installed, `rwkvfla.ops.rwkv6.chunk_rwkv6` and `rwkvfla.ops.rwkv7.chunk_rwkv7` exist
-    too.
+    call does nothing. `rwkv_jit.compat.extensions.NAMES` lists the known names; torch compiles all others. If the
+    package rwkv-fla is not installed, `rwkvfla.ops.rwkv6.chunk_rwkv6` and `rwkvfla.ops.rwkv7.chunk_rwkv7` exist too.
 
     RWKV-4 of transformers gets its kernel. The models of `rwkv_jit.compat.MODELS`, with short convolutions, KDA,
     the gated delta rule or Mamba-2, run on these ops without FLA, mamba_ssm and causal-conv1d, and with them too.

@@ -86,8 +86,7 @@ def kda(
     TypeError, ValueError
         An argument does not fit: its name, what was expected and what came. Nothing has been launched.
     UnsupportedConfigError
-        No kernel for this `chunk_len` or `num_threads`, with the legal values; or a call that the `backend` cannot do,
-        and why.
+        No kernel for this `chunk_len` or `num_threads`, with the legal values; or a call that the `backend` cannot do.
     NvrtcNotFoundError
         CUDA tensors without CuPy or NVRTC; with the command that installs them.
 
@@ -193,8 +192,7 @@ def gated_delta_rule(
     TypeError, ValueError
         An argument does not fit: its name, what was expected and what came. Nothing has been launched.
     UnsupportedConfigError
-        No kernel for this `chunk_len` or `num_threads`, with the legal values; or a call that the `backend` cannot do,
-        and why.
+        No kernel for this `chunk_len` or `num_threads`, with the legal values; or a call that the `backend` cannot do.
     NvrtcNotFoundError
         CUDA tensors without CuPy or NVRTC; with the command that installs them.
 
@@ -290,8 +288,7 @@ def delta_rule(
     TypeError, ValueError
         An argument does not fit: its name, what was expected and what came. Nothing has been launched.
     UnsupportedConfigError
-        No kernel for this `chunk_len` or `num_threads`, with the legal values; or a call that the `backend` cannot do,
-        and why.
+        No kernel for this `chunk_len` or `num_threads`, with the legal values; or a call that the `backend` cannot do.
     NvrtcNotFoundError
         CUDA tensors without CuPy or NVRTC; with the command that installs them.
 
@@ -398,8 +395,7 @@ def gated_delta_rule2(
     TypeError, ValueError
         An argument does not fit: its name, what was expected and what came. Nothing has been launched.
     UnsupportedConfigError
-        No kernel for this `chunk_len` or `num_threads`, with the legal values; or a call that the `backend` cannot do,
-        and why.
+        No kernel for this `chunk_len` or `num_threads`, with the legal values; or a call that the `backend` cannot do.
     NvrtcNotFoundError
         CUDA tensors without CuPy or NVRTC; with the command that installs them.
 

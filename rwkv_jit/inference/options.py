@@ -54,9 +54,8 @@ class PoolOptions(TypedDict, total=False):
 
     Notes
     -----
-    Arithmetic is float32 for all dtypes; a 16-bit state is rounded once when it is written. Relative L2
-    error of y and of float32 states against float64 on the same inputs: below 5e-6, and that of rounding y where it has
-    16 bits.
+    Arithmetic is float32 for all dtypes; a 16-bit state is rounded once when it is written. Relative L2 error of y and
+    of float32 states against float64 on the same inputs: below 5e-6, and that of rounding y where it has 16 bits.
 
     Indices on the CPU are checked. On a GPU kernels never read or write outside of the pool. With RWKVJIT_CHECK=1 from
     the start every call checks them, and waits for the GPU: an index beyond the pool, two rows that write to one slot,

@@ -399,9 +399,8 @@ def norm_shift(
         z_t = x_t + add_t;   n_t = (z_t - mean) / sqrt(variance + eps) weight + bias
         mixed_m[t] = n_t + (n_{t-1} - n_t) mixes_m
 
-    with the mean and the variance over the channels. The n before a sequence is `first`, or zeros. B is
-    the batch, T the tokens, C the channels, M the mixes, N the sequences: B, or one less than the length of
-    `cu_seqlens`.
+    with the mean and the variance over the channels. The n before a sequence is `first`, or zeros. B is the batch, T
+    the tokens, C the channels, M the mixes, N the sequences: B, or one less than the length of `cu_seqlens`.
 
     Parameters
     ----------

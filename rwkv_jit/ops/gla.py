@@ -69,8 +69,7 @@ def gla(
     TypeError, ValueError
         An argument does not fit: its name, what was expected and what came. Nothing has been launched.
     UnsupportedConfigError
-        No kernel for this `chunk_len` or `num_threads`, with the legal values; or a call that the `backend` cannot do,
-        and why.
+        No kernel for this `chunk_len` or `num_threads`, with the legal values; or a call that the `backend` cannot do.
     NvrtcNotFoundError
         CUDA tensors without CuPy or NVRTC; with the command that installs them.
 

@@ -33,11 +33,10 @@ class CallOptions(TypedDict, total=False):
         list the legal ones. The default depends on the head sizes and on whether there are few heads, or is the tuned
         one if `chunk_len` is None too.
     backend : {"auto", "recurrent", "chunked", "split", "reference"}, default "auto"
-        Leave it at "auto". If results must not depend on the batch, call `set_batch_invariant`.
-        "recurrent" are CUDA kernels that go token by token in float32. "chunked" uses the tensor cores, for heads that
-        fit into a block. "split" shares the work of a head between blocks: segments of the sequences in parallel, or
-        the value rows of a head that does not fit into a block. "reference" is plain torch, for tensors that are not on
-        a GPU.
+        Leave it at "auto". If results must not depend on the batch, call `set_batch_invariant`. "recurrent" are CUDA
+        kernels that go token by token in float32. "chunked" uses the tensor cores, for heads that fit into a block.
+        "split" shares the work of a head between blocks: segments of the sequences in parallel, or the value rows of a
+        head that does not fit into a block. "reference" is plain torch, for tensors that are not on a GPU.
 
     Notes
     -----

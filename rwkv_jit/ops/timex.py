@@ -404,7 +404,7 @@ def timex(w: Array, k: Array, eps: float = 0.0, backend: TimexBackend = "auto") 
     TypeError, ValueError
         An argument does not fit: its name, what was expected and what came. Nothing has been launched.
     UnsupportedConfigError
-        A call that the `backend` cannot do, and why.
+        A call that the `backend` cannot do.
     NvrtcNotFoundError
         CUDA tensors without CuPy or NVRTC; with the command that installs them.
 

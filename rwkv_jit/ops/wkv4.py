@@ -73,7 +73,7 @@ def wkv4(
     TypeError, ValueError
         An argument does not fit: its name, what was expected and what came. Nothing has been launched.
     UnsupportedConfigError
-        A call that the `backend` cannot do, and why.
+        A call that the `backend` cannot do.
     RwkvJitError
         The first call of its kind is inside the capture of a CUDA graph, where nothing can be compiled.
     NvrtcNotFoundError

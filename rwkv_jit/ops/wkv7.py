@@ -72,7 +72,7 @@ def wkv7(
         An argument does not fit: its name, what was expected and what came. Nothing has been launched.
     UnsupportedConfigError
         No kernel for this `chunk_len` or `num_threads`, with the nearest legal value; or a call that the `backend`
-        cannot do, and why.
+        cannot do.
     NvrtcNotFoundError
         CUDA tensors without CuPy or NVRTC; with the command that installs them.
 
