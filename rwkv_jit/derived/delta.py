@@ -92,19 +92,18 @@ def kda(
 
     Notes
     -----
-    One kernel makes what `wkv7` takes, with the norm, the gates and the rate, and `wkv7` does the rest: its notes
-    say what precision is kept, and which kernels run when. The operands are rounded to the dtype of q, log-decays
-    that are made are float32. Any decay is right. Beside what `wkv7` keeps between the passes there are its inputs:
-    for each token and value head 3 K numbers of the dtype of q, and one of float32 for each of K where A_log is
-    given.
+    One kernel prepares the inputs of `wkv7`, with norms, gates and rates, and `wkv7` does the rest: its notes have
+    precision and choice of kernels. These inputs are rounded to the dtype of q; computed log-decays are float32. Any
+    decay is right. Besides what `wkv7` keeps between the passes, they are kept: for each token and value head 3 K
+    numbers of the dtype of q, and one of float32 for each of K where A_log is given.
 
-    On sm_90, calls with 16 bits and heads of 128 that are not few run dedicated kernels, which prepare no operands;
-    with gradients, those with as many key heads as value heads. Between the passes these keep, beside inputs, y and the
-    final state, for every 64 tokens of a head a state of 128 x 128 and two matrices of 64 x 64, and for each token and
+    On sm_90, calls with 16 bits and enough heads of 128 run dedicated kernels, which prepare no such inputs;
+    with gradients, those with as many key heads as value heads. Besides inputs, y and final state these keep between
+    the passes, for every 64 tokens of a head a state of 128 x 128 and two matrices of 64 x 64, and for each token and
     head the 128 numbers of v - S k, all of 16 bits.
 
-    Results have the same bits in every run. A second derivative is an error. Under `torch.autocast` inputs
-    are cast as `wkv7` casts them; g and beta may stay float32. CPU tensors run plain torch, with one notice.
+    Results have the same bits in every run. A second derivative is an error. Under `torch.autocast` inputs are cast
+    like those of `wkv7`; g and beta may stay float32. CPU tensors run plain torch, with one notice.
 
     References
     ----------
@@ -198,18 +197,17 @@ def gated_delta_rule(
 
     Notes
     -----
-    One kernel makes what `wkv7` takes, with the norm, the gates and the rate, and `wkv7` does the rest: its notes
-    say what precision is kept, and which kernels run when. The operands are rounded to the dtype of q, log-decays
-    that are made are float32. Any decay is right. Beside what `wkv7` keeps between the passes there are its inputs:
-    for each token and value head 3 K numbers of the dtype of q, and K of float32.
+    One kernel prepares the inputs of `wkv7`, with norms, gates and rates, and `wkv7` does the rest: its notes have
+    precision and choice of kernels. These inputs are rounded to the dtype of q; computed log-decays are float32. Any
+    decay is right. Besides what `wkv7` keeps between the passes, they are kept: for each token and value head 3 K
+    numbers of the dtype of q, and K of float32.
 
-    Calls with 16 bits, head sizes up to 128 and heads that are not few run dedicated kernels in both directions, which
-    prepare no operands, compute norms, gates and rates, and take any decay. Between the passes these keep, beside
-    inputs, y and the final state, for each token and value head V numbers of the dtype of v, K V / 64 more, and about
-    200 bytes.
+    Calls with 16 bits, head sizes up to 128 and enough heads run dedicated kernels in both directions, which compute
+    norms, gates and rates, and take any decay. Besides inputs, y and final state these keep between the passes, for
+    each token and value head V numbers of the dtype of v, K V / 64 more, and about 200 bytes.
 
-    Results have the same bits in every run. A second derivative is an error. Under `torch.autocast` inputs
-    are cast as `wkv7` casts them; g and beta may stay float32. CPU tensors run plain torch, with one notice.
+    Results have the same bits in every run. A second derivative is an error. Under `torch.autocast` inputs are cast
+    like those of `wkv7`; g and beta may stay float32. CPU tensors run plain torch, with one notice.
 
     References
     ----------
@@ -294,17 +292,17 @@ def delta_rule(
 
     Notes
     -----
-    One kernel makes what `wkv7` takes, with the norm, the gates and the rate, and `wkv7` does the rest: its notes
-    say what precision is kept, and which kernels run when. The operands are rounded to the dtype of q, log-decays
-    that are made are float32. Any decay is right. Beside what `wkv7` keeps between the passes there are its inputs:
-    for each token and value head 3 K numbers of the dtype of q, and K more.
+    One kernel prepares the inputs of `wkv7`, with norms, gates and rates, and `wkv7` does the rest: its notes have
+    precision and choice of kernels. These inputs are rounded to the dtype of q; computed log-decays are float32. Any
+    decay is right. Besides what `wkv7` keeps between the passes, they are kept: for each token and value head 3 K
+    numbers of the dtype of q, and K more.
 
-    Calls with 16 bits, head sizes up to 128 and heads that are not few run dedicated kernels in both directions, which
-    prepare no operands and compute norms and rates. Between the passes these keep, beside inputs, y and the final
-    state, for each token and value head V numbers of the dtype of v, K V / 64 more, and about 200 bytes.
+    Calls with 16 bits, head sizes up to 128 and enough heads run dedicated kernels in both directions, which compute
+    norms and rates. Besides inputs, y and final state these keep between the passes, for each token and value head
+    V numbers of the dtype of v, K V / 64 more, and about 200 bytes.
 
-    Results have the same bits in every run. A second derivative is an error. Under `torch.autocast` inputs
-    are cast as `wkv7` casts them; g and beta may stay float32. CPU tensors run plain torch, with one notice.
+    Results have the same bits in every run. A second derivative is an error. Under `torch.autocast` inputs are cast
+    like those of `wkv7`; g and beta may stay float32. CPU tensors run plain torch, with one notice.
 
     References
     ----------
@@ -401,13 +399,13 @@ def gated_delta_rule2(
 
     Notes
     -----
-    One kernel makes what `wkv7` takes, with the norm, the gates and the rate, and `wkv7` does the rest: its notes
-    say what precision is kept, and which kernels run when. The operands are rounded to the dtype of q, log-decays
-    that are made are float32. Any decay is right. Beside what `wkv7` keeps between the passes there are its inputs:
-    for each token and value head 3 K numbers of the dtype of q and V more, and K of float32 where A_log is given.
+    One kernel prepares the inputs of `wkv7`, with norms, gates and rates, and `wkv7` does the rest: its notes have
+    precision and choice of kernels. These inputs are rounded to the dtype of q; computed log-decays are float32. Any
+    decay is right. Besides what `wkv7` keeps between the passes, they are kept: for each token and value head 3 K
+    numbers of the dtype of q and V more, and K of float32 where A_log is given.
 
-    Results have the same bits in every run. A second derivative is an error. Under `torch.autocast` inputs
-    are cast as `wkv7` casts them; g and beta may stay float32. CPU tensors run plain torch, with one notice.
+    Results have the same bits in every run. A second derivative is an error. Under `torch.autocast` inputs are cast
+    like those of `wkv7`; g and beta may stay float32. CPU tensors run plain torch, with one notice.
 
     References
     ----------

@@ -79,15 +79,15 @@ def simple_gla(
 
     Notes
     -----
-    Decays pass to the kernels for all channels of a head, and keys for all heads that share them. `gla` does the
-    rest: its notes say what precision is kept, and which kernels run when. Any decay is right.
+    Kernels get one decay for all channels of a head, and keys for all heads that share them. `gla` does the rest:
+    its notes have precision and choice of kernels. Any decay is right.
 
-    Calls with 16 bits, head sizes up to 128 and heads that are not few run dedicated kernels in both directions, which
-    prepare no operands and take any decay. Between the passes these keep, beside inputs, y and the final state, for
-    each token and value head K V / 64 numbers of the dtype of v, and about 200 bytes.
+    Calls with 16 bits, head sizes up to 128 and enough heads run dedicated kernels in both directions, which take any
+    decay. Besides inputs, y and final state these keep between the passes, for each token and value head K V / 64
+    numbers of the dtype of v, and about 200 bytes.
 
-    Results have the same bits in every run. A second derivative is an error. Under `torch.autocast` inputs
-    are cast as `gla` casts them; g may stay float32. CPU tensors run plain torch, with one notice.
+    Results have the same bits in every run. A second derivative is an error. Under `torch.autocast` inputs are cast
+    like those of `gla`; g may stay float32. CPU tensors run plain torch, with one notice.
 
     References
     ----------
@@ -162,11 +162,11 @@ def hgrn2(
 
     Notes
     -----
-    The keys are made first, in the dtype of q. `gla` does the rest: its notes say what precision is kept, and which
-    kernels run when. Any decay is right.
+    The keys are computed first, in the dtype of q. `gla` does the rest: its notes have precision and choice of kernels.
+    Any decay is right.
 
-    Results have the same bits in every run. A second derivative is an error. Under `torch.autocast` inputs
-    are cast as `gla` casts them; g may stay float32. CPU tensors run plain torch, with one notice.
+    Results have the same bits in every run. A second derivative is an error. Under `torch.autocast` inputs are cast
+    like those of `gla`; g may stay float32. CPU tensors run plain torch, with one notice.
 
     References
     ----------
@@ -217,8 +217,7 @@ def ssd(
     A : torch.Tensor, shape (H,), dtype of x or float32
         Log-decay of a step of 1, which is negative.
     B, C : torch.Tensor, shape (B, T, G, K), dtype of x
-        Key by which an input is written, and query by which the state is read. Head h has those of group
-        h // (H // G).
+        Key by which an input is written, and query by which the state is read. Head h has those of group h // (H // G).
     initial_state : torch.Tensor, shape (N, H, V, K) or (H, V, K), optional
         State before the first token, float16, bfloat16 or float32; zeros by default. Without N the same for every
         sequence. In the kv layout the last two sizes are (K, V).
@@ -257,16 +256,15 @@ def ssd(
 
     Notes
     -----
-    Steps are made first, in float32, and the inputs times the step, in the dtype of x; D and z come last. `gla` does
-    the rest: its notes say what precision is kept, and which kernels run when. Any decay is right.
+    Steps are computed first, in float32, then the inputs times the step, in the dtype of x; D and z are last. `gla`
+    does the rest: its notes have precision and choice of kernels. Any decay is right.
 
-    Calls with 16 bits, head sizes up to 128 and heads that are not few run dedicated kernels in both directions, which
-    take any decay and prepare neither operands nor, without a `dt_limit`, steps of `dt_softplus`. Between the passes
-    these keep, beside inputs, y and the final state, for each token and value head K V / 64 numbers of the dtype of x,
-    and about 200 bytes.
+    Calls with 16 bits, head sizes up to 128 and enough heads run dedicated kernels in both directions, which take any
+    decay and, without a `dt_limit`, compute the steps of `dt_softplus`. Besides inputs, y and final state these keep
+    between the passes, for each token and value head K V / 64 numbers of the dtype of x, and about 200 bytes.
 
-    Results have the same bits in every run. A second derivative is an error. Under `torch.autocast` inputs
-    are cast as `gla` casts them; dt may stay float32. CPU tensors run plain torch, with one notice.
+    Results have the same bits in every run. A second derivative is an error. Under `torch.autocast` inputs are cast
+    like those of `gla`; dt may stay float32. CPU tensors run plain torch, with one notice.
 
     References
     ----------
