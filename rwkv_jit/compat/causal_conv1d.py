@@ -61,7 +61,7 @@ def causal_conv1d_fn(
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came.
+        An argument does not fit; the message has its name, what was expected and what came.
     UnsupportedConfigError
         `seq_idx` with initial states or final ones.
     """
@@ -127,7 +127,8 @@ def causal_conv1d_update(
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came. The states are as they were.
+        An argument does not fit; the message has its name, what was expected and what came. The states are as they
+        were.
     UnsupportedConfigError
         States keep more than 16 tokens, and there are no `cache_seqlens`.
     """

@@ -32,7 +32,7 @@ def rwkv5_cuda_linear_attention(
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came.
+        An argument does not fit; the message has its name, what was expected and what came.
     """
     state, inputs = rows.by_state(state, "state", receptance=receptance, key=key, value=value)
     by_head = rows.by_shape(tuple(state.shape[1:3]), time_decay=time_decay, time_first=time_first)
@@ -63,7 +63,7 @@ def rwkv6_cuda_linear_attention(
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came.
+        An argument does not fit; the message has its name, what was expected and what came.
     """
     state, inputs = rows.by_state(
         state, "state", receptance=receptance, key=key, value=value, time_decay=time_decay

@@ -47,7 +47,7 @@ def RUN_CUDA_RWKV7g(
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came.
+        An argument does not fit; the message has its name, what was expected and what came.
     """
     return buffers.y_of(wkv7, rows.by_size(HEAD_SIZE, q=q, w=w, k=k, v=v, a=a, b=b)).flatten(2)
 
@@ -70,7 +70,7 @@ def RWKV7_CLAMPW_CUDA(r: Any, w: Any, k: Any, v: Any, a: Any, b: Any, HEAD_SIZE:
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came.
+        An argument does not fit; the message has its name, what was expected and what came.
     """
     inputs = rows.by_size(HEAD_SIZE, r=r, w=w, k=k, v=v, a=a, b=b)
     return buffers.y_of(wkv7, inputs, decay="sigmoid").flatten(2)
@@ -96,7 +96,7 @@ def RWKV7_STATE_CLAMPW_CUDA(
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came.
+        An argument does not fit; the message has its name, what was expected and what came.
     """
     return RWKV7_STATE_PASSING_CLAMPW_CUDA(s0, r, w, k, v, a, b)[0]
 
@@ -121,7 +121,7 @@ def RWKV7_STATE_PASSING_CLAMPW_CUDA(
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came.
+        An argument does not fit; the message has its name, what was expected and what came.
     """
     s0, inputs = rows.by_state(s0, "s0", r=r, w=w, k=k, v=v, a=a, b=b)
     y, last = buffers.with_final(wkv7, inputs, s0, decay="sigmoid")
@@ -156,7 +156,7 @@ def RUN_RWKV7_STATE(
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came.
+        An argument does not fit; the message has its name, what was expected and what came.
     """
     inputs = rows.by_size(HEAD_SIZE, r=r, w=w, k=k, v=v, a=a, b=b)
     return buffers.y_of(wkv7, inputs, s).flatten(2), None
@@ -187,7 +187,7 @@ def RUN_RWKV7_INFCTX(
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came.
+        An argument does not fit; the message has its name, what was expected and what came.
     """
     inputs = rows.by_size(HEAD_SIZE, r=r, w=w, k=k, v=v, a=a, b=b)
     return buffers.with_final(wkv7, inputs, buffers.in_float32(s), state_layout="kv")
@@ -219,7 +219,7 @@ class TritonRWKV7:
         Raises
         ------
         TypeError, ValueError
-            An argument does not fit: its name, what was expected and what came.
+            An argument does not fit; the message has its name, what was expected and what came.
         """
         return buffers.with_final(wkv7, [q, w, k, v, z, b], buffers.or_zeros(s0, w))
 
@@ -246,7 +246,7 @@ def RWKV7_OP(state: Tensor, r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tenso
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came. The state is as it was.
+        An argument does not fit; the message has its name, what was expected and what came. The state is as it was.
     """
     return RWKV7_BATCH_OP(state[None], r[None], w[None], k[None], v[None], a[None], b[None])[0]
 
@@ -270,7 +270,8 @@ def RWKV7_BATCH_OP(state: Tensor, r: Tensor, w: Tensor, k: Tensor, v: Tensor, a:
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came. The states are as they were.
+        An argument does not fit; the message has its name, what was expected and what came. The states are as they
+        were.
     """
     state = tensors.from_any("state", state, in_place=True)
     state, inputs = rows.by_state(state, "state", r=r, w=w, k=k, v=v, a=a, b=b)
@@ -304,7 +305,7 @@ def RUN_CUDA_RWKV6(*given: Any, **named: Any) -> Tensor:
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came.
+        An argument does not fit; the message has its name, what was expected and what came.
     """
     names = _ROWS_OF_RWKV6 if len(given) + len(named) == 5 else ("B", "T", "C", "H", *_ROWS_OF_RWKV6)
     by_name = {**dict(zip(names, given, strict=False)), **named}
@@ -346,7 +347,7 @@ def RUN_CUDA_RWKV6_STATE(
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came.
+        An argument does not fit; the message has its name, what was expected and what came.
     """
     size = rows.head_size(C, H)
     inputs = rows.by_shape((B, T, H, size), r=r, k=k, v=v, w=w)
@@ -375,7 +376,7 @@ def RUN_CUDA_RWKV5(
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came.
+        An argument does not fit; the message has its name, what was expected and what came.
     """
     size = rows.head_size(C, H)
     inputs = rows.by_shape((B, T, H, size), r=r, k=k, v=v)
@@ -402,7 +403,7 @@ def RUN_CUDA(B: int, T: int, C: int, w: Tensor, u: Tensor, k: Tensor, v: Tensor)
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came.
+        An argument does not fit; the message has its name, what was expected and what came.
     """
     return buffers.y_of(wkv4, [*rows.by_shape((C,), w=w, u=u), *rows.by_shape((B, T, C), k=k, v=v)])
 
@@ -432,7 +433,7 @@ class TimeX:
         Raises
         ------
         TypeError, ValueError
-            An argument does not fit: its name, what was expected and what came.
+            An argument does not fit; the message has its name, what was expected and what came.
         """
         (w,), (k,) = rows.by_shape((C, T), w=w), rows.by_shape((B, C, T), k=k)
         return timex(w, k, eps)

@@ -66,7 +66,7 @@ def rwkv5_linear_attention(
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came. Nothing has been launched.
+        An argument does not fit; the message has its name, what was expected and what came. Nothing has been launched.
     """
     rows = _heads(time_first, receptance=receptance, key=key, value=value)
     if time_decay.shape != time_first.shape:
@@ -112,7 +112,7 @@ def rwkv6_linear_attention(
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came. Nothing has been launched.
+        An argument does not fit; the message has its name, what was expected and what came. Nothing has been launched.
     """
     *rows, decay = _heads(time_first, receptance=receptance, key=key, value=value, time_decay=time_decay)
     return _mix(wkv6, rows, decay, time_first, state)

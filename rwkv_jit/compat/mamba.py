@@ -87,7 +87,7 @@ def mamba_chunk_scan_combined(
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came. Nothing has been launched.
+        An argument does not fit; the message has its name, what was expected and what came. Nothing has been launched.
     UnsupportedConfigError
         `return_varlen_states` is given.
 
@@ -177,7 +177,8 @@ def selective_state_update(
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came. The states are as they were.
+        An argument does not fit; the message has its name, what was expected and what came. The states are as they
+        were.
     UnsupportedConfigError
         A gradient is wanted, or a slot has gaps.
 

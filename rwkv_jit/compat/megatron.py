@@ -71,7 +71,7 @@ def gated_delta_rule(
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came. Nothing has been launched.
+        An argument does not fit; the message has its name, what was expected and what came. Nothing has been launched.
     UnsupportedConfigError
         `cp_context` is given, or dtypes or sizes are beyond the kernels.
 

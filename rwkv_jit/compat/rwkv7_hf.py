@@ -37,7 +37,7 @@ def rwkv7_recurrent(
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came.
+        An argument does not fit; the message has its name, what was expected and what came.
     """
     if attention_mask is not None:
         if attention_mask.shape != receptance.shape[:2]:

@@ -43,7 +43,7 @@ def chunk_rwkv7(
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came.
+        An argument does not fit; the message has its name, what was expected and what came.
     """
     if w is None and log_w is None:
         raise ValueError("w: expected w or log_w, got neither")
@@ -87,8 +87,8 @@ def chunk_rwkv6(
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came. With as many tokens as heads
-        `head_first` is needed.
+        An argument does not fit; the message has its name, what was expected and what came. With as many tokens as
+        heads `head_first` is needed.
     """
     if head_first is None:
         head_first = _heads_are_first(r, u)

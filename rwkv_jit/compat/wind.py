@@ -36,7 +36,7 @@ def attn_triton_bighead(
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came.
+        An argument does not fit; the message has its name, what was expected and what came.
     """
     return _attend((r, w, k, v, a, b), s0)
 
@@ -74,7 +74,7 @@ def attn_chunked_cuda_varlen(
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came.
+        An argument does not fit; the message has its name, what was expected and what came.
     """
     y, last = _attend([x[None] for x in (r, w, k, v, a, b)], s0, cu_seqlens)
     return y[0], last
@@ -97,7 +97,7 @@ def attn_chunked_cuda_wrap(r: Any, w: Any, k: Any, v: Any, a: Any, b: Any, head_
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came.
+        An argument does not fit; the message has its name, what was expected and what came.
     """
     return buffers.y_of(wkv7, rows.by_size(head_size, r=r, w=w, k=k, v=v, a=a, b=b)).flatten(2)
 
@@ -133,7 +133,7 @@ def attn_triton_bighead_wrap(
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came.
+        An argument does not fit; the message has its name, what was expected and what came.
     """
     y, last = _attend(rows.by_size(head_size, r=r, w=w, k=k, v=v, a=a, b=b), s0)
     return (y.flatten(2), last) if return_state else y.flatten(2)

@@ -84,7 +84,7 @@ def kda(
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came. Nothing has been launched.
+        An argument does not fit; the message has its name, what was expected and what came. Nothing has been launched.
     UnsupportedConfigError
         No kernel for this `chunk_len` or `num_threads`, with the legal values; or a call that the `backend` cannot do.
     NvrtcNotFoundError
@@ -189,7 +189,7 @@ def gated_delta_rule(
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came. Nothing has been launched.
+        An argument does not fit; the message has its name, what was expected and what came. Nothing has been launched.
     UnsupportedConfigError
         No kernel for this `chunk_len` or `num_threads`, with the legal values; or a call that the `backend` cannot do.
     NvrtcNotFoundError
@@ -284,7 +284,7 @@ def delta_rule(
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came. Nothing has been launched.
+        An argument does not fit; the message has its name, what was expected and what came. Nothing has been launched.
     UnsupportedConfigError
         No kernel for this `chunk_len` or `num_threads`, with the legal values; or a call that the `backend` cannot do.
     NvrtcNotFoundError
@@ -391,7 +391,7 @@ def gated_delta_rule2(
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came. Nothing has been launched.
+        An argument does not fit; the message has its name, what was expected and what came. Nothing has been launched.
     UnsupportedConfigError
         No kernel for this `chunk_len` or `num_threads`, with the legal values; or a call that the `backend` cannot do.
     NvrtcNotFoundError

@@ -44,7 +44,7 @@ class PoolOptions(TypedDict, total=False):
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came. The states are unchanged.
+        An argument does not fit; the message has its name, what was expected and what came. The states are unchanged.
     RuntimeError
         An input requires a gradient, which calls that change states in place do not have; ops such as `wkv7` do.
     RwkvJitError

@@ -43,7 +43,7 @@ class StatePool:
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came.
+        An argument does not fit; the message has its name, what was expected and what came.
 
     Notes
     -----
@@ -133,7 +133,7 @@ class StatePool:
         Raises
         ------
         TypeError, ValueError
-            An argument does not fit: its name, what was expected and what came.
+            An argument does not fit; the message has its name, what was expected and what came.
 
         Examples
         --------
@@ -193,7 +193,7 @@ class StatePool:
         return sum(x.nbytes for x in self._tensors.values())
 
     def allocate(self, count: int = 1) -> list[int]:
-        """Take slots for new sequences, and fill their states with what the specs say.
+        """Allocate slots for new sequences, and fill their states as the specs say.
 
         Parameters
         ----------
@@ -208,9 +208,9 @@ class StatePool:
         Raises
         ------
         RwkvJitError
-            Too few slots are free; none is taken then.
+            Too few slots are free; none is allocated.
         TypeError, ValueError
-            `count` is no int, or negative.
+            `count` is not an int, or is negative.
 
         Examples
         --------
@@ -239,9 +239,9 @@ class StatePool:
         Raises
         ------
         RwkvJitError
-            Too few slots are free; none is taken then.
+            Too few slots are free; none is allocated.
         TypeError, ValueError
-            `slot` is not allocated, or `count` is no int, or negative.
+            `slot` is not allocated, or `count` is not an int, or is negative.
 
         Examples
         --------
@@ -371,7 +371,7 @@ class StatePool:
         Raises
         ------
         TypeError, ValueError
-            An argument does not fit: its name, what was expected and what came.
+            An argument does not fit; the message has its name, what was expected and what came.
         OSError
             The file cannot be written. One that was there is as it was.
         ImportError
@@ -410,7 +410,7 @@ class StatePool:
         ValueError
             The file is damaged, or of another kind, or of another pool: what was expected and what came.
         RwkvJitError
-            Too few slots are free; none is taken then.
+            Too few slots are free; none is allocated.
         OSError
             The file is not there, or cannot be read.
         ImportError

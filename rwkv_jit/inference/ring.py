@@ -81,7 +81,7 @@ class ReplayRing:
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came.
+        An argument does not fit; the message has its name, what was expected and what came.
 
     Notes
     -----

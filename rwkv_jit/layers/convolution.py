@@ -62,9 +62,9 @@ def causal_conv1d(
     output_final_state : bool, default False
         Also return the last tokens of each sequence.
     cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-        Where each of N packed sequences begins, and where the last one ends; B is 1 then.
+        Bounds of N packed sequences: where each begins, and where the last one ends. B is then 1.
     activation : {"silu"}, optional
-        What the sum goes through.
+        The function of the sum.
 
     Returns
     -------
@@ -76,7 +76,7 @@ def causal_conv1d(
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came. Nothing has been launched.
+        An argument does not fit; the message has its name, what was expected and what came. Nothing has been launched.
     RuntimeError
         A second derivative is wanted, or on a GPU one in forward mode: `causal_conv1d_ref` has these.
     RwkvJitError
@@ -143,14 +143,14 @@ def causal_conv1d_update(
     num_active: Array | None = None,
     out: Array | None = None,
 ) -> Tensor:
-    r"""Convolve the next tokens of rows whose last ones lie in a pool, which is changed: `causal_conv1d` of decode.
+    r"""Convolve the next tokens of rows, whose last tokens are in a pool: `causal_conv1d` for decoding.
 
-    B is the rows, T the tokens of each, C the channels, W the width, L the tokens that the pool keeps.
+    B is the number of rows, T the tokens of each, C the channels, W the width, L the tokens that the pool keeps.
 
     Parameters
     ----------
     x : torch.Tensor, shape (B, C), or (B, T, C) for T tokens of each row, float16, bfloat16 or float32
-        What is convolved, at strides as in `causal_conv1d`.
+        The input, with strides as in `causal_conv1d`.
     conv_state : torch.Tensor, shape (slots, C, L), L from W - 1 to 16, float16, bfloat16 or float32
         The pool of the last tokens, the last one last, which is changed. The convolution takes W - 1 of them. A slot
         has no gaps, in the order of its dimensions or with the channels last in memory; between slots there may be
@@ -160,27 +160,28 @@ def causal_conv1d_update(
     bias : torch.Tensor, shape (C,), dtype of x or float32, optional
         As in `causal_conv1d`.
     activation : {"silu"}, optional
-        What the sum goes through.
+        The function of the sum.
     cache_seqlens : torch.Tensor, shape (B,), int32, optional
-        How many tokens each row has had. Slots are ring buffers then: token i of a sequence is at i modulo L.
+        How many tokens each row has read before. Slots are then ring buffers: token i of a sequence is at i modulo L.
     state_indices : torch.Tensor, shape (B,), int32 or int64, optional
         The slot of each row. Without it row i has slot i.
     null_index : int, default -1
-        A row whose slot is this one or below begins with zeros and keeps nothing.
+        A row with this slot, or one below, begins with zeros and writes no state.
     num_active : torch.Tensor, shape (1,), int32, optional
-        How many rows there are: those behind get zeros, and their slots stay as they are.
+        How many rows are computed: later ones get zeros, and their slots do not change.
     out : torch.Tensor, shape and dtype of x, optional
-        Where y is written, without gaps.
+        Memory for y, without gaps.
 
     Returns
     -------
     y : torch.Tensor, shape and dtype of x
-        `out` where it is given.
+        `out`, if passed.
 
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came. Nothing has been launched or changed.
+        An argument does not fit; the message has its name, what was expected and what came. Nothing has been launched
+        or changed.
     RuntimeError
         A gradient is wanted; call it in torch.no_grad().
     RwkvJitError, NvrtcNotFoundError

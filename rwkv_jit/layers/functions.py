@@ -31,13 +31,13 @@ def shift_mix(
     eps: float = _EPS,
     out: Array | None = None,
 ) -> tuple[Tensor, Tensor]:
-    r"""Add to the residual, norm it, and mix every token with the one before it: how time and channel mixing begin.
+    r"""Add to the residual, normalize it, and mix every token with the previous one: how time and channel mixing begin.
 
         z_t = x_t + add_t;   n_t = (z_t - mean) / sqrt(variance + eps) weight + bias
         mixed_m = n_t + (n_{t-1} - n_t) mixes_m
 
-    with the mean and the variance over the channels. n before a sequence's first token lies in a pool, where the last
-    token's takes its place. C is the channels, B the rows, T the tokens, M the mixes.
+    with the mean and the variance over the channels. The n before a sequence is read from a pool, and replaced by that
+    of its last token. C is the channels, B the rows, T the tokens, M the mixes.
 
     Parameters
     ----------
@@ -46,42 +46,42 @@ def shift_mix(
     weight, bias : torch.Tensor, shape (C,), dtype of x or float32
         Of the layer norm.
     mixes : torch.Tensor, shape (M, C) with M up to 6, or (C,), dtype of x or float32
-        How much of the token before is in each mix: x_r, x_w, x_k, x_v, x_a and x_g of time mixing in any order, or x_k
+        The share of the previous token in each mix: x_r, x_w, x_k, x_v, x_a and x_g of time mixing in any order, or x_k
         of channel mixing.
     shift : torch.Tensor, shape (slots, C), float16, bfloat16 or float32
-        The pool of the last tokens, which is changed. A slot has no gaps; between slots there may be some.
+        The pool of the last tokens, which changes in place. A slot has no gaps; between slots there may be some.
     add : torch.Tensor, shape and dtype of x, optional
-        What is added to the residual first, such as the branch before.
+        Added to the residual first, such as the previous branch.
     state_indices : torch.Tensor, shape (B,), int32 or int64, optional
         The slot of each row. Without it row i has slot i.
     cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-        Where each of N sequences begins and ends in x, which is [T, C] or [1, T, C] then; `state_indices` has N. Tokens
-        behind the last sequence are sequences without a slot.
+        Bounds of N sequences in x, which is then [T, C] or [1, T, C]; `state_indices` has N. Tokens after the last
+        sequence count as sequences without a slot.
     has_initial_state : torch.Tensor, shape (B,) or (N,), bool or uint8, optional
-        Where it is false, a row or sequence begins as with zeros in the pool, whatever its slot holds; its last token
-        is written there all the same. Without it all begin with their slot.
+        If false, the row or sequence begins as with zeros in the pool, whatever its slot holds; its last token is still
+        written there. Without it all begin with their slots.
     null_index : int, default -1
-        A slot at or below it is none. A row that has none begins as with zeros in the pool, and no slot is read or
-        written. So it is with a slot past the pool.
+        Slots at or below it are padding. Such a row begins as with zeros in the pool, and no slot is read or written.
+        The same holds for a slot beyond the pool.
     num_active : torch.Tensor of one int32, optional
-        How many rows or sequences there are: of those behind them no slot is read or written, so that a CUDA graph
-        serves any number of them. With it, tokens of none of these get zeros for all results.
+        How many rows or sequences are computed: of later ones no slot is read or written, so that a CUDA graph serves
+        any number. With it, tokens of later ones get zeros for all results.
     eps : float, default 1e-05
         Of the layer norm.
     out : torch.Tensor, shape and dtype of the mixed tokens, optional
-        Where these are written, without gaps.
+        Memory for these, without gaps.
 
     Returns
     -------
     residual : torch.Tensor, shape and dtype of x
-        z; x itself where nothing is added.
+        z; x itself without `add`.
     mixed : torch.Tensor, shape (M, *x.shape), or that of x for mixes of shape (C,), dtype of x
-        `out` where it is given.
+        `out`, if passed.
 
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came. The pool is as it was.
+        An argument does not fit; the message has its name, what was expected and what came. The pool is as it was.
     RuntimeError
         An input wants a gradient: it is for inference. `token_shift` has one.
     RwkvJitError
@@ -333,7 +333,7 @@ def gated(x: Array, g: Array, gate: Gate = "sigmoid") -> Tensor:
 def token_shift(
     x: Array, mixes: Array, amounts: Array | None = None, first: Array | None = None, cu_seqlens: Array | None = None
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    r"""Mix every token with the one before it: how time and channel mixing begin.
+    r"""Mix every token with the previous one: how time and channel mixing begin.
 
         mixed_m[t] = x_t + (x_{t-1} - x_t) (mixes_m + amounts_m[t])
 
@@ -343,15 +343,15 @@ def token_shift(
     Parameters
     ----------
     x : torch.Tensor, shape (B, T, C), float16, bfloat16 or float32
-        What is mixed, such as a normed residual.
+        The input, such as a normalized residual.
     mixes : torch.Tensor, shape (M, C) with M up to 6, dtype of x or float32
-        How much of the token before is in each mix.
+        The share of the previous token in each mix.
     amounts : torch.Tensor, shape (M, B, T, C), dtype of x, optional
-        What is added to that, token by token.
+        Added to that, token by token.
     first : torch.Tensor, shape (B, C), or (N, C) for packed sequences, dtype of x, optional
-        The token before the first of each sequence: the last one of a part that came before.
+        The token before each sequence: the last one of an earlier part.
     cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-        Where each of N packed sequences begins, and where the last one ends; B is 1 then.
+        Bounds of N packed sequences: where each begins, and where the last one ends. B is then 1.
 
     Returns
     -------
@@ -394,7 +394,7 @@ def norm_shift(
     eps: float = _EPS,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
-    r"""Add to the residual, norm it, and mix every token with the one before it: `shift_mix` of whole sequences.
+    r"""Add to the residual, normalize it, and mix every token with the previous one: `shift_mix` of whole sequences.
 
         z_t = x_t + add_t;   n_t = (z_t - mean) / sqrt(variance + eps) weight + bias
         mixed_m[t] = n_t + (n_{t-1} - n_t) mixes_m
@@ -409,13 +409,13 @@ def norm_shift(
     weight, bias : torch.Tensor, shape (C,), dtype of x or float32
         Of the layer norm.
     mixes : torch.Tensor, shape (M, C) with M up to 6, dtype of x or float32
-        How much of the token before is in each mix.
+        The share of the previous token in each mix.
     add : torch.Tensor, shape of x, dtype of the mixed tokens, optional
-        What is added to the residual first, such as the branch before.
+        Added to the residual first, such as the previous branch.
     first : torch.Tensor, shape (N, C), dtype of the mixed tokens, optional
         n of the token before the first of each sequence: what a call for the part before returned as `last`.
     cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-        Where each of N packed sequences begins, and where the last one ends; B is 1 then.
+        Bounds of N packed sequences: where each begins, and where the last one ends. B is then 1.
     eps : float, default 1e-05
         Of the layer norm.
     dtype : torch.dtype, optional
@@ -480,7 +480,7 @@ def activate(x: Array, kinds: Kind | Sequence[Kind], *, out: Array | None = None
     Returns
     -------
     y : torch.Tensor, shape and dtype of x
-        `out` where it is given.
+        `out`, if passed.
 
     Raises
     ------

@@ -61,7 +61,7 @@ def cross_entropy(
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came. Nothing has been launched.
+        An argument does not fit; the message has its name, what was expected and what came. Nothing has been launched.
     RwkvJitError
         The first call of its kind is inside the capture of a CUDA graph, where nothing can be compiled.
     NvrtcNotFoundError

@@ -137,9 +137,9 @@ def token_shift_ref(
     x : torch.Tensor, shape (B, T, C)
         As in the op, float64 too.
     mixes : torch.Tensor, shape (M, C)
-        How much of the token before is in each mix.
+        The share of the previous token in each mix.
     amounts : torch.Tensor, shape (M, B, T, C), optional
-        What is added to that, token by token.
+        Added to that, token by token.
     first : torch.Tensor, shape (B, C), or (N, C) for packed sequences, optional
         The token before the first of each sequence; zeros by default.
     cu_seqlens : torch.Tensor, shape (N + 1,), optional
@@ -167,7 +167,7 @@ def norm_shift_ref(
     weight, bias : torch.Tensor, shape (C,)
         Of the layer norm.
     mixes : torch.Tensor, shape (M, C)
-        How much of the token before is in each mix.
+        The share of the previous token in each mix.
     add : torch.Tensor, shape of x, optional
         What is added to the residual first.
     first : torch.Tensor, shape (B, C), or (N, C) for packed sequences, optional
@@ -213,7 +213,7 @@ def causal_conv1d_ref(
     cu_seqlens : torch.Tensor, shape (N + 1,), optional
         Bounds of sequences packed along T with B = 1.
     activation : {"silu"}, optional
-        What the sum goes through.
+        The function of the sum.
 
     Returns
     -------

@@ -77,7 +77,7 @@ class GatedLinearAttention(_Attention):
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came.
+        An argument does not fit; the message has its name, what was expected and what came.
 
     Notes
     -----
@@ -123,7 +123,7 @@ class GatedLinearAttention(_Attention):
         state : torch.Tensor, shape (N, H, K, V), optional
             What the call for the part before returned.
         cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-            Where each of N packed sequences begins, and where the last one ends; B is 1 then.
+            Bounds of N packed sequences: where each begins, and where the last one ends. B is then 1.
 
         Returns
         -------
@@ -174,7 +174,7 @@ class LinearAttention(_Attention):
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came.
+        An argument does not fit; the message has its name, what was expected and what came.
 
     Notes
     -----
@@ -217,7 +217,7 @@ class LinearAttention(_Attention):
         state : torch.Tensor, shape (N, H, K, V), optional
             What the call for the part before returned.
         cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-            Where each of N packed sequences begins, and where the last one ends; B is 1 then.
+            Bounds of N packed sequences: where each begins, and where the last one ends. B is then 1.
 
         Returns
         -------

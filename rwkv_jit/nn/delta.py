@@ -121,7 +121,7 @@ class KimiDeltaAttention(_DeltaNet):
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came.
+        An argument does not fit; the message has its name, what was expected and what came.
 
     Notes
     -----
@@ -196,7 +196,7 @@ class KimiDeltaAttention(_DeltaNet):
         state : tuple of two torch.Tensor, shape (N, 2 G K + H V, W - 1) and (N, H, K, V), optional
             What the call for the part before returned; zeros by default. Gradients reach both.
         cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-            Where each of N packed sequences begins, and where the last one ends; B is 1 then.
+            Bounds of N packed sequences: where each begins, and where the last one ends. B is then 1.
 
         Returns
         -------
@@ -268,7 +268,7 @@ class GatedDeltaNet(_DeltaNet):
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came.
+        An argument does not fit; the message has its name, what was expected and what came.
 
     Notes
     -----
@@ -323,7 +323,7 @@ class GatedDeltaNet(_DeltaNet):
         state : tuple of two torch.Tensor, shape (N, 2 G K + H V, W - 1) and (N, H, K, V), optional
             What the call for the part before returned; zeros by default. Gradients reach both.
         cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-            Where each of N packed sequences begins, and where the last one ends; B is 1 then.
+            Bounds of N packed sequences: where each begins, and where the last one ends. B is then 1.
 
         Returns
         -------

@@ -85,12 +85,12 @@ class LanguageModel(nn.Module):
             Of each layer, what came before this part of the sequences, as in `RWKV7State`; zeros by default. Gradients
             reach it.
         cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-            Where each of N packed sequences begins, and where the last one ends; B is 1 then.
+            Bounds of N packed sequences: where each begins, and where the last one ends. B is then 1.
         return_state : bool, default False
             Whether to return the state after the last tokens too.
         shard : rwkv_jit.parallel.Shard, optional
-            Which part of the sequences this is, where other processes have the others. It has their bounds if they are
-            packed. States and tokens before them count where sequences begin.
+            The part of the sequences that this process has. It has their bounds if they are packed. States and tokens
+            before them count only where sequences begin.
 
         Returns
         -------

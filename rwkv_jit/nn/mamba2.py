@@ -67,7 +67,7 @@ class Mamba2(nn.Module):
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came.
+        An argument does not fit; the message has its name, what was expected and what came.
 
     Notes
     -----
@@ -142,7 +142,7 @@ class Mamba2(nn.Module):
         state : tuple of two torch.Tensor, shape (N, H V + 2 G K, W - 1) and (N, H, V, K), optional
             What the call for the part before returned; zeros by default. Gradients reach both.
         cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-            Where each of N packed sequences begins, and where the last one ends; B is 1 then.
+            Bounds of N packed sequences: where each begins, and where the last one ends. B is then 1.
 
         Returns
         -------

@@ -108,10 +108,10 @@ class ChannelMix(Mix):
         state : torch.Tensor, shape (N, C), optional
             What the call for the part before returned.
         cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-            Where each of N packed sequences begins, and where the last one ends; B is 1 then.
+            Bounds of N packed sequences: where each begins, and where the last one ends. B is then 1.
         shard : rwkv_jit.parallel.Shard, optional
-            Which part of the sequences this is, where other processes have the others. It has their bounds if they are
-            packed. States and tokens before them count where sequences begin.
+            The part of the sequences that this process has. It has their bounds if they are packed. States and tokens
+            before them count only where sequences begin.
 
         Returns
         -------
@@ -214,12 +214,12 @@ class Block(Layer):
         x : torch.Tensor, shape (B, T, C)
             The residual; of the first layer the embedding.
         state : RWKV5State or RWKV6State, optional
-            What came before this part of the sequences; zeros by default.
+            The state before this part of the sequences; zeros by default.
         cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-            Where each of N packed sequences begins, and where the last one ends; B is 1 then.
+            Bounds of N packed sequences: where each begins, and where the last one ends. B is then 1.
         shard : rwkv_jit.parallel.Shard, optional
-            Which part of the sequences this is, where other processes have the others. It has their bounds if they are
-            packed. States and tokens before them count where sequences begin.
+            The part of the sequences that this process has. It has their bounds if they are packed. States and tokens
+            before them count only where sequences begin.
 
         Returns
         -------

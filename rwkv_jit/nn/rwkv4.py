@@ -46,7 +46,7 @@ class RWKV4TimeMix(Mix):
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came.
+        An argument does not fit; the message has its name, what was expected and what came.
 
     Notes
     -----
@@ -103,7 +103,7 @@ class RWKV4TimeMix(Mix):
         state : tuple of torch.Tensor, optional
             What the call for the part before returned.
         cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-            Where each of N packed sequences begins, and where the last one ends; B is 1 then.
+            Bounds of N packed sequences: where each begins, and where the last one ends. B is then 1.
 
         Returns
         -------
@@ -164,7 +164,7 @@ class RWKV4ChannelMix(ChannelMix):
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came.
+        An argument does not fit; the message has its name, what was expected and what came.
 
     Notes
     -----

@@ -71,7 +71,7 @@ class RWKV5TimeMix(TimeMixOfHeads):
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came.
+        An argument does not fit; the message has its name, what was expected and what came.
 
     Notes
     -----
@@ -120,10 +120,10 @@ class RWKV5TimeMix(TimeMixOfHeads):
         state : tuple of torch.Tensor, optional
             What the call for the part before returned.
         cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-            Where each of N packed sequences begins, and where the last one ends; B is 1 then.
+            Bounds of N packed sequences: where each begins, and where the last one ends. B is then 1.
         shard : rwkv_jit.parallel.Shard, optional
-            Which part of the sequences this is, where other processes have the others. It has their bounds if they are
-            packed. States and tokens before them count where sequences begin.
+            The part of the sequences that this process has. It has their bounds if they are packed. States and tokens
+            before them count only where sequences begin.
 
         Returns
         -------
@@ -185,7 +185,7 @@ class RWKV5ChannelMix(ChannelMix):
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came.
+        An argument does not fit; the message has its name, what was expected and what came.
 
     Notes
     -----
@@ -234,7 +234,7 @@ class RWKV5Block(Block):
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came.
+        An argument does not fit; the message has its name, what was expected and what came.
 
     References
     ----------

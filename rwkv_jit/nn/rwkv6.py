@@ -63,7 +63,7 @@ class RWKV6TimeMix(TimeMixOfHeads):
     Attributes
     ----------
     time_maa_x, time_maa_w, time_maa_k, time_maa_v, time_maa_r, time_maa_g : torch.nn.Parameter, shape (1, 1, C)
-        How much of the token before is in each mix, whatever the token is.
+        The share of the previous token in each mix, whatever the token is.
     time_maa_w1, time_maa_w2 : torch.nn.Parameter, shapes (C, 5 R) and (5, R, C)
         Make what the token adds to that; R is 32, and 64 from a width of 4096 on.
     time_decay : torch.nn.Parameter, shape (1, 1, C)
@@ -80,7 +80,7 @@ class RWKV6TimeMix(TimeMixOfHeads):
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came.
+        An argument does not fit; the message has its name, what was expected and what came.
 
     Notes
     -----
@@ -139,10 +139,10 @@ class RWKV6TimeMix(TimeMixOfHeads):
         state : tuple of torch.Tensor, optional
             What the call for the part before returned.
         cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-            Where each of N packed sequences begins, and where the last one ends; B is 1 then.
+            Bounds of N packed sequences: where each begins, and where the last one ends. B is then 1.
         shard : rwkv_jit.parallel.Shard, optional
-            Which part of the sequences this is, where other processes have the others. It has their bounds if they are
-            packed. States and tokens before them count where sequences begin.
+            The part of the sequences that this process has. It has their bounds if they are packed. States and tokens
+            before them count only where sequences begin.
 
         Returns
         -------
@@ -208,14 +208,14 @@ class RWKV6ChannelMix(ChannelMix):
     Attributes
     ----------
     time_maa_k, time_maa_r : torch.nn.Parameter, shape (1, 1, C)
-        How much of the token before is in each mix.
+        The share of the previous token in each mix.
     key, receptance, value : torch.nn.Linear, C to F, C to C and F to C
         The matrices.
 
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came.
+        An argument does not fit; the message has its name, what was expected and what came.
 
     Notes
     -----
@@ -266,7 +266,7 @@ class RWKV6Block(Block):
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came.
+        An argument does not fit; the message has its name, what was expected and what came.
 
     References
     ----------

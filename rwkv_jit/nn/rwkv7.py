@@ -73,7 +73,7 @@ class RWKV7TimeMix(nn.Module):
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came.
+        An argument does not fit; the message has its name, what was expected and what came.
 
     Notes
     -----
@@ -190,10 +190,10 @@ class RWKV7TimeMix(nn.Module):
             The last token of x before this part of the sequences, and the state of `wkv7`; zeros by default. Gradients
             reach both.
         cu_seqlens : torch.Tensor, shape (N + 1,), optional
-            Where each of N packed sequences begins, and where the last one ends; B is 1 then.
+            Bounds of N packed sequences: where each begins, and where the last one ends. B is then 1.
         shard : rwkv_jit.parallel.Shard, optional
-            Which part of the sequences this is, where other processes have the others. It has their bounds if they are
-            packed. States and tokens before them count where sequences begin.
+            The part of the sequences that this process has. It has their bounds if they are packed. States and tokens
+            before them count only where sequences begin.
 
         Returns
         -------
@@ -293,7 +293,7 @@ class RWKV7ChannelMix(nn.Module):
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came.
+        An argument does not fit; the message has its name, what was expected and what came.
 
     Notes
     -----
@@ -344,10 +344,10 @@ class RWKV7ChannelMix(nn.Module):
         state : torch.Tensor, shape (N, C), optional
             The last token of x before this part of the sequences; zeros by default. It has a gradient.
         cu_seqlens : torch.Tensor, shape (N + 1,), optional
-            Where each of N packed sequences begins, and where the last one ends; B is 1 then.
+            Bounds of N packed sequences: where each begins, and where the last one ends. B is then 1.
         shard : rwkv_jit.parallel.Shard, optional
-            Which part of the sequences this is, where other processes have the others. It has their bounds if they are
-            packed. States and tokens before them count where sequences begin.
+            The part of the sequences that this process has. It has their bounds if they are packed. States and tokens
+            before them count only where sequences begin.
 
         Returns
         -------
@@ -400,7 +400,7 @@ class RWKV7Block(Layer):
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came.
+        An argument does not fit; the message has its name, what was expected and what came.
 
     References
     ----------
@@ -435,12 +435,12 @@ class RWKV7Block(Layer):
         v_first : torch.Tensor, shape (B, T, C), optional
             The values of the first layer, which that one makes and all others need.
         state : RWKV7State, optional
-            What came before this part of the sequences; zeros by default.
+            The state before this part of the sequences; zeros by default.
         cu_seqlens : torch.Tensor, shape (N + 1,), optional
-            Where each of N packed sequences begins, and where the last one ends; B is 1 then.
+            Bounds of N packed sequences: where each begins, and where the last one ends. B is then 1.
         shard : rwkv_jit.parallel.Shard, optional
-            Which part of the sequences this is, where other processes have the others. It has their bounds if they are
-            packed. States and tokens before them count where sequences begin.
+            The part of the sequences that this process has. It has their bounds if they are packed. States and tokens
+            before them count only where sequences begin.
 
         Returns
         -------

@@ -402,7 +402,7 @@ def timex(w: Array, k: Array, eps: float = 0.0, backend: TimexBackend = "auto") 
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came. Nothing has been launched.
+        An argument does not fit; the message has its name, what was expected and what came. Nothing has been launched.
     UnsupportedConfigError
         A call that the `backend` cannot do.
     NvrtcNotFoundError

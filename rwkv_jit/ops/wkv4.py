@@ -71,7 +71,7 @@ def wkv4(
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came. Nothing has been launched.
+        An argument does not fit; the message has its name, what was expected and what came. Nothing has been launched.
     UnsupportedConfigError
         A call that the `backend` cannot do.
     RwkvJitError

@@ -70,7 +70,7 @@ def wkv6(
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came. Nothing has been launched.
+        An argument does not fit; the message has its name, what was expected and what came. Nothing has been launched.
     UnsupportedConfigError
         No kernel for this `chunk_len` or `num_threads`, with the legal values; or a call that the `backend` cannot do.
     NvrtcNotFoundError

@@ -138,7 +138,7 @@ def summary(op: str, *inputs: Any, **options: Any) -> Tensor:
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came.
+        An argument does not fit; the message has its name, what was expected and what came.
 
     Examples
     --------
@@ -189,12 +189,12 @@ def wkv7(
     -------
     y : torch.Tensor, shape (B, T, H, V), dtype of v
     final_state : torch.Tensor, shape (N, H, V, K), or None
-        State behind the last token that each sequence has here, whether it ends or goes on.
+        State after the last token of each sequence in this part.
 
     Raises
     ------
     TypeError, ValueError, RuntimeError
-        An argument does not fit: its name, what was expected and what came. Nothing has been sent.
+        An argument does not fit; the message has its name, what was expected and what came. Nothing has been sent.
     RwkvJitError
         As `rwkv_jit.wkv7`.
 

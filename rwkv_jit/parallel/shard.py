@@ -53,7 +53,7 @@ class Shard:
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came.
+        An argument does not fit; the message has its name, what was expected and what came.
     RuntimeError
         There is no process group.
 

@@ -67,7 +67,7 @@ def tensor_parallel(model: Model, mesh: DeviceMesh) -> Model:
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came. No parameter has changed.
+        An argument does not fit; the message has its name, what was expected and what came. No parameter has changed.
 
     Notes
     -----
