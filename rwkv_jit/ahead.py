@@ -263,9 +263,13 @@ def compile_all(
     different = {kernel.memory_key(request): request for request in requests}
     keys = list(different)
     begin = int(env.place_among_ranks() * len(keys))
-    futures = {key: kernel.get_async(different[key]) for key in (*keys[begin:], *keys[:begin])}
+    # The recurrent kernels say at once where sizes are too large for all calls.
+    in_turn = sorted((*keys[begin:], *keys[:begin]), key=lambda key: "recurrent" not in different[key].template.name)
+    futures = {key: kernel.get_async(different[key]) for key in in_turn}
     try:
-        for done, _ in enumerate(chain([None], as_completed(futures.values()))):
+        for done, future in enumerate(chain([None], as_completed(futures.values()))):
+            if future:
+                future.result()  # the first error ends it
             if progress:
                 progress(done, len(futures))
         return [futures[key].result() for key in keys]

@@ -45,6 +45,7 @@ _LENGTHS = (_LONG, _OF_FEW_HEADS, 128, rule.SHORT_TOKENS, 1)
 # Of those without initial states, which have kernels of their own; their final states are float32.
 _STATELESS_LENGTHS = (32, rule.SHORT_TOKENS)
 _MULTIPROCESSORS = 2**16
+_WIDEST = 2**16  # of layers: kernels of wider ones take minutes to compile
 # Of these sizes one stands for each set of kernels that calls of timex take: they differ up to 8 rows, and above 16.
 _BATCHES = (*range(1, 9), 16, 32)
 
@@ -144,6 +145,8 @@ def call_requests(
         if op not in ahead_layers.LAYERS:
             raise ValueError(f"width: is only for {', '.join(ahead_layers.LAYERS)}, got {width!r}")
         _check_sizes(width=width)
+        if width > _WIDEST:
+            raise UnsupportedConfigError(f"width: expected at most {_WIDEST}, got {width}")
     if entry.has_heads:
         if head_size is None:
             raise TypeError(f"head_sizes: {op} needs some, got None")

@@ -323,6 +323,7 @@ def _serve(request: Request, may_compile: bool) -> Kernel | None:
             served = copy.copy(served)  # the same module; only where this request was served from differs
             served.origin = "memory"
         else:
+            env.check()  # every time, also where nothing is compiled
             rendered = request.template.render(request.parameters)
             served = _stored(request, rendered, _known_compilers())
             if served is None and may_compile:
@@ -366,7 +367,6 @@ def _compile_once(request: Request, rendered: Rendered) -> Kernel:
 
     The lock goes by everything of the key but the compiler, so that those who wait need not load NVRTC.
     """
-    env.check()
     digest, what = cache.key(rendered, compiler.key_options(request.arch), request.arch, ""), _called(request)
     failure = _process.failures.get(digest)
     if failure is not None:

@@ -9,6 +9,7 @@ import argparse
 import json
 import math
 import re
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,6 +82,8 @@ def read(path: Path) -> Model:
 
 
 def _read(path: Path) -> Model:
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError(f"--model: expected a file, got {path}, which is none of data")
     if path.suffix == ".json":
         if path.stat().st_size > _MOST_JSON:
             raise ValueError(f"--model: {path} is not a description: it has {path.stat().st_size} bytes")

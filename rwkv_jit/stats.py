@@ -75,8 +75,8 @@ def say_once(message: str, *, key: str | None = None) -> None:
     with _lock:
         if (key or message) in _said:
             return
+        configure_logging()  # which may raise, and does so again the next time
         _said.add(key or message)
-    configure_logging()
     logger.warning(printable(message))
 
 

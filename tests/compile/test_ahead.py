@@ -324,8 +324,16 @@ def test_warm_for_several_architectures_or_that_of_the_environment(monkeypatch):
 
 def test_warm_raises_the_error_of_a_kernel(monkeypatch):
     monkeypatch.setenv("RWKVJIT_ASSERT_CACHED", "1")
-    with pytest.raises(CompileError, match="RWKVJIT_ASSERT_CACHED is set and wkv7_chunked_"):
+    with pytest.raises(CompileError, match="RWKVJIT_ASSERT_CACHED is set and wkv7_"):
         rwkv_jit.warm("wkv7", [4, 5], arch="sm_90")
+
+
+def test_the_first_error_ends_a_warming(cores, tiny, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "6")
+    with pytest.raises(CompileError):
+        ahead.compile_all([tiny(0, text="int broken = SIZE + missing;"), *(tiny(size) for size in range(1, 6))])
+    kernel._process.workers.finish()
+    assert stats.snapshot()["compiled"] <= 1  # what had begun
 
 
 def test_progress_is_told_as_it_is_made(cores, tiny, monkeypatch):

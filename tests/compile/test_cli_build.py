@@ -380,6 +380,23 @@ def test_what_cannot_be_shown(arguments, message, run):
     assert said.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("size", "width", "message"),
+    [
+        (10**6, 64, "wkv7_recurrent_forward: chunk_len x head_size needs more than 48 KB of shared memory"),
+        (2**30, 2**30, "width: expected at most 65536, got 1073741824"),
+        (64, 10**9, "width: expected at most 65536, got 1000000000"),
+    ],
+)
+def test_sizes_that_no_kernel_takes_compile_none(size, width, message, run, tmp_path):
+    about = {"model_type": "rwkv7", "head_size": size, "hidden_size": width, "torch_dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    code, _, said = run("build", "--model", tmp_path, "--arch", "sm_90", "-o", tmp_path / "x.bundle")
+    assert (code, said.startswith(f"rwkv-jit build: {message}")) == (2, True), said
+    kernel._process.workers.finish()
+    assert stats.snapshot()["compiled"] == 0
+
+
 # ---- doctor ------------------------------------------------------------------------------------------------------
 
 

@@ -303,13 +303,13 @@ def test_kernels_are_compiled_where_no_thread_comes_to_life(start, tiny, monkeyp
 
 def test_a_thread_that_begins_late_leaves_the_work_to_who_has_begun_it(tiny, monkeypatch):
     late = []
-    monkeypatch.setattr(kernel, "_PATIENCE_SECONDS", 0.01)
-    monkeypatch.setattr(_thread, "start_new_thread", lambda work, arguments: late.append((work, arguments)))
-    assert kernel.get_async(tiny(1)).result().origin == "compiled"
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel, "_PATIENCE_SECONDS", 0.01)
+        patch.setattr(_thread, "start_new_thread", lambda work, arguments: late.append((work, arguments)))
+        assert kernel.get_async(tiny(1)).result().origin == "compiled"
     for work, arguments in late:
         work(*arguments)
     assert kernel._process.workers.count == 0
-    monkeypatch.undo()
     assert kernel.get_async(tiny(2)).result(60).origin == "compiled"
 
 
@@ -468,3 +468,10 @@ def test_wrong_setting_is_an_error_of_every_call_before_anything_is_compiled(nam
     assert (calls, cache.entries()) == ([], [])
     monkeypatch.delenv(name)
     assert kernel.get(tiny(0)).origin == "compiled"
+    kernel.forget()
+    with monkeypatch.context() as patch:
+        patch.setenv(name, value)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=f"^{name}: expected .*, got '{value}'$"):
+                kernel.get(tiny(0))  # although it lies on the disk
+    assert kernel.get(tiny(0)).origin == "disk"

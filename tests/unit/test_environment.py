@@ -361,6 +361,18 @@ def test_level_that_there_is_not_is_an_error_that_names_the_variable(monkeypatch
             ask()
 
 
+def test_wrong_level_is_an_error_of_every_call_on_the_cpu(monkeypatch):
+    import torch
+
+    x = torch.ones(1, 2, 1, 4)
+    monkeypatch.setenv("RWKVJIT_LOG", "nonsense")
+    for _ in range(3):
+        with pytest.raises(ValueError, match="^RWKVJIT_LOG: expected debug, info, warning or error, got 'nonsense'$"):
+            rwkv_jit.wkv7(x, x, x, x, -x, x)
+    monkeypatch.delenv("RWKVJIT_LOG")
+    rwkv_jit.wkv7(x, x, x, x, -x, x)
+
+
 def test_hooks_are_called_in_order_until_they_are_taken_off():
     """By themselves too, which spares no other one. A function that is hooked twice is called once less."""
     events = []

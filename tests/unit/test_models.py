@@ -47,6 +47,18 @@ def shapes(kind):
     return found | {place.format(at) + name: shape for at in (0, 1) for name, shape in layer.items()}, wanted
 
 
+@pytest.mark.parametrize("suffix", [".json", ".pth", ".safetensors"])
+def test_what_is_no_file_of_data_is_refused_unopened(suffix, tmp_path):
+    path = tmp_path / f"model{suffix}"
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match=f"^--model: expected a file, got {path}"):
+        models.read(path)
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "folder" / "config.json")
+    with pytest.raises(ValueError, match="^--model: expected a file, got .*config.json"):
+        models.read(tmp_path / "folder")
+
+
 def safetensors(header, data=b""):
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + data
