@@ -107,6 +107,8 @@ class Request:
     times: list[float] = field(default_factory=list)  # when each token was there
 
     def __post_init__(self):
+        if not self.prompt:
+            raise ValueError("prompt: expected at least one token, got none")
         self.random = random.Random(self.seed)  # its own, so that a text does not depend on other requests
 
 
@@ -277,7 +279,7 @@ def make_requests(options: argparse.Namespace, vocabulary: Vocabulary) -> list[R
         count, new = (source.randint((n + 1) // 2, n + n // 2) for n in (options.prompt_tokens, options.new_tokens))
         begin = source.randrange(len(text))
         prompt = [text[(begin + i) % len(text)] for i in range(count)]
-        if number == 0 and options.prompt:
+        if number == 0 and options.prompt is not None:
             prompt = vocabulary.encode(options.prompt.encode())
         if vocabulary.end is not None:
             prompt = [vocabulary.end, *prompt]
@@ -399,7 +401,10 @@ def main() -> int | str:
         return str(error)
     if max(vocabulary.pieces) >= model.vocab:
         return f"the vocabulary goes to token {max(vocabulary.pieces)}, the model to {model.vocab - 1}"
-    requests = make_requests(options, vocabulary)
+    try:
+        requests = make_requests(options, vocabulary)
+    except ValueError as error:
+        return f"--{error}"
     server = Server(model, options.slots, options.prefill_tokens, vocabulary.end)
     title = f"RWKV-7, {model.parameters / 1e6:,.1f} M parameters, {options.device} {options.dtype}"
     is_shown, last = not (options.quiet or options.json), 0.0

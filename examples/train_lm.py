@@ -15,9 +15,13 @@ import argparse
 import json
 import math
 import os
+import pickle
+import shlex
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import is_dataclass
+from enum import Enum
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,7 +33,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
@@ -48,6 +57,11 @@ DEFAULTS = {
 }
 SMALL = 256  # the width up to which threads of a CPU wait for each other longer than they compute
 GATHERED = 64_000_000  # parameters at least that --fsdp gathers at once: each time takes the host about a millisecond
+# What may be in a checkpoint's description of itself.
+DESCRIPTIONS = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+PLAIN = {("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")} | {
+    ("pathlib", name) for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
+}
 BFLOAT16_PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}  # of dense matrices, a second
 
 
@@ -180,13 +194,62 @@ def everything(model: RWKV7, optimizer: torch.optim.Optimizer, rank: int, step: 
     return {"model": of_model, "optimizer": of_optimizer, "step": step, f"random_{rank}": random}
 
 
+class Metadata(pickle.Unpickler):
+    """Reads what a checkpoint says of itself: a pickle of numbers, names and torch's descriptions of tensors."""
+
+    def find_class(self, module: str, name: str):
+        """Return a class of such a description. What else a pickle may name could run anything."""
+        if name.isidentifier() and module in ("torch", *DESCRIPTIONS):
+            found = getattr(sys.modules[module], name, None)
+            is_value = isinstance(found, (torch.dtype, torch.layout, torch.memory_format))
+            is_described = module in DESCRIPTIONS and isinstance(found, type) and found.__module__ == module
+            if is_value or (is_described and (is_dataclass(found) or issubclass(found, Enum))):
+                return found
+        if (module, name) in PLAIN:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+class Planner(dcp.DefaultLoadPlanner):
+    """Loads numbers that stand beside tensors, and nothing that runs."""
+
+    def load_bytes(self, read_item, value) -> None:
+        """Load one of them."""
+        try:
+            torch.load(value, weights_only=True)
+        except pickle.UnpicklingError:  # whose text says how to run it all the same
+            raise ValueError(f"{read_item.storage_index.fqn} holds more than numbers and tensors") from None
+        value.seek(0)
+        super().load_bytes(read_item, value)
+
+
+def check(checkpoint: Path) -> None:
+    """Check that a checkpoint's metadata, which torch unpickles whatever they name, are such."""
+    try:
+        with (checkpoint / ".metadata").open("rb") as file:
+            Metadata(file).load()
+    except Exception as error:  # an unpickler raises a dozen kinds
+        sys.exit(f"{checkpoint} is no checkpoint of this program, and is not read: {error}")
+
+
+def save_model(path: Path, model: RWKV7, rank: int) -> None:
+    """Write the parameters, of which each rank may have a part, to a file that official programs read."""
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if rank == 0:
+        vocabulary, width = whole["emb.weight"].shape
+        alone = RWKV7(vocabulary, width, len(model.blocks), model.head_size, device="meta")
+        alone.load_state_dict(whole, assign=True)
+        alone.save_checkpoint(path)
+
+
 def resume(folder: Path, model: RWKV7, optimizer: torch.optim.Optimizer, rank: int) -> int:
     """Go on from the newest checkpoint that is complete, and return how many steps it had."""
     done = [int(path.parent.name) for path in folder.glob("*/.metadata")]
     if not done:
         return 0
     state = everything(model, optimizer, rank)
-    dcp.load(state, checkpoint_id=folder / str(max(done)))
+    check(folder / str(max(done)))
+    dcp.load(state, checkpoint_id=folder / str(max(done)), planner=Planner())
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     torch.set_rng_state(state[f"random_{rank}"]["cpu"])
     if torch.cuda.is_available():
@@ -293,6 +356,17 @@ def flops_of_token(model: RWKV7) -> float:
     return 6 * matrices + 3 * len(model.blocks) * 8 * model.emb.weight.shape[1] * model.head_size
 
 
+def say_next(options: argparse.Namespace, has_bytes: bool) -> None:
+    """Print the commands that use the model: with the list of its tokens where these are no bytes."""
+    more = [*([] if has_bytes else ["--vocabulary", "FILE"]), *(["--cpu"] if options.device == "cpu" else [])]
+    here, path = Path(__file__).parent, str(options.out / "model.pth")
+    for what, command in (
+        ("sample", [str(here / "sample.py"), path]),
+        ("serve", [str(here / "serve.py"), "--checkpoint", path]),
+    ):
+        print(f"{what}: {shlex.join(['python', *command, *more])}")
+
+
 def main() -> int:
     options = read_options()
     ranks, device = join(options), options.device
@@ -359,6 +433,10 @@ def main() -> int:
     if ranks.rank == 0:
         print(f"loss {final:.3f} on what was held back")
     log.draw()
+    if options.out is not None:
+        save_model(options.out / "model.pth", model, ranks.rank)
+        if ranks.rank == 0:
+            say_next(options, learned.dtype == numpy.uint8)
     dist.destroy_process_group()
     if ranks.world == 1 and not options.fsdp and learned.dtype == numpy.uint8:
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):

@@ -511,6 +511,10 @@ def _resumes(device, *options):
         assert [name for name in want if name.startswith("/random")]
         differ = [name for name, x in want.items() if not _is_same(found[name], x)]
         assert differ == [], f"they differ: {differ}"
+        written = torch.load(folder / "model.pth", weights_only=True)
+        of_model = {name.removeprefix("/model/"): x for name, x in want.items() if name.startswith("/model/")}
+        assert written.keys() == of_model.keys()
+        assert all(torch.equal(written[name], x.cpu()) for name, x in of_model.items())
         before = _read(folder / "checkpoints" / "2", folder)
         after = _read(newest, folder)
         assert any(not torch.equal(before["model"][name], x) for name, x in after["model"].items())

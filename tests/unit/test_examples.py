@@ -1,14 +1,20 @@
 """The examples: their help, what they say without their extra, and the pictures that they save."""
 
+import io
+import json
 import os
+import pickle
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 import types
 
 import pytest
 import torch
+
+from rwkv_jit.nn import RWKV7
 
 
 @pytest.fixture
@@ -38,6 +44,7 @@ def example(root, monkeypatch):
         "own_kernel",
         "unusual_head_sizes",
         "train_lm",
+        "sample",
         "serve",
         "run_rwkv_pip",
         "fla_layer",
@@ -75,6 +82,92 @@ def test_pictures_are_saved_where_they_are_asked_for(example, tmp_path, capsys):
     for name, what in (("filters.png", "filters"), ("loss.png", "loss curve")):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
         assert f"{what}: {tmp_path / name}\n" in printed
+
+
+TINY = ("--cpu", "--steps", 2, "--batch", 1, "--length", 8, "--width", 16, "--layers", 1, "--head-size", 8)
+
+
+@pytest.fixture
+def trained(example, tmp_path, capsys):
+    """A folder of the trainer, and what it printed; starts it again with `again`."""
+    pytest.importorskip("tqdm")
+
+    def train():
+        try:
+            ended = example("train_lm", *TINY, "--out", tmp_path / "run")
+        finally:
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+        return ended, capsys.readouterr().out
+
+    ended, printed = train()
+    assert ended == 0
+    return types.SimpleNamespace(folder=tmp_path / "run", printed=printed, again=train)
+
+
+def test_what_the_trainer_made_is_sampled_and_served_by_the_commands_that_it_prints(trained):
+    commands = re.findall("^(sample|serve): python (.*)$", trained.printed, re.MULTILINE)
+    assert [what for what, _ in commands] == ["sample", "serve"]
+    more = {
+        "sample": ["--tokens", "9", "--temperature", "0", "--prompt", "The cat"],
+        "serve": ["--requests", "2", "--rate", "inf", "--new-tokens", "4", "--json"],
+    }
+    said = {}
+    for what, command in commands:
+        whole = [sys.executable, *shlex.split(command), *more[what]]
+        said[what] = subprocess.run(whole, capture_output=True, text=True, check=True, timeout=120).stdout
+    model = RWKV7.from_checkpoint(trained.folder / "model.pth")
+    written = model.generate(torch.tensor([list(b"The cat")]), 9, temperature=0)[0].tolist()
+    text = bytes(written).decode(errors="replace")
+    assert said["sample"] == f"The cat{''.join(x if x.isprintable() or x == chr(10) else '·' for x in text)}\n"
+    assert json.loads(said["serve"])["finished"] == 2
+
+
+class Planted:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@pytest.mark.parametrize("is_all", [True, False], ids=["all", "a part"])
+def test_planted_metadata_of_a_checkpoint_run_nothing(is_all, trained, tmp_path):
+    path, planted = trained.folder / "checkpoints" / "2" / ".metadata", Planted(tmp_path / "ran")
+    held = pickle.loads(path.read_bytes())
+    held.planner_data = {"step": planted}
+    path.write_bytes(pickle.dumps(planted if is_all else held))
+    ended, _ = trained.again()
+    assert re.search(r"checkpoints/2 is no checkpoint of this program, and is not read: it names \w+\.mkdir$", ended)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_planted_data_of_a_checkpoint_run_nothing(root, tmp_path):
+    names, item = runpy.run_path(str(root / "examples" / "train_lm.py")), types.SimpleNamespace()
+    item.storage_index = item.dest_index = types.SimpleNamespace(fqn="step")
+    for held in (Planted(tmp_path / "ran"), 7):
+        data = io.BytesIO()
+        torch.save(held, data)
+        data.seek(0)
+        planner = names["Planner"](flatten_state_dict=False)
+        planner.state_dict = {}
+        if held == 7:
+            planner.load_bytes(item, data)
+            assert planner.state_dict == {"step": 7}
+        else:
+            with pytest.raises(ValueError, match="^step holds more than numbers and tensors$"):
+                planner.load_bytes(item, data)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["os.system", "FileSystemWriter", "os", "Any"])
+def test_metadata_name_only_what_describes_tensors(name, root):
+    unpickler = runpy.run_path(str(root / "examples" / "train_lm.py"))["Metadata"](io.BytesIO())
+    with pytest.raises(pickle.UnpicklingError, match=f"it names torch.distributed.checkpoint.filesystem.{name}"):
+        unpickler.find_class("torch.distributed.checkpoint.filesystem", name)
+    assert unpickler.find_class("torch", "float32") is torch.float32
 
 
 def test_the_trainer_reads_every_window_once_an_epoch(root, tmp_path):

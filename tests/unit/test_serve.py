@@ -136,6 +136,12 @@ def test_16_bits_are_near_float32(modules, weights, dtype):
 # ---- the server --------------------------------------------------------------------------------------------------
 
 
+def test_prompt_without_tokens_is_refused(modules):
+    """The server would wait for ever for its last token."""
+    with pytest.raises(ValueError, match="^prompt: expected at least one token, got none$"):
+        modules[1].Request(0, [], 3)
+
+
 def test_prompts_in_pieces_are_prompts_as_a_whole(modules, model, monkeypatch):
     prompts, counts = texts(11, 2, 7), []
     logits = model.logits
@@ -396,6 +402,7 @@ def test_table_and_text_are_shown(program, capsys):
     for said in ("cpu float32", "prefill", "decode", "first token", "next token", "3 finished", "request 2", "p99"):
         assert said in printed
     assert program(*SMALL, "--requests", 1, "--prompt", "Once upon a time", "--check") == 0
+    assert program(*SMALL, "--prompt", "") == "--prompt: expected at least one token, got none"
     printed = capsys.readouterr().out
     assert "Once upon a time" in printed
     assert "all 1 sequences are those of one-by-one decoding" in printed
