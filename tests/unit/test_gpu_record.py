@@ -209,9 +209,12 @@ def test(op, number):
     # import than all else here.
     pretends = f"""
 import os
+import signal
 import sys
 import time
 from types import ModuleType, SimpleNamespace
+if "PYTEST_XDIST_WORKER" not in os.environ:  # what this process was started by may ignore interrupts
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 WORKERS = {workers}
 if os.environ.get("PYTEST_XDIST_WORKER") == "gw0":
     time.sleep(1)  # so a single test runs in the other worker
