@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from rwkv_jit import cache, compiler, cuda, env, identity, stats
 from rwkv_jit.cache import Compiled, Resources
-from rwkv_jit.errors import CompileError, NvrtcNotFoundError, RwkvJitError, UnsupportedConfigError, brief
+from rwkv_jit.errors import CompileError, NvrtcNotFoundError, RwkvJitError, UnsupportedConfigError
 from rwkv_jit.template import Parameter, Rendered, Template
 
 _PATIENCE_SECONDS = 5.0  # with a thread that does not begin
@@ -376,8 +376,7 @@ def _compile_once(request: Request, rendered: Rendered) -> Kernel:
         if stored is not None:
             return stored
         if env.assert_cached():
-            values = brief(dict(request.parameters), 2000)
-            raise CompileError(f"RWKVJIT_ASSERT_CACHED is set and {what} with {values} is not in the cache")
+            raise CompileError(f"RWKVJIT_ASSERT_CACHED is set and {what} is not in the cache")
         try:
             compiled = _compile(request, rendered)
         except (CompileError, UnsupportedConfigError) as error:

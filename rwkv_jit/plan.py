@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rwkv_jit import cuda, kernel, tensors
-from rwkv_jit.errors import RwkvJitError
+from rwkv_jit import cuda, env, kernel, tensors
+from rwkv_jit.errors import CompileError, RwkvJitError
 from rwkv_jit.launch import LETTERS, Launch, Value
 from rwkv_jit.problem import Problem
 from rwkv_jit.schedule import Pause, Schedule, Step, Stride, aligned, offsets
@@ -61,6 +61,29 @@ class _Later:
     def _is_idle(self, stream: int, values: Sequence[int]) -> bool:
         counts = cuda.read_integers(values[self._place], self._count, stream)
         return all(count >= self._least for count in counts)
+
+
+def _to_compile(p: Problem, launches: Sequence[Step]) -> str:
+    """Return what compiles the kernels of such calls."""
+    if p.op.family not in ("delta", "diagonal", "wkv4", "timex"):
+        return f"call {p.op.name} once without that variable, or for a layer give `rwkv-jit warm` its --width"
+    dtype, is_update = p.types["k"], any(step.template in ("update_states", "wkv4_update") for step in launches)
+    options = {
+        "op": p.op.name,
+        "head-size": p.K,
+        "value-size": p.V != p.K and p.V,
+        **({"tokens": p.T, "batch": p.B} if p.op.name == "timex" else {}),
+        "dtype": dtype,
+        "arch": p.gpu.arch,
+        "direction": (is_update or p.is_pooled) and "update",
+        "decay": p.decay not in ("none", p.op.decay) and p.decay,
+        "state-layout": p.op.has_heads and p.state_layout != p.op.state_layout and p.state_layout,
+        "w-dtype": p.types.get("w", dtype) != dtype and p.types["w"],
+        "state-dtype": p.op.has_heads and p.state_type != "fp32" and p.state_type,
+        "precision": p.is_narrow and "high",
+    }
+    words = [f"--{name} {value}" for name, value in options.items() if value]
+    return " ".join(["to compile it: rwkv-jit warm", *words, *(["--shards"] if p.is_shard else [])])
 
 
 class Plan:
@@ -273,7 +296,12 @@ class Plan:
         gpu, launches = self._problem.gpu, self._schedule.launches
         needed = [step.request(gpu) for step in launches if step.idle_at is None]
         rest = [step.request(gpu) for step in launches if step.idle_at is not None]
-        made, others = kernel.get_most(needed, rest, soon)
+        try:
+            made, others = kernel.get_most(needed, rest, soon)
+        except CompileError as error:
+            if not env.assert_cached():
+                raise
+            raise CompileError(f"{error}; {_to_compile(self._problem, launches)}") from None
         return [(made if step.idle_at is None else others).pop(0) for step in launches]
 
     def _launch_of(

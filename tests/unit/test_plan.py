@@ -10,9 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rwkv_jit import kernel, tensors
+import rwkv_jit
+from rwkv_jit import cli, commands, kernel, tensors
 from rwkv_jit.errors import CompileError, RwkvJitError
 from rwkv_jit.gpu import Gpu
+from rwkv_jit.ops.table import OPS
 from rwkv_jit.plan import Plan
 from rwkv_jit.problem import Op, Problem
 from rwkv_jit.schedule import Result, Schedule, Step, Stride, Zero, renamed
@@ -52,6 +54,71 @@ def run(made, arrays, *more):
 
 def places(arrays):
     return {name: 0 if x is None else x.data_ptr() for name, x in arrays.items()}
+
+
+# ---- kernels that may not be compiled ----------------------------------------------------------------------------
+
+SIZES = {"B": 2, "T": 64, "H": 2, "G": 2, "K": 16, "V": 16, "C": 32}
+HALF, FULL = torch.bfloat16, torch.float32
+
+
+def called(name, dtype=HALF, tokens=None, grad=False, pool=None, inputs=None, **options):
+    """Call an op, or one over a pool of states of this dtype; return the error."""
+    op = OPS[name.split("_")[0] if name.startswith("wkv") else name.removesuffix("_update").removesuffix("_varlen")]
+    sizes = SIZES | ({"T": tokens} if tokens else {})
+    own = {
+        x: torch.randn([sizes[dim] for dim in dims]).to((inputs or {}).get(x, dtype)) for x, dims in op.inputs.items()
+    }
+    arrays = [x.requires_grad_(grad) for x in own.values()]
+    if name.endswith(("_update", "_varlen")):
+        arrays = [x.flatten(0, 1) if x.dim() == 4 and name.endswith("_varlen") else x for x in arrays]
+        arrays = [x[:, 0] if x.dim() == 4 or (x.dim() == 3 and name == "wkv4_update") else x for x in arrays]
+        shape = (2, 3, 32) if name == "wkv4_update" else (2, 2, 16, 16)
+        arrays = [torch.zeros(shape, dtype=pool), *arrays]
+        if name.endswith("_varlen"):
+            options["cu_seqlens"] = torch.tensor([0, 64, 128])
+    with pytest.raises(CompileError) as caught:
+        getattr(rwkv_jit, name)(*arrays, **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        *({"name": op} for op in OPS),
+        *({"name": op, "grad": True, "dtype": torch.float16} for op in OPS),
+        {"name": "wkv7", "dtype": FULL, "tokens": 3},
+        {"name": "wkv7", "decay": "log", "state_layout": "kv"},
+        {"name": "wkv6", "inputs": {"w": FULL, "u": FULL}},
+        {"name": "timex", "tokens": 192},
+        *({"name": f"{op}_update", "pool": FULL} for op in OPS if OPS[op].state),
+        {"name": "wkv7_update", "pool": HALF, "decay": "sigmoid"},
+        *({"name": f"{op}_varlen", "pool": FULL} for op in ("wkv7", "gla")),
+    ],
+    ids=lambda call: " ".join(map(str, call.values())),
+)
+def test_what_is_not_in_the_cache_is_named_with_the_command_that_compiles_it(call, on_gpu, monkeypatch):
+    wanted, get_most = [], kernel.get_most
+    monkeypatch.setenv("RWKVJIT_ASSERT_CACHED", "1")
+    monkeypatch.setattr(kernel, "_stored", lambda *_: None)
+    monkeypatch.setattr(kernel, "get_most", lambda own, rest, soon: wanted.extend([*own, *rest]) or get_most(own, rest))
+    error = called(**call)
+    match = re.fullmatch(
+        r"RWKVJIT_ASSERT_CACHED is set and \w+ for sm_80 is not in the cache; to compile it: (.*)", error
+    )
+    program, *arguments = match[1].split()
+    assert (program, arguments[:2]) == ("rwkv-jit", ["warm", "--op"])
+    parsed = cli._parser().parse_args(arguments)
+    made = {kernel.memory_key(request) for request in commands._asked_for(parsed)}
+    assert wanted
+    assert [dict(each.parameters) for each in wanted if kernel.memory_key(each) not in made] == []
+
+
+def test_what_no_command_compiles_is_named_with_the_call_that_does(on_gpu, monkeypatch):
+    monkeypatch.setenv("RWKVJIT_ASSERT_CACHED", "1")
+    monkeypatch.setattr(kernel, "_stored", lambda *_: None)
+    with pytest.raises(CompileError, match="is not in the cache; call activate once without that variable, or for a "):
+        rwkv_jit.activate(torch.ones(3, 32), "tanh")
 
 
 # ---- arguments by their names ------------------------------------------------------------------------------------
