@@ -158,21 +158,18 @@ class _Workers:
                 self._work()
 
     def _work(self) -> None:
-        while taken := self._next():
-            future, request = taken
+        while True:
+            with self.changed:
+                if not self.waiting:
+                    self.count -= 1
+                    self.changed.notify_all()
+                    return
+                future, request = self.waiting.popleft()
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(get(request))
                 except BaseException as error:
                     future.set_exception(error)
-
-    def _next(self) -> tuple[Future[Kernel], Request] | None:
-        with self.changed:
-            if self.waiting:
-                return self.waiting.popleft()
-            self.count -= 1
-            self.changed.notify_all()
-            return None
 
     def finish(self) -> None:
         """Wait until nothing is left to do."""

@@ -69,19 +69,15 @@ def _to_compile(p: Problem, launches: Sequence[Step]) -> str:
         return f"call {p.op.name} once without that variable, or for a layer give `rwkv-jit warm` its --width"
     dtype, is_update = p.types["k"], any(step.template in ("update_states", "wkv4_update") for step in launches)
     options = {
-        "op": p.op.name,
-        "head-size": p.K,
-        "value-size": p.V != p.K and p.V,
+        "op": p.op.name, "head-size": p.K, "value-size": p.V != p.K and p.V, "dtype": dtype, "arch": p.gpu.arch,
         **({"tokens": p.T, "batch": p.B} if p.op.name == "timex" else {}),
-        "dtype": dtype,
-        "arch": p.gpu.arch,
         "direction": (is_update or p.is_pooled) and "update",
         "decay": p.decay not in ("none", p.op.decay) and p.decay,
         "state-layout": p.op.has_heads and p.state_layout != p.op.state_layout and p.state_layout,
         "w-dtype": p.types.get("w", dtype) != dtype and p.types["w"],
         "state-dtype": p.op.has_heads and p.state_type != "fp32" and p.state_type,
         "precision": p.is_narrow and "high",
-    }
+    }  # fmt: skip
     words = [f"--{name} {value}" for name, value in options.items() if value]
     return " ".join(["to compile it: rwkv-jit warm", *words, *(["--shards"] if p.is_shard else [])])
 

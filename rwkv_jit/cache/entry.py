@@ -22,7 +22,7 @@ _CHECKSUM_BYTES = 32
 _MANIFEST_BYTES = 1 << 20  # at most
 _ELF_BYTES = 64  # of its head
 _EM_CUDA = 190
-_ARCH = re.compile(r"(sm|compute)_([0-9]{1,4})[a-z]?")
+_ARCH = re.compile(r"(sm|compute)_[0-9]{1,4}[a-z]?")
 NEWEST_THAT_ALL_KNOW = 90  # of the architectures, every NVRTC since the oldest; newer GPUs may get PTX of an older one
 _FORMS = {  # of the texts that every manifest has
     "key": re.compile("[0-9a-f]{64}"),
@@ -129,10 +129,11 @@ def _fault(manifest: Any) -> str:
 
 def _fault_of_image(image: bytes, target: str, arch: str) -> str:
     """Return what is wrong with machine code or PTX by its head, or an empty string."""
-    (kind, number), (_, own) = _parts(target), _parts(arch)
-    if target != arch and (kind != "compute" or own <= NEWEST_THAT_ALL_KNOW or number >= own):
+    number, own = (int(re.sub(r"\D", "", name)) for name in (target, arch))
+    is_ptx = target.startswith("compute_")
+    if target != arch and not (is_ptx and max(number, NEWEST_THAT_ALL_KNOW) < own):
         return f"{target} does not serve {arch}"
-    if kind == "compute":
+    if is_ptx:
         names = target.replace("compute_", "sm_").encode()
         return "" if re.search(rb"^\.target %s\b" % names, image, re.MULTILINE) else f"no PTX for {target}"
     if len(image) < _ELF_BYTES or not image.startswith(b"\x7fELF\2\1") or elf_bytes(image) != len(image):
@@ -140,12 +141,6 @@ def _fault_of_image(image: bytes, target: str, arch: str) -> str:
     abi, machine, flags = struct.unpack_from("<8xB9xH28xI", image)
     made_for = {7: flags & 255, 8: flags >> 8 & 255}.get(abi, number)
     return "" if (machine, made_for) == (_EM_CUDA, number) else f"no cubin for {target}"
-
-
-def _parts(arch: str) -> tuple[str, int]:
-    match = _ARCH.fullmatch(arch)
-    assert match is not None
-    return match[1], int(match[2])
 
 
 def elf_bytes(image: bytes) -> int:
