@@ -254,7 +254,7 @@ def test_warm_under_torchrun_compiles_each_kernel_once_in_all(start, node, run, 
     for number, name in enumerate(names[0]):
         assert sorted(rank["kernels"][number]["origin"] for rank in told) == ["compiled", "disk"], name
     assert len(cache.entries()) == len(names[0])
-    said = f"{len(names[0])} kernels in {env.cache_dir()}"
+    said = f"{len(names[0])} kernels, {cache.size() / 2**20:.3g} MB, in {env.cache_dir()}"
     monkeypatch.delenv("RANK", raising=False)
     assert said in run("warm", *WHAT)[1]
     for rank, ending in (("0", said), ("3", "")):
