@@ -126,10 +126,12 @@ class Plan:
         self._copies = tuple(copies)
         written = schedule.written()
         self._written = {index for index, name in enumerate(self._names) if name in written}
-        # What addresses must be multiples of, and the largest of that.
-        self._alignments = tuple((index, tensors.alignment(x, vectors[name])) for index, name, x in inputs)
+        # What addresses must be multiples of, and the largest of that: of inputs, and of what a caller wants written.
+        placed = [(i, name, x) for i, (name, x) in enumerate(arrays.items()) if x is not None]
+        placed = [each for each in placed if each[1] in self._dims or each[1] in schedule.vectors]
+        self._alignments = tuple((i, tensors.alignment(x, schedule.vectors.get(name, 1))) for i, name, x in placed)
         self._alignment = max((multiple for _, multiple in self._alignments), default=1)
-        self._first, self._last = inputs[0][0], inputs[-1][0] + 1
+        self._first, self._last = placed[0][0], placed[-1][0] + 1
         self._results = [tensors.memory(x.shape, DTYPES[x.dtype]) for x in schedule.results.values()]
         if schedule.kept:
             self._results.append(tensors.memory((sum(schedule.kept.values()) // 4,), torch.float32))
@@ -221,15 +223,16 @@ class Plan:
     def _run_copies(
         self, arrays: Sequence[Tensor | None], at_pause: Callable[[list[Tensor]], None] | None
     ) -> list[Tensor]:
-        """Run with copies of all inputs, as some begin at addresses that kernels cannot read.
+        """Run with copies of all inputs, as some tensors begin at addresses that kernels cannot take.
 
         Where other tensors lie the kernels know from when they were chosen: which of these need a copy is as it was.
         """
-        own = {index for index, _ in self._alignments}
-        copies = [
-            x.clone(memory_format=torch.contiguous_format) if index in own and x is not None else x
-            for index, x in enumerate(arrays)
-        ]
+        own, copies = set(), list(arrays)
+        for index, multiple in self._alignments:
+            x = arrays[index]
+            if x is not None and (index not in self._written or x.data_ptr() % multiple):
+                own.add(index)
+                copies[index] = x.clone(memory_format=torch.contiguous_format)
         if self._plan_of_copies is None:
             named = dict(zip(self._names, copies, strict=True))
             others = [index for index in self._copies if index not in own]

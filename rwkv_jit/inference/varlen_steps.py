@@ -71,8 +71,8 @@ def schedule(p: Problem, pool: Pool, call: Varlen) -> Schedule:
     if not is_cut and not call.checkpoints:
         waves = _beside(waves)
     return Schedule(
-        (arrange, *waves, few), scratch={**scratch, **of_chunks.scratch}, vectors=of_chunks.vectors,
-        main=1 + of_chunks.main,
+        (arrange, *waves, few), scratch={**scratch, **of_chunks.scratch}, main=1 + of_chunks.main,
+        vectors={**of_chunks.vectors, "y": of_chunks.vectors.get("v", 1)},  # which a caller may want anywhere
     )  # fmt: skip
 
 

@@ -318,6 +318,22 @@ def test_what_kernels_change_in_a_copy_is_written_back(how, on_gpu):
     assert memory.sum() == 2 * x.numel()
 
 
+def test_memory_that_a_caller_wants_written_may_lie_anywhere(on_gpu):
+    """Kernels that write several numbers at once get memory of their own, which is written back."""
+    on_gpu.while_running = _adds_one_to("out", 8)
+    arrays = {**make(), "out": torch.zeros(8)}
+    plan = plan_of(schedule(step(f"{MIX}, float* out"), vectors={"x": 4, "out": 4}), arrays)
+    for begin in (0, 1, 4, 3):
+        memory = torch.zeros(16)
+        out = memory[begin : begin + 8]
+        plan.run([arrays["x"], arrays["u"], out])
+        named = on_gpu.launches[-1].named
+        assert named["out"] % 16 == 0
+        assert (named["out"] == out.data_ptr()) == (begin % 4 == 0)
+        assert (out == 1).all()
+        assert memory.sum() == 8
+
+
 # ---- results and memory ------------------------------------------------------------------------------------------
 
 
