@@ -44,21 +44,23 @@ def draw_speedups(rows: Sequence[Row], folder: Path) -> Path:
     height = 0.5 + 0.44 * max(len(shown), 1)
     figure = Figure(figsize=(4, height))
     axis = figure.add_axes((0.01, 0, 0.98, 1 - 0.4 / height))  # below the title
-    axis.barh(range(len(shown)), [each.times for each in shown], height=0.36, color=_OUR_COLOUR)
+    colours = [_OUR_COLOUR if each.times >= 1 else _COLOURS[4] for each in shown]
+    axis.barh(range(len(shown)), [each.times for each in shown], height=0.36, color=colours)
     for place, each in enumerate(shown):
         call = f"{each.ours['op']} {shape_of(each.ours).replace('K = ', '').replace('V = ', '')}"
-        axis.text(0, place - 0.3, f"{call}: {each.written} {library(each.peer)}", fontsize=8.5, color=_ON_ANY_PAGE)
+        said = f"{call}: {each.written} vs {library(each.peer)}"
+        axis.text(0, place - 0.3, said, fontsize=8.5, color=_ON_ANY_PAGE)
         axis.plot([1, 1], [place - 0.24, place + 0.24], color=_ON_ANY_PAGE, linewidth=1.5)
     axis.set_ylim(len(shown) - 0.6, -0.7)
     axis.set_xlim(left=0)
     axis.set_axis_off()
-    gpus = ", ".join(dict.fromkeys(gpu_of(each.ours) for each in shown))
-    title = f"Times as fast as the fastest other library,\nforward + backward, {gpus}"
+    about = ", ".join(dict.fromkeys(name for each in shown for name in (each.ours["dtype"], gpu_of(each.ours))))
+    title = f"Times as fast as the fastest other library,\nforward + backward, {about}; the marks are at 1×"
     axis.set_title(title, loc="left", fontsize=8.5, color=_ON_ANY_PAGE)
     path = folder / PICTURE
     path.parent.mkdir(exist_ok=True)
-    about = {"Description": sentence(rows), "Software": None}
-    figure.savefig(path, dpi=220, metadata=about, transparent=True)
+    metadata = {"Description": sentence(rows), "Software": None}
+    figure.savefig(path, dpi=220, metadata=metadata, transparent=True)
     return path
 
 

@@ -166,16 +166,50 @@ def sentence(rows: Sequence[Row]) -> str:
     return f"Forward and backward, beside the fastest other library: {', '.join(shown)}"
 
 
+def slower(rows: Sequence[Row]) -> str:
+    """Return in words in which calls another implementation is faster, what we are slowest at first.
+
+    Updates are not among them: they stand beside a copy of their states, which is a bound.
+    """
+    by_call: dict[Case, list[Speedup]] = {}
+    for each in speedups(rows):
+        if each.times < 1 and each.ours["phase"] != UPDATE:
+            by_call.setdefault((*case_of(each.ours)[:-1], library(each.peer)), []).append(each)
+    calls = []
+    for phases in sorted(by_call.values(), key=lambda phases: min(each.times for each in phases)):
+        ours, peer = phases[0]
+        times = ", ".join(
+            f"{_words(each.ours)} {milliseconds(each.ours['median_ms'])} ms where {library(peer)} takes "
+            f"{milliseconds(each.peer['median_ms'])}"
+            for each in phases
+        )
+        calls.append(f"`{ours['op']}` {shape_of(ours)} on one {gpu_of(ours)} ({times})")
+    return f"Slower than another implementation: {'; '.join(calls)}." if calls else "No other implementation is faster."
+
+
+def _words(row: Row) -> str:
+    """Return the phase of a row as it is written; decoding is one token of each sequence."""
+    return "one token" if row["phase"] == "decode" else str(row["phase"].replace("+", " + "))
+
+
 def _speedup_lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     """Return a line for each call that was measured with gradients, beside the fastest others."""
     by_call: dict[Case, dict[str, Speedup]] = {}
     for speedup in speedups(rows):
         *call, phase = case_of(speedup.ours)
         by_call.setdefault(tuple(call), {})[phase] = speedup
-    others = ("fastest other", "times as fast")
     table: list[tuple[str, ...]] = [
-        ("op", "shape", "forward ms", *others, "forward + backward ms", *others, "host us"),
-        ("---",) * 9,
+        (
+            "op",
+            "shape",
+            "dtype, GPU",
+            "forward ms",
+            "fastest other",
+            "forward + backward ms",
+            "fastest other",
+            "host us",
+        ),
+        ("---",) * 8,
     ]
     for phases in by_call.values():
         trained = next((phases[phase] for phase in WITH_GRADIENTS if phase in phases), None)
@@ -184,26 +218,24 @@ def _speedup_lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
         shown = [phases.get("forward"), trained]
         hosts = ", ".join(_host(each.ours) for each in shown if each is not None and each.ours["host_us"] is not None)
         cells = (cell for each in shown for cell in _speedup_cells(each))
-        table.append((trained.ours["op"], shape_of(trained.ours), *cells, hosts))
+        where = f"{trained.ours['dtype']}, {gpu_of(trained.ours)}"
+        table.append((trained.ours["op"], shape_of(trained.ours), where, *cells, hosts))
     return table
 
 
-def _speedup_cells(speedup: Speedup | None) -> tuple[str, str, str]:
+def _speedup_cells(speedup: Speedup | None) -> tuple[str, str]:
     if speedup is None:
-        return "", "", ""
+        return "", ""
     ours, peer = (milliseconds(row["median_ms"]) for row in speedup)
-    return (
-        ours,
-        f"{peer} {contestant(speedup.peer)}",
-        f"**{speedup.written}**" if speedup.times >= 1 else speedup.written,
-    )
+    times = f"**{speedup.written}**" if speedup.times >= 1 else f"{speedup.written}, slower"
+    return ours, f"{peer} {contestant(speedup.peer)} ({times})"
 
 
 def _first_page(rows: Sequence[Row]) -> str:
     """Return the table of the first page, and in lines below it what was measured, and what was left out."""
     if not rows:
         return _NOTHING
-    others = " and ".join(dict.fromkeys(library(row) for row in rows if row["who"] != OURS))
+    others = ", ".join(dict.fromkeys(library(row) for row in rows if row["who"] != OURS))
     about = (
         f"{origin(rows)}, beside {others}. {HOST_BOUND}: the host takes longer than the GPU, so calls one after "
         "another take the host's time."
@@ -227,16 +259,16 @@ def blocks(result: Mapping[str, Any]) -> dict[str, str]:
     Returns
     -------
     dict
-        machine : how its tables read, and what was measured where; picture : the picture's line; speedups : the table
-        of the first page; float32 : how much slower float32 is; training : steps of whole models; service : a table of
-        what the service costs; errors : a table of errors by result; inference : a table of updates; and a table of all
-        else for each op, by its name.
+        machine : how its tables read, and what was measured where; picture : the picture's line, and which calls are
+        slower; speedups : the table of the first page; float32 : how much slower float32 is; training : steps of whole
+        models; service : a table of what the service costs; errors : a table of errors by result; inference : a table
+        of updates; and a table of all else for each op, by its name.
     """
     rows = result["rows"]
     shown = {
         "machine": f"Medians, with quartiles behind them, of runs in which contestants take turns. {_METHOD}\n\n"
         f"{_origins(result)}",
-        "picture": f"![{sentence(rows)}]({PICTURE})\n",
+        "picture": f"![{sentence(rows)}]({PICTURE})\n\n{slower(rows)}\n",
         "speedups": _first_page(front(rows)),
         "float32": _float32(rows),
         "training": _training(result.get("training", ())),

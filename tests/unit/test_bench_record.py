@@ -98,6 +98,29 @@ def test_picture_shows_what_is_recorded_and_is_small(root):
     assert path.stat().st_size < 150_000
 
 
+def test_sentences_of_pages_are_those_of_the_record(root):
+    """What float32 costs, and what a whole model makes."""
+    recorded, costs = record.read(root / "bench.json"), {}
+    for line in tables.blocks(recorded)["float32"].splitlines()[2:]:
+        call, _, _, times, _ = line.strip("| ").split(" | ")
+        costs.setdefault("backward" in call, []).append(int(times.removesuffix("×")))
+    (low, high), (lowest, highest) = ((min(costs[which]), max(costs[which])) for which in (False, True))
+    said = f"{low} to {high} times as long forward, and {lowest} to {highest} times with gradients"
+    pages = {
+        name: " ".join((root / name).read_text(encoding="utf-8").split()) for name in (*record.PAGES, "docs/ops.md")
+    }
+    assert {name for name, text in pages.items() if said in text} == {*pages} - {"docs/speed.md"}
+    steps = {row["parameters"]: f"{row['tokens_per_s']:,.0f}" for row in recorded["training"] if row["part"] == "steps"}
+    assert f"{steps['bfloat16']} tokens a second with parameters and moments in bfloat16" in pages["README.md"]
+    assert f"{steps['float32']} with parameters in float32 under autocast" in pages["README.md"]
+    medians = {
+        row["who"]: tables.milliseconds(row["median_ms"])
+        for row in recorded["rows"]
+        if (row["inputs"], row["shape"][1], row["phase"]) == ("slow-gates", 8192, "forward")
+    }
+    assert f"takes {medians['cudnn']} ms, and `kda` {medians['rwkv_jit']}." in pages["README.md"]
+
+
 # ---- writing -----------------------------------------------------------------------------------------------------
 
 
@@ -358,7 +381,9 @@ def test_blocks_are_the_machine_the_picture_the_speedups_and_the_ops():
     empty = {op for op in ops if blocks[op] == "The record has none of these yet.\n"}
     assert empty == {"wkv5", "linear_attention", *cases.DERIVED}
     assert blocks["machine"].startswith("Medians")
-    assert blocks["picture"] == f"![{tables.sentence(result()['rows'])}](docs/speedups.png)\n"
+    assert blocks["picture"] == (
+        f"![{tables.sentence(result()['rows'])}](docs/speedups.png)\n\nNo other implementation is faster.\n"
+    )
     assert all(text.endswith("\n") for text in blocks.values())
 
 
@@ -460,6 +485,22 @@ def test_what_calls_take_is_compared_with_the_fastest_peer_of_the_same_case():
     assert slower.written == "0.5×"  # and says so
 
 
+def test_what_is_slower_is_said_in_words_the_slowest_first():
+    decode = {"phase": "decode", "shape": (1, 1, 32, 64, 64)}
+    rows = [
+        row(**decode, median=0.004), row(**decode, who="fla", median=0.003),
+        row("kda", median=2.0), row("kda", who="cudnn", median=0.5), row("kda", who="fla", median=1.0),
+        row("kda", **BOTH, median=2.0), row("kda", **BOTH, who="cudnn", median=1.0), row("gla", who="fla", median=0.1),
+        row("gla", **ON_H100), row("wkv6"), row("wkv6", who="fla", median=2.0), left_out(op="ssd"),
+        row(phase="update"), row(phase="update", who="torch", median=0.5),
+    ]  # fmt: skip
+    assert tables.blocks(result(rows=rows))["picture"].splitlines()[2:] == [
+        "Slower than another implementation: `kda` (8, 4096, 64, 64) on one H200 (forward 2.00 ms where cuDNN takes "
+        "0.500, forward + backward 2.00 ms where cuDNN takes 1.00); `wkv7` (1, 1, 32, 64) on one H200 (one token "
+        "0.00400 ms where FLA takes 0.00300)."
+    ]
+
+
 def test_the_first_page_has_a_line_for_each_call_with_gradients_one_op_after_another():
     front = {"suite": "front"}
     rows = [
@@ -472,12 +513,12 @@ def test_the_first_page_has_a_line_for_each_call_with_gradients_one_op_after_ano
         row("wkv4", **BOTH), row("wkv4", **BOTH, who="fla", median=2.0),  # of another suite
     ]  # fmt: skip
     assert tables.blocks(result(rows=rows))["speedups"].splitlines()[2:] == [
-        "| wkv7 | (8, 4096, 64, 64) | 0.500 | 2.00 FLA chunk | **4.0×** | 2.00 | 3.00 Wind c | **1.5×** |"
-        " 12.0, 3000.0 † |",
-        "| wkv7 | (1, 2, 3, 4) |  |  |  | 1.00 | 7.00 FLA chunked | **7.0×** | 12.0 |",
-        "| gla | (8, 4096, 64, 64) |  |  |  | 4.00 | 3.00 cuDNN g | 0.8× | 12.0 |",
+        "| wkv7 | (8, 4096, 64, 64) | bfloat16, H200 | 0.500 | 2.00 FLA chunk (**4.0×**) | 2.00 | 3.00 Wind c "
+        "(**1.5×**) | 12.0, 3000.0 † |",
+        "| wkv7 | (1, 2, 3, 4) | bfloat16, H200 |  |  | 1.00 | 7.00 FLA chunked (**7.0×**) | 12.0 |",
+        "| gla | (8, 4096, 64, 64) | bfloat16, H200 |  |  | 4.00 | 3.00 cuDNN g (0.8×, slower) | 12.0 |",
         "",
-        "bfloat16, on one H200, at commit c753463aaa, beside FLA and Wind and cuDNN. †: the host takes longer than the "
+        "bfloat16, on one H200, at commit c753463aaa, beside FLA, Wind, cuDNN. †: the host takes longer than the "
         "GPU, so calls one after another take the host's time.",
         "", "Left out:", "", "- no room: FLA h (8, 4096, 64, 64) bfloat16 forward+backward",
     ]  # fmt: skip
@@ -510,14 +551,21 @@ def texts(axis):
     return [text.get_text() for text in axis.texts]
 
 
+_SLOWER = [row("gla", suite="front", who=who, **BOTH, median=m) for who, m in (("rwkv_jit", 2.0), ("cudnn", 1.0))]
+
+
 def test_the_picture_has_a_bar_for_each_of_the_first_calls_of_the_first_page(drawn, tmp_path):
     rows = [{**each, "suite": "front"} for each in many_rows()]
     (axis,) = drawn(plot.draw_speedups, rows, tmp_path).axes
     assert texts(axis) == [
-        "wkv7 (8, 4096, 64, 64): 6.4× FLA", "wkv7 (8, 4096, 32, 128): 6.4× FLA", "timex (32, 768, 768): 110.0× torch",
+        "wkv7 (8, 4096, 64, 64): 6.4× vs FLA", "wkv7 (8, 4096, 32, 128): 6.4× vs FLA",
+        "timex (32, 768, 768): 110.0× vs torch",
     ]  # fmt: skip
     assert [bar.get_width() for bar in axis.patches] == pytest.approx([6.43, 6.43, 110], abs=0.01)
-    assert axis.get_title(loc="left").endswith("H200")
+    assert axis.get_title(loc="left").endswith(", bfloat16, H200; the marks are at 1×")
+    colours = [bar.get_facecolor() for bar in drawn(plot.draw_speedups, [*rows, *_SLOWER], tmp_path).axes[0].patches]
+    assert len(set(colours[:3])) == 1
+    assert colours[3] != colours[0]  # what is slower looks so
     assert drawn(plot.draw_speedups, [row()], tmp_path).axes[0].containers[0].patches == []
     many = [row(op, suite="front", who=who, **BOTH) for op in cases.OPS for who in ("rwkv_jit", "fla")]
     assert len(drawn(plot.draw_speedups, many, tmp_path).axes[0].patches) == 6
