@@ -417,7 +417,7 @@ FAULTS_OF_UPDATES = [
     ({"conv_state": POOL[..., 1:]}, ValueError, r"conv_state: expected shape \[slots, 12, 3 to 16\], got \[7, 12, 2\]"),
     ({"conv_state": torch.ones(SLOTS, C, 17)}, ValueError, "conv_state: expected shape .*, got .7, 12, 17."),
     ({"conv_state": torch.ones(SLOTS, C, W)[..., 1:]}, ValueError, "conv_state: expected slots without gaps, got"),
-    ({"conv_state": POOL[:1].expand(B, -1, -1)}, ValueError, "conv_state: is changed in place; expected memory of its"),
+    ({"conv_state": POOL[:1].expand(B, -1, -1)}, ValueError, "conv_state: is changed in place; expected separate"),
     ({"conv_state": POOL.to(torch.int32)}, TypeError, "conv_state: expected torch.float16 or .*, got torch.int32"),
     ({"conv_state": POOL[:2]}, ValueError, "conv_state: expected a slot for each of the 3 rows, or state_indices"),
     ({"state_indices": torch.tensor([1, 2])}, ValueError, r"state_indices: expected shape \[3\], a slot for each row"),

@@ -41,7 +41,8 @@ def run_made_up(root, tmp_path):
     """Runs tests that fail under the conftest.py of this tier; returns the seed, and by test what was drawn."""
     gpu = tmp_path / "gpu"
     gpu.mkdir()
-    shutil.copy(root / "tests" / "conftest.py", tmp_path)
+    for name in ("conftest.py", "images.py"):
+        shutil.copy(root / "tests" / name, tmp_path)
     for name in ("conftest.py", "record.py"):
         shutil.copy(root / "tests" / "gpu" / name, gpu)
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib\npython_files = made_up.py\n")

@@ -64,8 +64,8 @@ def ends(op):
 LIGHT = [
     f"rwkv_jit.{name}"
     for name in (
-        "after", "gpu", "inference", "inference.registry", "layers", "layers.registry", "ops", "ops.registry",
-        "ops.table", "problem",
+        "after", "errors", "gpu", "inference", "inference.registry", "layers", "layers.registry", "lazy", "legal",
+        "ops", "ops.registry", "ops.table", "problem",
     )
 ]  # fmt: skip
 
@@ -81,7 +81,7 @@ print(*sorted(n for n in sys.modules if n.startswith("rwkv_jit")))
 assert not any(n.startswith(("triton", "sympy", "cupy")) for n in sys.modules)
 from torch.utils.flop_counter import flop_registry
 print(sum(str(op).startswith("rwkv_jit.") for op in flop_registry))
-assert sys.meta_path == before
+assert sys.meta_path[1:] == before  # behind the one finder that knows of reloads
 """)
     assert done.stdout.splitlines() == ["40", " ".join(["rwkv_jit", *LIGHT]), "19"]
 
@@ -118,7 +118,7 @@ import rwkv_jit
 assert "torch" not in sys.modules
 import torch
 import torch.utils.flop_counter
-assert sys.meta_path == before
+assert sys.meta_path[1:] == before  # behind the one finder that knows of reloads
 model = torch.export.load("{tmp_path}/model.pt2").module()
 print(json.dumps([x.tolist() for x in model(*torch.load("{tmp_path}/given.pt"))]))
 """)
@@ -149,7 +149,7 @@ def test_fakes_of_cuda_tensors_without_a_gpu(monkeypatch):
             given = [torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in SHAPES[op].values()]
             assert output(op, *given).shape == given[-1 if op == "timex" else list(SHAPES[op]).index("v")].shape
         wide = [torch.empty(1, 64, 1, 400, dtype=torch.bfloat16, device="cuda")] * 4
-        with pytest.raises(rwkv_jit.UnsupportedConfigError, match="arch: there is no GPU .* set RWKVJIT_ARCH"):
+        with pytest.raises(rwkv_jit.UnsupportedConfigError, match="arch: there is no GPU, .* set RWKVJIT_ARCH"):
             rwkv_jit.gla(*wide)
         monkeypatch.setenv("RWKVJIT_ARCH", "sm_80")
         assert rwkv_jit.gla(*wide)[0].shape == wide[0].shape
