@@ -104,28 +104,14 @@ def wkv7_ref(
 
         sa = S a;  S = S diag(d(w)) + sa b^T + v k^T;  y = scale S r        per head, S [V, K]
 
-    Arithmetic is float64 for float64 inputs and float32 otherwise.
-
     Parameters
     ----------
     r, w, k, a, b : torch.Tensor, shape (B, T, H, K)
-        As in the op, float64 too.
+        As in the op, float64 too: arithmetic is float64 then, and float32 otherwise.
     v : torch.Tensor, shape (B, T, H, V)
         Value.
-    initial_state : torch.Tensor, shape (N, H, V, K) or (H, V, K), optional
-        State before the first token; zeros by default.
-    output_final_state : bool, default False
-        Whether to return the state after the last token.
-    cu_seqlens : torch.Tensor, shape (N + 1,), optional
-        Bounds of sequences packed along T with B = 1.
-    scale : float, default 1.0
-        Factor of y.
-    decay : {"raw", "sigmoid", "log", "direct"}, default "raw"
-        The map from w to the per-step factor.
-    decay_bound : float, optional
-        Changes nothing here.
-    state_layout : {"vk", "kv"}, default "vk"
-        Order of the last two dimensions of the states.
+    initial_state, output_final_state, cu_seqlens, scale, decay, decay_bound, state_layout
+        As in the op; `decay_bound` changes nothing here.
 
     Returns
     -------
@@ -194,30 +180,16 @@ def wkv6_ref(
 
         y = scale (S r + (sum_j u_j r_j k_j) v);  S = S diag(d(w)) + v k^T        per head, S [V, K]
 
-    Arithmetic is float64 for float64 inputs and float32 otherwise.
-
     Parameters
     ----------
     r, k, w : torch.Tensor, shape (B, T, H, K)
-        As in the op, float64 too.
+        As in the op, float64 too: arithmetic is float64 then, and float32 otherwise.
     v : torch.Tensor, shape (B, T, H, V)
         Value.
     u : torch.Tensor, shape (H, K)
         Bonus of the current token.
-    initial_state : torch.Tensor, shape (N, H, V, K) or (H, V, K), optional
-        State before the first token; zeros by default.
-    output_final_state : bool, default False
-        Whether to return the state after the last token.
-    cu_seqlens : torch.Tensor, shape (N + 1,), optional
-        Bounds of sequences packed along T with B = 1.
-    scale : float, default 1.0
-        Factor of y.
-    decay : {"raw", "sigmoid", "log", "direct"}, default "raw"
-        The map from w to the per-step factor.
-    decay_bound : float, optional
-        Changes nothing here.
-    state_layout : {"vk", "kv"}, default "vk"
-        Order of the last two dimensions of the states.
+    initial_state, output_final_state, cu_seqlens, scale, decay, decay_bound, state_layout
+        As in the op; `decay_bound` changes nothing here.
 
     Returns
     -------
@@ -248,30 +220,16 @@ def wkv5_ref(
 
         y = scale (S r + (sum_j u_j r_j k_j) v);  S = S diag(d(w)) + v k^T        per head, S [V, K]
 
-    Arithmetic is float64 for float64 inputs and float32 otherwise.
-
     Parameters
     ----------
     r, k : torch.Tensor, shape (B, T, H, K)
-        As in the op, float64 too.
+        As in the op, float64 too: arithmetic is float64 then, and float32 otherwise.
     v : torch.Tensor, shape (B, T, H, V)
         Value.
     w, u : torch.Tensor, shape (H, K)
         Decay, the same for every token, and bonus of the current token.
-    initial_state : torch.Tensor, shape (N, H, V, K) or (H, V, K), optional
-        State before the first token; zeros by default.
-    output_final_state : bool, default False
-        Whether to return the state after the last token.
-    cu_seqlens : torch.Tensor, shape (N + 1,), optional
-        Bounds of sequences packed along T with B = 1.
-    scale : float, default 1.0
-        Factor of y.
-    decay : {"raw", "sigmoid", "log", "direct"}, default "raw"
-        The map from w to the per-step factor.
-    decay_bound : float, optional
-        Changes nothing here.
-    state_layout : {"vk", "kv"}, default "vk"
-        Order of the last two dimensions of the states.
+    initial_state, output_final_state, cu_seqlens, scale, decay, decay_bound, state_layout
+        As in the op; `decay_bound` changes nothing here.
 
     Returns
     -------
@@ -300,28 +258,14 @@ def gla_ref(
 
         S = S diag(d(g)) + v k^T;  y = scale S q        per head, S [V, K]
 
-    Arithmetic is float64 for float64 inputs and float32 otherwise.
-
     Parameters
     ----------
     q, k, g : torch.Tensor, shape (B, T, H, K)
-        As in the op, float64 too.
+        As in the op, float64 too: arithmetic is float64 then, and float32 otherwise.
     v : torch.Tensor, shape (B, T, H, V)
         Value.
-    initial_state : torch.Tensor, shape (N, H, K, V) or (H, K, V), optional
-        State before the first token; zeros by default.
-    output_final_state : bool, default False
-        Whether to return the state after the last token.
-    cu_seqlens : torch.Tensor, shape (N + 1,), optional
-        Bounds of sequences packed along T with B = 1.
-    scale : float, optional
-        Factor of y; K^-0.5 by default.
-    decay : {"raw", "sigmoid", "log", "direct"}, default "log"
-        The map from g to the per-step factor.
-    decay_bound : float, optional
-        Changes nothing here.
-    state_layout : {"vk", "kv"}, default "kv"
-        Order of the last two dimensions of the states.
+    initial_state, output_final_state, cu_seqlens, scale, decay, decay_bound, state_layout
+        As in the op; `decay_bound` changes nothing here.
 
     Returns
     -------
@@ -357,18 +301,8 @@ def linear_attention_ref(
         As in the op, float64 too.
     v : torch.Tensor, shape (B, T, H, V)
         Value.
-    initial_state : torch.Tensor, shape (N, H, K, V) or (H, K, V), optional
-        State before the first token; zeros by default. Normalized a pair, with z of shape (N, H, K) or (H, K).
-    output_final_state : bool, default False
-        Whether to return the state after the last token.
-    cu_seqlens : torch.Tensor, shape (N + 1,), optional
-        Bounds of sequences packed along T with B = 1.
-    scale : float, optional
-        Factor of y; K^-0.5 by default.
-    state_layout : {"vk", "kv"}, default "kv"
-        Order of the last two dimensions of the states.
-    normalize : bool, default False
-        Whether y is divided by what it would be for values of 1.
+    initial_state, output_final_state, cu_seqlens, scale, state_layout, normalize
+        As in the op.
 
     Returns
     -------
@@ -410,12 +344,8 @@ def wkv4_ref(
         Decay and bonus.
     k, v : torch.Tensor, shape (B, T, C)
         As in the op, float64 too.
-    initial_state : torch.Tensor, shape (B, 3, C) or (3, C), optional
-        num, den and max before the first token; 0, 0 and -1e38 by default.
-    output_final_state : bool, default False
-        Whether to return the state after the last token.
-    decay : {"raw", "log"}, default "raw"
-        Whether the log-decay of a step is -exp(w) or w.
+    initial_state, output_final_state, decay
+        As in the op.
 
     Returns
     -------

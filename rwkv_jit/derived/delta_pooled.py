@@ -56,14 +56,8 @@ def kda_update(
         As `kda` takes it.
     beta : torch.Tensor, shape (B, H) or (B, T, H), dtype of q or float32
         As `kda` takes it.
-    A_log, dt_bias : torch.Tensor, optional
+    A_log, dt_bias, lower_bound, qk_norm, beta_map
         As `kda` takes them.
-    lower_bound : float, optional
-        As `kda` takes it.
-    qk_norm : bool, default False
-        As `kda` takes it.
-    beta_map : {"identity", "sigmoid", "twice_sigmoid"}, default "identity"
-        As `kda` takes it.
 
     Returns
     -------
@@ -71,7 +65,7 @@ def kda_update(
 
     References
     ----------
-    Kimi Team, Kimi Linear: An Expressive, Efficient Attention Architecture, arXiv:2510.26692.
+    As `kda`.
 
     Examples
     --------
@@ -120,12 +114,8 @@ def gated_delta_rule_update(
         As `gated_delta_rule` takes it.
     g, beta : torch.Tensor, shape (B, H) or (B, T, H), dtype of q or float32
         As `gated_delta_rule` takes them.
-    A_log, dt_bias : torch.Tensor, optional
+    A_log, dt_bias, qk_norm, beta_map
         As `gated_delta_rule` takes them.
-    qk_norm : bool, default False
-        As `gated_delta_rule` takes it.
-    beta_map : {"identity", "sigmoid", "twice_sigmoid"}, default "identity"
-        As `gated_delta_rule` takes it.
 
     Returns
     -------
@@ -133,7 +123,7 @@ def gated_delta_rule_update(
 
     References
     ----------
-    Yang et al., Gated Delta Networks: Improving Mamba2 with Delta Rule, arXiv:2412.06464.
+    As `gated_delta_rule`.
 
     Examples
     --------
@@ -179,10 +169,8 @@ def delta_rule_update(
         As `delta_rule` takes it.
     beta : torch.Tensor, shape (B, H) or (B, T, H), dtype of q or float32
         As `delta_rule` takes it.
-    qk_norm : bool, default False
-        As `delta_rule` takes it.
-    beta_map : {"identity", "sigmoid", "twice_sigmoid"}, default "identity"
-        As `delta_rule` takes it.
+    qk_norm, beta_map
+        As `delta_rule` takes them.
 
     Returns
     -------
@@ -190,7 +178,7 @@ def delta_rule_update(
 
     References
     ----------
-    Yang et al., Parallelizing Linear Transformers with the Delta Rule over Sequence Length, arXiv:2406.06484.
+    As `delta_rule`.
 
     Examples
     --------
@@ -239,12 +227,8 @@ def gated_delta_rule2_update(
         As `gated_delta_rule2` takes them.
     g, beta : torch.Tensor, shape (B, H, K) or (B, T, H, K), dtype of q or float32
         As `gated_delta_rule2` takes them.
-    A_log, dt_bias : torch.Tensor, optional
+    A_log, dt_bias, lower_bound, qk_norm
         As `gated_delta_rule2` takes them.
-    lower_bound : float, optional
-        As `gated_delta_rule2` takes it.
-    qk_norm : bool, default False
-        As `gated_delta_rule2` takes it.
 
     Returns
     -------
@@ -252,8 +236,7 @@ def gated_delta_rule2_update(
 
     References
     ----------
-    Yang et al., Gated Delta Networks: Improving Mamba2 with Delta Rule, arXiv:2412.06464, with gates for channels as in
-    NVIDIA's GDN-2.
+    As `gated_delta_rule2`.
 
     Examples
     --------
@@ -308,14 +291,8 @@ def kda_varlen(
         As `kda` takes it.
     beta : torch.Tensor, shape (T, H) or (1, T, H), dtype of q or float32
         As `kda` takes it.
-    A_log, dt_bias : torch.Tensor, optional
+    A_log, dt_bias, lower_bound, qk_norm, beta_map
         As `kda` takes them.
-    lower_bound : float, optional
-        As `kda` takes it.
-    qk_norm : bool, default False
-        As `kda` takes it.
-    beta_map : {"identity", "sigmoid", "twice_sigmoid"}, default "identity"
-        As `kda` takes it.
 
     Returns
     -------
@@ -323,7 +300,7 @@ def kda_varlen(
 
     References
     ----------
-    Kimi Team, Kimi Linear: An Expressive, Efficient Attention Architecture, arXiv:2510.26692.
+    As `kda`.
 
     Examples
     --------
@@ -373,12 +350,8 @@ def gated_delta_rule_varlen(
         As `gated_delta_rule` takes it.
     g, beta : torch.Tensor, shape (T, H) or (1, T, H), dtype of q or float32
         As `gated_delta_rule` takes them.
-    A_log, dt_bias : torch.Tensor, optional
+    A_log, dt_bias, qk_norm, beta_map
         As `gated_delta_rule` takes them.
-    qk_norm : bool, default False
-        As `gated_delta_rule` takes it.
-    beta_map : {"identity", "sigmoid", "twice_sigmoid"}, default "identity"
-        As `gated_delta_rule` takes it.
 
     Returns
     -------
@@ -386,7 +359,7 @@ def gated_delta_rule_varlen(
 
     References
     ----------
-    Yang et al., Gated Delta Networks: Improving Mamba2 with Delta Rule, arXiv:2412.06464.
+    As `gated_delta_rule`.
 
     Examples
     --------
@@ -433,10 +406,8 @@ def delta_rule_varlen(
         As `delta_rule` takes it.
     beta : torch.Tensor, shape (T, H) or (1, T, H), dtype of q or float32
         As `delta_rule` takes it.
-    qk_norm : bool, default False
-        As `delta_rule` takes it.
-    beta_map : {"identity", "sigmoid", "twice_sigmoid"}, default "identity"
-        As `delta_rule` takes it.
+    qk_norm, beta_map
+        As `delta_rule` takes them.
 
     Returns
     -------
@@ -444,7 +415,7 @@ def delta_rule_varlen(
 
     References
     ----------
-    Yang et al., Parallelizing Linear Transformers with the Delta Rule over Sequence Length, arXiv:2406.06484.
+    As `delta_rule`.
 
     Examples
     --------
@@ -494,12 +465,8 @@ def gated_delta_rule2_varlen(
         As `gated_delta_rule2` takes them.
     g, beta : torch.Tensor, shape (T, H, K) or (1, T, H, K), dtype of q or float32
         As `gated_delta_rule2` takes them.
-    A_log, dt_bias : torch.Tensor, optional
+    A_log, dt_bias, lower_bound, qk_norm
         As `gated_delta_rule2` takes them.
-    lower_bound : float, optional
-        As `gated_delta_rule2` takes it.
-    qk_norm : bool, default False
-        As `gated_delta_rule2` takes it.
 
     Returns
     -------
@@ -507,8 +474,7 @@ def gated_delta_rule2_varlen(
 
     References
     ----------
-    Yang et al., Gated Delta Networks: Improving Mamba2 with Delta Rule, arXiv:2412.06464, with gates for channels as in
-    NVIDIA's GDN-2.
+    As `gated_delta_rule2`.
 
     Examples
     --------

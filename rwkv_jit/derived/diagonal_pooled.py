@@ -58,8 +58,7 @@ def simple_gla_update(state: Array, q: Array, k: Array, v: Array, g: Array, **op
 
     References
     ----------
-    Sun et al., Retentive Network: A Successor to Transformer for Large Language Models, arXiv:2307.08621, with a fixed
-    decay; Qin et al., Lightning Attention-2, arXiv:2401.04658.
+    As `simple_gla`.
 
     Examples
     --------
@@ -98,7 +97,7 @@ def hgrn2_update(state: Array, q: Array, g: Array, v: Array, **options: Unpack[U
 
     References
     ----------
-    Qin et al., HGRN2: Gated Linear RNNs with State Expansion, arXiv:2404.07904.
+    As `hgrn2`.
 
     Examples
     --------
@@ -145,12 +144,8 @@ def ssd_update(
         As `ssd` takes it.
     B, C : torch.Tensor, shape (B, G, K) or (B, T, G, K), dtype of x
         As `ssd` takes them.
-    D, dt_bias, z : torch.Tensor, optional
+    D, dt_bias, z, dt_softplus, dt_limit
         As `ssd` takes them.
-    dt_softplus : bool, default False
-        As `ssd` takes it.
-    dt_limit : pair of float, default (0.0, inf)
-        As `ssd` takes it.
 
     Returns
     -------
@@ -158,8 +153,7 @@ def ssd_update(
 
     References
     ----------
-    Dao and Gu, Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State Space
-    Duality, arXiv:2405.21060.
+    As `ssd`.
 
     Examples
     --------
@@ -205,8 +199,7 @@ def simple_gla_varlen(state: Array, q: Array, k: Array, v: Array, g: Array, **op
 
     References
     ----------
-    Sun et al., Retentive Network: A Successor to Transformer for Large Language Models, arXiv:2307.08621, with a fixed
-    decay; Qin et al., Lightning Attention-2, arXiv:2401.04658.
+    As `simple_gla`.
 
     Examples
     --------
@@ -246,7 +239,7 @@ def hgrn2_varlen(state: Array, q: Array, g: Array, v: Array, **options: Unpack[V
 
     References
     ----------
-    Qin et al., HGRN2: Gated Linear RNNs with State Expansion, arXiv:2404.07904.
+    As `hgrn2`.
 
     Examples
     --------
@@ -294,12 +287,8 @@ def ssd_varlen(
         As `ssd` takes it.
     B, C : torch.Tensor, shape (T, G, K) or (1, T, G, K), dtype of x
         As `ssd` takes them.
-    D, dt_bias, z : torch.Tensor, optional
+    D, dt_bias, z, dt_softplus, dt_limit
         As `ssd` takes them.
-    dt_softplus : bool, default False
-        As `ssd` takes it.
-    dt_limit : pair of float, default (0.0, inf)
-        As `ssd` takes it.
 
     Returns
     -------
@@ -307,8 +296,7 @@ def ssd_varlen(
 
     References
     ----------
-    Dao and Gu, Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State Space
-    Duality, arXiv:2405.21060.
+    As `ssd`.
 
     Examples
     --------

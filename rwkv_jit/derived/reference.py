@@ -23,12 +23,10 @@ def kda_ref(
 ) -> Result:  # fmt: skip
     """Kimi Delta Attention in plain torch; see `rwkv_jit.kda` for the recurrence and the arguments.
 
-    Arithmetic is float64 for float64 inputs and float32 otherwise.
-
     Parameters
     ----------
     q, k, v, g, beta, initial_state, output_final_state, cu_seqlens, A_log, dt_bias, lower_bound, qk_norm, beta_map
-        As in the op, float64 too.
+        As in the op, float64 too: arithmetic is float64 then, and float32 otherwise.
     scale, state_layout
         As in the op.
 
@@ -59,12 +57,10 @@ def gated_delta_rule_ref(
 ) -> Result:  # fmt: skip
     """The gated delta rule in plain torch; see `rwkv_jit.gated_delta_rule` for the recurrence and the arguments.
 
-    Arithmetic is float64 for float64 inputs and float32 otherwise.
-
     Parameters
     ----------
     q, k, v, g, beta, initial_state, output_final_state, cu_seqlens, A_log, dt_bias, qk_norm, beta_map
-        As in the op, float64 too.
+        As in the op, float64 too: arithmetic is float64 then, and float32 otherwise.
     scale, state_layout
         As in the op.
 
@@ -88,14 +84,10 @@ def delta_rule_ref(
 ) -> Result:  # fmt: skip
     """The delta rule in plain torch; see `rwkv_jit.delta_rule` for the recurrence and the arguments.
 
-    Arithmetic is float64 for float64 inputs and float32 otherwise.
-
     Parameters
     ----------
-    q, k, v, beta, initial_state, output_final_state, cu_seqlens, qk_norm, beta_map
-        As in the op, float64 too.
-    scale, state_layout
-        As in the op.
+    q, k, v, beta, initial_state, output_final_state, cu_seqlens, qk_norm, beta_map, scale, state_layout
+        As in the op, float64 too: arithmetic is float64 then, and float32 otherwise.
 
     Returns
     -------
@@ -116,12 +108,10 @@ def gated_delta_rule2_ref(
 ) -> Result:  # fmt: skip
     """The gated delta rule by channels in plain torch; see `rwkv_jit.gated_delta_rule2` for the arguments.
 
-    Arithmetic is float64 for float64 inputs and float32 otherwise.
-
     Parameters
     ----------
     q, k, v, g, beta, write_gate, initial_state, output_final_state, cu_seqlens, A_log, dt_bias, lower_bound, qk_norm
-        As in the op, float64 too.
+        As in the op, float64 too: arithmetic is float64 then, and float32 otherwise.
     scale, state_layout
         As in the op.
 
@@ -153,14 +143,10 @@ def simple_gla_ref(
 ) -> Result:  # fmt: skip
     """Scalar-gated linear attention in plain torch; see `rwkv_jit.simple_gla` for the recurrence and the arguments.
 
-    Arithmetic is float64 for float64 inputs and float32 otherwise.
-
     Parameters
     ----------
-    q, k, v, g, initial_state, output_final_state, cu_seqlens
-        As in the op, float64 too.
-    scale, state_layout
-        As in the op.
+    q, k, v, g, initial_state, output_final_state, cu_seqlens, scale, state_layout
+        As in the op, float64 too: arithmetic is float64 then, and float32 otherwise.
 
     Returns
     -------
@@ -179,14 +165,10 @@ def hgrn2_ref(
 ) -> Result:  # fmt: skip
     """HGRN2 in plain torch; see `rwkv_jit.hgrn2` for the recurrence and the arguments.
 
-    Arithmetic is float64 for float64 inputs and float32 otherwise.
-
     Parameters
     ----------
-    q, g, v, initial_state, output_final_state, cu_seqlens
-        As in the op, float64 too.
-    scale, state_layout
-        As in the op.
+    q, g, v, initial_state, output_final_state, cu_seqlens, scale, state_layout
+        As in the op, float64 too: arithmetic is float64 then, and float32 otherwise.
 
     Returns
     -------
@@ -206,12 +188,10 @@ def ssd_ref(
 ) -> Result:  # fmt: skip
     """The state space of Mamba-2 in plain torch; see `rwkv_jit.ssd` for the recurrence and the arguments.
 
-    Arithmetic is float64 for float64 inputs and float32 otherwise.
-
     Parameters
     ----------
     x, dt, A, B, C, initial_state, output_final_state, cu_seqlens, D, z, dt_bias, dt_softplus, dt_limit
-        As in the op, float64 too.
+        As in the op, float64 too: arithmetic is float64 then, and float32 otherwise.
     scale, state_layout
         As in the op.
 
