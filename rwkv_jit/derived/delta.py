@@ -148,8 +148,7 @@ def gated_delta_rule(
 
         S <- e^g S;   u = beta (v - S k);   S <- S + u k^T;   y = scale S q
 
-    per head, with S [V, K]. B is the batch, T the tokens, G the key heads, H the value heads, K and V the head
-    sizes of keys and values, N the number of sequences: B, or one less than the length of `cu_seqlens`.
+    per head, with S [V, K]. The letters are those of `kda`.
 
     Parameters
     ----------
@@ -161,53 +160,32 @@ def gated_delta_rule(
         Log-decay of each head; raw with A_log.
     beta : torch.Tensor, shape (B, T, H), dtype of q or float32
         Rate of erasing and writing, behind `beta_map`.
-    initial_state : torch.Tensor, shape (N, H, K, V) or (H, K, V), optional
-        State before the first token, float16, bfloat16 or float32; zeros by default. Without N the same for every
-        sequence. In the vk layout the last two sizes are (V, K).
-    output_final_state : bool, default False
-        Whether to return the state after the last token.
-    cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-        Sequences packed along T with B = 1: sequence i is the tokens cu_seqlens[i] to cu_seqlens[i + 1].
-    A_log : torch.Tensor, shape (H,), dtype of q or float32, optional
-        With it g is raw: the log-decay is -exp(A_log) softplus(g + dt_bias).
+    initial_state, output_final_state, cu_seqlens, A_log, qk_norm, beta_map
+        As `kda` takes them.
     dt_bias : torch.Tensor, shape (H,), dtype of q or float32, optional
         Is added to the raw g; goes with A_log.
-    qk_norm : bool, default False
-        Whether q and k are first divided by sqrt(|x|^2 + 1e-6), per head.
-    beta_map : {"identity", "sigmoid", "twice_sigmoid"}, default "identity"
-        The map from beta to the rate; "twice_sigmoid" is 2 sigmoid(beta).
     **options
         By name, as `CallOptions` says: scale, state_layout, checkpoint_interval, chunk_len, num_threads, backend. By
         default scale is K^-0.5 and state_layout "kv".
 
     Returns
     -------
-    y : torch.Tensor, shape (B, T, H, V), dtype of v
-    final_state : torch.Tensor, shape (N, H, K, V) or (N, H, V, K), or None
-        Dtype of `initial_state`, float32 without one.
+    y, final_state
+        As `kda` returns them.
 
     Raises
     ------
-    TypeError, ValueError
-        An argument does not fit; the message has its name, what was expected and what came. Nothing has been launched.
-    UnsupportedConfigError
-        No kernel for this `chunk_len` or `num_threads`, with the legal values; or a call that the `backend` cannot do.
-    NvrtcNotFoundError
-        CUDA tensors without CuPy or NVRTC; with the command that installs them.
+    TypeError, ValueError, UnsupportedConfigError, NvrtcNotFoundError
+        As `kda`.
 
     Notes
     -----
-    One kernel prepares the inputs of `wkv7`, with norms, gates and rates, and `wkv7` does the rest: its notes have
-    precision and choice of kernels. These inputs are rounded to the dtype of q; computed log-decays are float32. Any
-    decay is right. Besides what `wkv7` keeps between the passes, they are kept: for each token and value head 3 K
-    numbers of the dtype of q, and K of float32.
+    Prepared inputs, results, derivatives and `torch.autocast` are as of `kda`, but of these inputs are kept, for each
+    token and value head, 3 K numbers of the dtype of q, and K of float32.
 
     Calls with 16 bits, head sizes up to 128 and enough heads run dedicated kernels in both directions, which compute
     norms, gates and rates, and take any decay. Besides inputs, y and final state these keep between the passes, for
     each token and value head V numbers of the dtype of v, K V / 64 more, and about 200 bytes.
-
-    Results have the same bits in every run. A second derivative is an error. Under `torch.autocast` inputs are cast
-    like those of `wkv7`; g and beta may stay float32. CPU tensors run plain torch, with one notice.
 
     References
     ----------
@@ -249,8 +227,7 @@ def delta_rule(
 
         u = beta (v - S k);   S <- S + u k^T;   y = scale S q
 
-    per head, with S [V, K]. B is the batch, T the tokens, G the key heads, H the value heads, K and V the head
-    sizes of keys and values, N the number of sequences: B, or one less than the length of `cu_seqlens`.
+    per head, with S [V, K]. The letters are those of `kda`.
 
     Parameters
     ----------
@@ -260,49 +237,30 @@ def delta_rule(
         Value. Value head h has key head h // (H // G).
     beta : torch.Tensor, shape (B, T, H), dtype of q or float32
         Rate of erasing and writing, behind `beta_map`.
-    initial_state : torch.Tensor, shape (N, H, K, V) or (H, K, V), optional
-        State before the first token, float16, bfloat16 or float32; zeros by default. Without N the same for every
-        sequence. In the vk layout the last two sizes are (V, K).
-    output_final_state : bool, default False
-        Whether to return the state after the last token.
-    cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-        Sequences packed along T with B = 1: sequence i is the tokens cu_seqlens[i] to cu_seqlens[i + 1].
-    qk_norm : bool, default False
-        Whether q and k are first divided by sqrt(|x|^2 + 1e-6), per head.
-    beta_map : {"identity", "sigmoid", "twice_sigmoid"}, default "identity"
-        The map from beta to the rate; "twice_sigmoid" is 2 sigmoid(beta).
+    initial_state, output_final_state, cu_seqlens, qk_norm, beta_map
+        As `kda` takes them.
     **options
         By name, as `CallOptions` says: scale, state_layout, checkpoint_interval, chunk_len, num_threads, backend. By
         default scale is K^-0.5 and state_layout "kv".
 
     Returns
     -------
-    y : torch.Tensor, shape (B, T, H, V), dtype of v
-    final_state : torch.Tensor, shape (N, H, K, V) or (N, H, V, K), or None
-        Dtype of `initial_state`, float32 without one.
+    y, final_state
+        As `kda` returns them.
 
     Raises
     ------
-    TypeError, ValueError
-        An argument does not fit; the message has its name, what was expected and what came. Nothing has been launched.
-    UnsupportedConfigError
-        No kernel for this `chunk_len` or `num_threads`, with the legal values; or a call that the `backend` cannot do.
-    NvrtcNotFoundError
-        CUDA tensors without CuPy or NVRTC; with the command that installs them.
+    TypeError, ValueError, UnsupportedConfigError, NvrtcNotFoundError
+        As `kda`.
 
     Notes
     -----
-    One kernel prepares the inputs of `wkv7`, with norms, gates and rates, and `wkv7` does the rest: its notes have
-    precision and choice of kernels. These inputs are rounded to the dtype of q; computed log-decays are float32. Any
-    decay is right. Besides what `wkv7` keeps between the passes, they are kept: for each token and value head 3 K
-    numbers of the dtype of q, and K more.
+    Prepared inputs, results, derivatives and `torch.autocast` are as of `kda`, but of these inputs are kept, for each
+    token and value head, 3 K numbers of the dtype of q, and K more.
 
     Calls with 16 bits, head sizes up to 128 and enough heads run dedicated kernels in both directions, which compute
     norms and rates. Besides inputs, y and final state these keep between the passes, for each token and value head
     V numbers of the dtype of v, K V / 64 more, and about 200 bytes.
-
-    Results have the same bits in every run. A second derivative is an error. Under `torch.autocast` inputs are cast
-    like those of `wkv7`; g and beta may stay float32. CPU tensors run plain torch, with one notice.
 
     References
     ----------
@@ -347,8 +305,7 @@ def gated_delta_rule2(
 
         S <- S diag(e^g);   u = write_gate v - S (beta k);   S <- S + u k^T;   y = scale S q
 
-    per head, with S [V, K]. B is the batch, T the tokens, G the key heads, H the value heads, K and V the head
-    sizes of keys and values, N the number of sequences: B, or one less than the length of `cu_seqlens`.
+    per head, with S [V, K]. The letters are those of `kda`.
 
     Parameters
     ----------
@@ -362,50 +319,27 @@ def gated_delta_rule2(
         How much of each channel of the key is erased.
     write_gate : torch.Tensor, shape (B, T, H, V), dtype of q
         How much of each value is written.
-    initial_state : torch.Tensor, shape (N, H, K, V) or (H, K, V), optional
-        State before the first token, float16, bfloat16 or float32; zeros by default. Without N the same for every
-        sequence. In the vk layout the last two sizes are (V, K).
-    output_final_state : bool, default False
-        Whether to return the state after the last token.
-    cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-        Sequences packed along T with B = 1: sequence i is the tokens cu_seqlens[i] to cu_seqlens[i + 1].
-    A_log : torch.Tensor, shape (H,), dtype of q or float32, optional
-        With it g is raw: the log-decay is -exp(A_log) softplus(g + dt_bias).
-    dt_bias : torch.Tensor, shape (H, K) or (H * K,), dtype of q or float32, optional
-        Is added to the raw g; goes with A_log.
-    lower_bound : float, optional
-        Below 0, and goes with A_log: the log-decay is lower_bound sigmoid(exp(A_log) (g + dt_bias)) then. It is the
-        `decay_bound` too, where none is given.
-    qk_norm : bool, default False
-        Whether q and k are first divided by sqrt(|x|^2 + 1e-6), per head.
+    initial_state, output_final_state, cu_seqlens, A_log, dt_bias, lower_bound, qk_norm
+        As `kda` takes them.
     **options
         By name, as `DecayOptions` says: scale, decay, decay_bound, state_layout, checkpoint_interval, chunk_len,
         num_threads, backend. By default scale is K^-0.5 and state_layout "kv"; decay is "log" alone.
 
     Returns
     -------
-    y : torch.Tensor, shape (B, T, H, V), dtype of v
-    final_state : torch.Tensor, shape (N, H, K, V) or (N, H, V, K), or None
-        Dtype of `initial_state`, float32 without one.
+    y, final_state
+        As `kda` returns them.
 
     Raises
     ------
-    TypeError, ValueError
-        An argument does not fit; the message has its name, what was expected and what came. Nothing has been launched.
-    UnsupportedConfigError
-        No kernel for this `chunk_len` or `num_threads`, with the legal values; or a call that the `backend` cannot do.
-    NvrtcNotFoundError
-        CUDA tensors without CuPy or NVRTC; with the command that installs them.
+    TypeError, ValueError, UnsupportedConfigError, NvrtcNotFoundError
+        As `kda`.
 
     Notes
     -----
-    One kernel prepares the inputs of `wkv7`, with norms, gates and rates, and `wkv7` does the rest: its notes have
-    precision and choice of kernels. These inputs are rounded to the dtype of q; computed log-decays are float32. Any
-    decay is right. Besides what `wkv7` keeps between the passes, they are kept: for each token and value head 3 K
-    numbers of the dtype of q and V more, and K of float32 where A_log is given.
-
-    Results have the same bits in every run. A second derivative is an error. Under `torch.autocast` inputs are cast
-    like those of `wkv7`; g and beta may stay float32. CPU tensors run plain torch, with one notice.
+    Prepared inputs, results, derivatives and `torch.autocast` are as of `kda`, but of these inputs are kept, for each
+    token and value head, 3 K numbers of the dtype of q and V more, and K of float32 where A_log is given. There are no
+    dedicated kernels.
 
     References
     ----------

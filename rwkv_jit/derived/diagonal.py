@@ -51,13 +51,8 @@ def simple_gla(
         Value. Value head h has key head h // (H // G).
     g : torch.Tensor, shape (B, T, H) or (H,), dtype of q or float32
         Logarithm of the decay of each head: of each token, or fixed, as in retention and lightning attention.
-    initial_state : torch.Tensor, shape (N, H, K, V) or (H, K, V), optional
-        State before the first token, float16, bfloat16 or float32; zeros by default. Without N the same for every
-        sequence. In the vk layout the last two sizes are (V, K).
-    output_final_state : bool, default False
-        Whether to return the state after the last token.
-    cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-        Sequences packed along T with B = 1: sequence i is the tokens cu_seqlens[i] to cu_seqlens[i + 1].
+    initial_state, output_final_state, cu_seqlens
+        As `gla` takes them.
     **options
         By name, as `CallOptions` says: scale, state_layout, checkpoint_interval, chunk_len, num_threads, backend. By
         default scale is K^-0.5 and state_layout "kv".
@@ -70,12 +65,8 @@ def simple_gla(
 
     Raises
     ------
-    TypeError, ValueError
-        An argument does not fit; the message has its name, what was expected and what came. Nothing has been launched.
-    UnsupportedConfigError
-        No kernel for this `chunk_len` or `num_threads`, with the legal values; or a call that the `backend` cannot do.
-    NvrtcNotFoundError
-        CUDA tensors without CuPy or NVRTC; with the command that installs them.
+    TypeError, ValueError, UnsupportedConfigError, NvrtcNotFoundError
+        As `gla`.
 
     Notes
     -----
@@ -134,13 +125,8 @@ def hgrn2(
         Logarithm of the forget gate, at most 0; 1 - e^g is the key.
     v : torch.Tensor, shape (B, T, H, V), dtype of q
         Value.
-    initial_state : torch.Tensor, shape (N, H, K, V) or (H, K, V), optional
-        State before the first token, float16, bfloat16 or float32; zeros by default. Without N the same for every
-        sequence. In the vk layout the last two sizes are (V, K).
-    output_final_state : bool, default False
-        Whether to return the state after the last token.
-    cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-        Sequences packed along T with B = 1: sequence i is the tokens cu_seqlens[i] to cu_seqlens[i + 1].
+    initial_state, output_final_state, cu_seqlens
+        As `gla` takes them.
     **options
         By name, as `DecayOptions` says: scale, decay, decay_bound, state_layout, checkpoint_interval, chunk_len,
         num_threads, backend. By default scale is 1 and state_layout "kv"; decay is "log" alone.
@@ -153,12 +139,8 @@ def hgrn2(
 
     Raises
     ------
-    TypeError, ValueError
-        An argument does not fit; the message has its name, what was expected and what came. Nothing has been launched.
-    UnsupportedConfigError
-        No kernel for this `chunk_len` or `num_threads`, with the legal values; or a call that the `backend` cannot do.
-    NvrtcNotFoundError
-        CUDA tensors without CuPy or NVRTC; with the command that installs them.
+    TypeError, ValueError, UnsupportedConfigError, NvrtcNotFoundError
+        As `gla`.
 
     Notes
     -----
@@ -221,10 +203,8 @@ def ssd(
     initial_state : torch.Tensor, shape (N, H, V, K) or (H, V, K), optional
         State before the first token, float16, bfloat16 or float32; zeros by default. Without N the same for every
         sequence. In the kv layout the last two sizes are (K, V).
-    output_final_state : bool, default False
-        Whether to return the state after the last token.
-    cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-        Sequences packed along T with B = 1: sequence i is the tokens cu_seqlens[i] to cu_seqlens[i + 1].
+    output_final_state, cu_seqlens
+        As `gla` takes them.
     D : torch.Tensor, shape (H,) or (H, V), dtype of x or float32, optional
         How much of the input is added to y.
     z : torch.Tensor, shape and dtype of x, optional
@@ -247,12 +227,8 @@ def ssd(
 
     Raises
     ------
-    TypeError, ValueError
-        An argument does not fit; the message has its name, what was expected and what came. Nothing has been launched.
-    UnsupportedConfigError
-        No kernel for this `chunk_len` or `num_threads`, with the legal values; or a call that the `backend` cannot do.
-    NvrtcNotFoundError
-        CUDA tensors without CuPy or NVRTC; with the command that installs them.
+    TypeError, ValueError, UnsupportedConfigError, NvrtcNotFoundError
+        As `gla`.
 
     Notes
     -----

@@ -51,12 +51,8 @@ def linear_attention(
         State before the first token, float16, bfloat16 or float32; zeros by default. Without N the same for every
         sequence. In the vk layout the last two sizes are (V, K). With `normalize` a pair of this and z, the sum of the
         keys, (N, H, K) or (H, K) in the same dtype.
-    output_final_state : bool, default False
-        Whether to return the state after the last token.
-    cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-        Sequences packed along T with B = 1: sequence i is the tokens cu_seqlens[i] to cu_seqlens[i + 1], which may be
-        none. Its values are read in every call; on a GPU they are checked once per tensor, with one copy to the host,
-        and clamped by the kernels.
+    output_final_state, cu_seqlens
+        As `wkv6` takes them.
     normalize : bool, default False
         Whether y is divided by what it would be for values of 1.
     **options
@@ -72,12 +68,8 @@ def linear_attention(
 
     Raises
     ------
-    TypeError, ValueError
-        An argument does not fit; the message has its name, what was expected and what came. Nothing has been launched.
-    UnsupportedConfigError
-        No kernel for this `chunk_len` or `num_threads`, with the legal values; or a call that the `backend` cannot do.
-    NvrtcNotFoundError
-        CUDA tensors without CuPy or NVRTC; with the command that installs them.
+    TypeError, ValueError, UnsupportedConfigError, NvrtcNotFoundError
+        As `wkv6`.
 
     Notes
     -----
@@ -96,14 +88,7 @@ def linear_attention(
     comes out of that one, in the dtype of v: errors then are about twice as large in float16 and bfloat16, and grow
     where z . q is near 0, as keys and queries may not all be positive.
 
-    Results have the same bits in every run. A second derivative is an error.
-
-    Under `torch.autocast` q, k and v are cast to its dtype like the inputs of torch's ops; states keep their dtype.
-    Forward-mode derivatives (`torch.func.jvp`, `jacfwd`) work for CPU tensors and backend="reference"; kernels raise an
-    error. DTensors may be replicated or sharded over the batch or the heads.
-
-    The first call with a head size and dtype compiles for this GPU and stores the result on disk. CPU tensors
-    run plain torch, with one notice.
+    Results, derivatives, `torch.autocast`, DTensors, the first call and CPU tensors are as of `wkv6`, with q for r.
 
     References
     ----------
