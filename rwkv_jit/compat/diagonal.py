@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -13,6 +14,7 @@ from rwkv_jit.ops.wkv6 import wkv6
 
 # What states held that a forward has overwritten, by the tensor. Its caller has no other place for it.
 _overwritten: Any = WeakTensorKeyDictionary()
+_VALUES = 8  # of a head of RWKV-5a that run at once
 
 
 def _rwkv6(B: int, T: int, H: int, r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> tuple[list[Tensor], str]:
@@ -122,6 +124,48 @@ def rwkv5_backward(
         buffers.fill(buffer, grad)
     buffers.fill_sum(gw, grads[3] * inputs[3])
     buffers.fill_sum(gu, grads[4])
+
+
+def _rwkv5a(r: Any, k: Any, v: Any, w1: Any, u1: Any, w2: Any, u2: Any, decay: Any, **_: Any) -> tuple[Tensor, None]:
+    """Return y of RWKV-5 with decays and bonuses of values (w2, u2) beside those of keys, both [H, N].
+
+    Each value has decays and a bonus of its own then: it is a head of `wkv5` with one value. A few at a time, as each
+    has copies of r and k.
+    """
+    N, y = r.shape[3], []
+    for i in range(0, N, _VALUES):
+        size = min(_VALUES, N - i)
+        rows = [x.unsqueeze(3).expand(-1, -1, -1, size, -1).flatten(2, 3) for x in (r, k)]  # (B, T, H size, N)
+        w, u = w2[:, i : i + size, None], u2[:, i : i + size, None]
+        w = (w1[:, None] * w if decay == "direct" else w1[:, None] + w).flatten(0, 1)  # (H size, N)
+        values = v[..., i : i + size].flatten(2).unsqueeze(3)  # (B, T, H size, 1)
+        inputs = (*rows, values, w, (u1[:, None] + u).flatten(0, 1))
+        y.append(buffers.y_of(wkv5, inputs, decay=decay).reshape(*r.shape[:3], size))
+    return torch.cat(y, 3), None
+
+
+def rwkv5a_forward(
+    B: int, T: int, C: int, H: int, r: Tensor, k: Tensor, v: Tensor, eew1: Tensor, u1: Tensor, eew2: Tensor,
+    u2: Tensor, y: Tensor,
+) -> None:  # fmt: skip
+    """Fill y; eew1 and eew2 are the decays of a token."""
+    inputs = [*buffers.heads(B, T, H, r, k, v), *(x.reshape(H, -1) for x in (eew1, u1, eew2, u2))]
+    buffers.fill(y, buffers.run(_rwkv5a, inputs, decay="direct")[0])
+
+
+def rwkv5a_backward(
+    B: int, T: int, C: int, H: int, r: Tensor, k: Tensor, v: Tensor, eew1: Tensor, ew1: Tensor, u1: Tensor,
+    eew2: Tensor, ew2: Tensor, u2: Tensor, gy: Tensor, gr: Tensor, gk: Tensor, gv: Tensor, gw1: Tensor, gu1: Tensor,
+    gw2: Tensor, gu2: Tensor,
+) -> None:  # fmt: skip
+    """Fill the gradients; ew1 and ew2 are logarithms of the decays, gw1 and gw2 are of the model's own."""
+    inputs = [*buffers.heads(B, T, H, r, k, v), *(x.reshape(H, -1) for x in (ew1, u1, ew2, u2))]
+    grads = buffers.gradients(_rwkv5a, inputs, None, gy, decay="log")
+    for buffer, grad in zip((gr, gk, gv), grads[:3], strict=True):
+        buffers.fill(buffer, grad)
+    grads[3:] = grads[3] * inputs[3], grads[4], grads[5] * inputs[5], grads[6]
+    for buffer, grad in zip((gw1, gu1, gw2, gu2), grads[3:], strict=True):
+        buffers.fill_sum(buffer, grad)
 
 
 def rwkv5_in_place(

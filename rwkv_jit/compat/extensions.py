@@ -88,6 +88,7 @@ _RWKV5 = _pair(
     _entry(diagonal.rwkv5_forward, "r k v w u", "y", _SIZES, elements=_ONE_DECAY),
     _entry(diagonal.rwkv5_backward, "r k v w ww u gy", "gr gk gv gw gu", _SIZES, elements=_ONE_DECAY),
 )
+_TWO_DECAYS = {**counts.OF_HEADS, "w1 ww1 u1 w2 ww2 u2": "C", "gw1 gu1 gw2 gu2": "BC"}
 _RWKV5_IN_PLACE = _entry(diagonal.rwkv5_in_place, "state! r k v w u", "y", _SIZES, elements=_ONE_DECAY)
 _WIND = "dw dq dk dv da db ds0"
 _WIND_BACKSTEPPING = _pair(
@@ -115,6 +116,10 @@ NAMES: dict[str, Extension] = {
     ), "chunked_cuda_varlen|tile"),
     "wind_backstepping_smallhead": Extension("wind_backstepping_smallhead", _WIND_BACKSTEPPING),
     "wind_backstepping_longhead": Extension("wind_backstepping_longhead", _WIND_BACKSTEPPING),
+    "wind_smallhead_moh": Extension("wind_smallhead_moh", _pair(
+        _entry(wind.routed_forward, "w q k v a b s0 y! s! sa! sT! statei s_offset", ""),
+        _entry(wind.routed_backward, f"w q k v a b dy s sa dsT {_WIND.replace(' ', '! ')}! sT statei s_offset", ""),
+    )),
     "rwkv7_clampw": Extension("rwkv7_clampw", _CLAMPW),
     "rwkv7_clampw_v3": Extension("rwkv7_clampw_v3", _CLAMPW),
     "rwkv7_clampw128_v2": Extension("rwkv7_clampw128_v2", _CLAMPW),
@@ -141,6 +146,13 @@ NAMES: dict[str, Extension] = {
     ), "wkv6infctx"),
     "wkv5": Extension("wkv5", _RWKV5),
     "wkv5_ref": Extension("wkv5_ref", _RWKV5, "wkv5"),
+    "wkv5a": Extension("wkv5a", _pair(
+        _entry(diagonal.rwkv5a_forward, "r k v w1 u1 w2 u2", "y", _SIZES, elements=_TWO_DECAYS),
+        _entry(
+            diagonal.rwkv5a_backward, "r k v w1 ww1 u1 w2 ww2 u2 gy", "gr gk gv gw1 gu1 gw2 gu2", _SIZES,
+            elements=_TWO_DECAYS,
+        ),
+    )),
     "rwkv5": Extension("rwkv5", {
         f"forward_{x}": _RWKV5_IN_PLACE for x in _BY_DTYPE
     }),

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from rwkv_jit.compat import buffers, rows
 from rwkv_jit.ops.wkv7 import wkv7
@@ -210,6 +212,51 @@ def backstepping_backward(
 ) -> None:  # fmt: skip
     """Fill what `chunked_backward` does."""
     chunked_backward(w, q, k, v, a, b, dy, s, dlast, *grads)
+
+
+def routed_forward(
+    w: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, s0: Tensor, y: Tensor, s: Tensor, sa: Tensor,
+    last: Tensor, statei: Tensor, s_offset: Tensor,
+) -> None:  # fmt: skip
+    """Fill y and the last states of heads with several states. The initial ones are kept as long as there is s."""
+    result, final = buffers.run(_routed, (q, w, k, v, a, b), s0, statei=statei)
+    _begun[s] = s0.detach().clone()
+    buffers.fill(y, result)
+    buffers.fill(last, final)
+
+
+def routed_backward(
+    w: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, dy: Tensor, s: Tensor, sa: Tensor, dlast: Tensor,
+    dw: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, da: Tensor, db: Tensor, ds0: Tensor, last: Tensor, statei: Tensor,
+    s_offset: Tensor,
+) -> None:  # fmt: skip
+    """Fill the gradients."""
+    if s not in _begun:
+        raise ValueError("s: expected the tensor that a forward was called with, got another one")
+    grads = buffers.gradients(_routed, (q, w, k, v, a, b), _begun[s], dy, dlast, statei=statei)
+    for buffer, grad in zip((dq, dw, dk, dv, da, db, ds0), grads, strict=True):
+        buffers.fill(buffer, grad)
+
+
+_begun: Any = WeakTensorKeyDictionary()  # the initial states of a forward, by its scratch
+
+
+def _routed(*rows: Tensor, initial_state: Tensor, output_final_state: bool, statei: Tensor) -> tuple[Tensor, Any]:
+    """Return y and the last states where a head has several states (B, H, states, N, N), and each token one of them.
+
+    The tokens of each state, one after another, are a sequence.
+    """
+    (B, T, H, N), states = rows[0].shape, initial_state.shape[2]
+    if statei.shape != (B, T, H) or not bool(((statei >= 0) & (statei < states)).all()):
+        raise ValueError(f"statei: expected shape {[B, T, H]} and numbers from 0 to {states - 1}")
+    mine = statei.transpose(1, 2)  # (B, H, T)
+    places = mine.argsort(dim=2, stable=True).unsqueeze(3).expand(-1, -1, -1, N)
+    lengths = [(mine == i).sum(2) for i in range(states)]
+    cu_seqlens = torch.nn.functional.pad(torch.stack(lengths, 2).flatten().cumsum(0), (1, 0))  # (B H states + 1,)
+    packed = [x.transpose(1, 2).gather(2, places).reshape(1, B * H * T, 1, N) for x in rows]
+    y, last = buffers.with_final(wkv7, packed, initial_state.reshape(-1, 1, N, N), cu_seqlens=cu_seqlens)
+    y = y.view(B, H, T, N)
+    return torch.zeros_like(y).scatter(2, places, y).transpose(1, 2), last.view(initial_state.shape)
 
 
 def _packed(inputs: tuple[Tensor, ...], cu_seqlens: Tensor | None) -> tuple[list[Tensor], dict[str, Any]]:

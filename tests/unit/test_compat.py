@@ -281,8 +281,9 @@ def test_rwkv6_from_a_state(name, own):
 
 
 @DTYPES
-def test_rwkv5(dtype):
-    module = load("wkv5")
+@pytest.mark.parametrize("name", ["wkv5", "wkv5_ref"])
+def test_rwkv5(name, dtype):
+    module = load(name)
     r, k, v = (rows(B, T, C, dtype=dtype) for _ in range(3))
     w, u = rows(H, N), rows(H, N, dtype=dtype)
     ew = -torch.exp(w)
@@ -292,6 +293,35 @@ def test_rwkv5(dtype):
     module.backward(B, T, C, H, r, k, v, torch.exp(ew), ew, u, dy, *grads)
     want, _, of = exact(rwkv_jit.wkv5_ref, [*(x.view(B, T, H, N) for x in (r, k, v)), w, u], dy)
     check([y, *grads[:3], grads[3].sum(0), grads[4].sum(0)], [want, *of], dtype)
+
+
+def rwkv5a(r, k, v, w1, u1, w2, u2):
+    """RWKV-CUDA's recurrence with decays and bonuses of values too, token by token."""
+    state, y = torch.zeros(*r.shape[:1], *r.shape[2:], r.shape[3], dtype=r.dtype), []  # [B, H, values, keys]
+    decay = torch.exp(-torch.exp(w1))[:, None] * torch.exp(-torch.exp(w2))[..., None]
+    for t in range(r.shape[1]):
+        new = v[:, t, :, :, None] * k[:, t, :, None]
+        y.append((((u1[:, None] + u2[..., None]) * new + state) * r[:, t, :, None]).sum(-1))
+        state = state * decay + new
+    return torch.stack(y, 1), None
+
+
+@DTYPES
+@pytest.mark.parametrize(("heads", "size"), [(3, 8), (2, 11), (1, 1), (1, 17)])
+def test_rwkv5a(heads, size, dtype):
+    """Gradients of the decays are of the model's own, in parts by sequence."""
+    load("wkv5a")
+    C = heads * size
+    r, k, v, dy = (rows(B, T, C, dtype=dtype) for _ in range(4))
+    (w1, w2), (u1, u2) = (rows(2, heads, size, dtype=x) for x in (torch.float32, dtype))
+    ew1, ew2 = -torch.exp(w1), -torch.exp(w2)
+    (y,), grads = empty((B, T, C), dtype=dtype), empty(*[(B, T, C)] * 3, *[(B, C)] * 4, dtype=dtype)
+    torch.ops.wkv5a.forward(B, T, C, heads, r, k, v, torch.exp(ew1), u1, torch.exp(ew2), u2, y)
+    torch.ops.wkv5a.backward(
+        B, T, C, heads, r, k, v, torch.exp(ew1), ew1, u1, torch.exp(ew2), ew2, u2, dy, *grads
+    )  # fmt: skip
+    want, _, of = exact(rwkv5a, [*(x.view(B, T, heads, size) for x in (r, k, v)), w1, u1, w2, u2], dy)
+    check([y, *grads[:3], *(x.sum(0) for x in grads[3:])], [want, *of], dtype)
 
 
 @pytest.mark.parametrize("name", ["rwkv5", "rwkv6"])
@@ -619,6 +649,8 @@ def test_every_op_has_a_schema_that_torch_takes():
         ("wkv6", "backward", "gu", r"gu: expected 48 elements, B 2 x C 24, got shape"),
         ("wkv6state", "backward", "gs", r"gs: expected 384 elements, B 2 x C 24 x N 8, got shape"),
         ("wkv5", "forward", "w", r"w: expected 24 elements, C 24, got shape"),
+        ("wkv5a", "forward", "u2", r"u2: expected 24 elements, C 24, got shape"),
+        ("wkv5a", "backward", "gw2", r"gw2: expected 48 elements, B 2 x C 24, got shape"),
         ("wkv5", "backward", "gw", r"gw: expected 48 elements, B 2 x C 24, got shape"),
         ("rwkv5", "forward_bf16", "y", r"y: expected 912 elements"),
         ("wkv", "backward", "gk", r"gk: expected 912 elements"),
@@ -642,6 +674,9 @@ def test_wrong_sizes_are_named_and_nothing_is_written(name, op, wrong, said):
     words = {x: w for several, w in counted.get(begin, counts.OF_FILTERS).items() for x in several.split()}
     if name in ("wkv5", "rwkv5"):
         words |= {"w": "C", "ww": "C", "gw": "BC"}
+    if name == "wkv5a":
+        words |= dict.fromkeys(("w1", "ww1", "u1", "w2", "ww2", "u2"), "C")
+        words |= dict.fromkeys(("gw1", "gu1", "gw2", "gu2"), "BC")
     arguments, tensors = [], []
     for argument in given.split(", "):
         kind, _, x = argument.rpartition(" ")

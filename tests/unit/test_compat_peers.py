@@ -147,6 +147,53 @@ def test_extensions_of_wind(name, installed):
         near((dq, dw, *others, ds0), of)
 
 
+def routed(r, w, k, v, a, b, s0, statei):
+    """RWKV-7 where each token reads and changes one of a head's states, token by token."""
+    last, y = list(s0.unbind(2)), []
+    for t in range(r.shape[1]):
+        rows, out = [x[:, t] for x in (r, torch.exp(-torch.exp(w)), k, v, a, b)], 0
+        for i, state in enumerate(last):
+            r_, w_, k_, v_, a_, b_ = (x[:, :, None] for x in rows)
+            new = state * w_ + (state @ a_.mT) * b_ + v_.mT * k_
+            mine = (statei[:, t] == i)[..., None, None]
+            last[i] = torch.where(mine, new, state)
+            out = out + torch.where(mine, new @ r_.mT, 0.0)
+        y.append(out[..., 0])
+    return torch.stack(y, 1), torch.stack(last, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tokens", [1, 35])
+def test_heads_with_several_states(tokens, dtype, installed):
+    """Of Wind RWKV; one head never has one of its states."""
+    load("wind_smallhead_moh", "smallhead_moh.cu", "smallhead_moh.cpp")
+    sizes, states = (B, tokens, H, N), 3
+    r, w, k, v, a, b = (x.contiguous() for x in delta_inputs(sizes, dtype))
+    s0, dlast, dy = rows(B, H, states, N, N), rows(B, H, states, N, N), rows(*sizes, dtype=dtype)
+    statei = torch.randint(0, states, sizes[:3], dtype=torch.int32)
+    statei[:, :, 0] %= 2
+    s_offset = (statei.unsqueeze(-1) == torch.arange(states)).sum(1).cumsum(2).int()
+    s, sa = torch.empty(B, H, (tokens - 1) // 16 + 1, N, N), torch.empty(sizes)
+    exact = [x.double().requires_grad_() for x in (r, w, k, v, a, b, s0)]
+    want = routed(*exact, statei)
+    of = torch.autograd.grad(want, exact, [dy.double(), dlast.double()])
+    y, last = torch.full(sizes, torch.nan, dtype=dtype), torch.full(s0.shape, torch.nan)
+    ops, limit = torch.ops.wind_smallhead_moh, LIMITS[dtype]
+    ops.forward(w, r, k, v, a, b, s0, y, s, sa, last, statei, s_offset)
+    near((y, last), want, limit)
+    given = s0.clone()
+    s0.fill_(torch.nan)  # it is the caller's
+    dw, dq, *others = [torch.full(sizes, torch.nan, dtype=dtype) for _ in range(6)]
+    ds0 = torch.full(s0.shape, torch.nan)
+    ops.backward(w, r, k, v, a, b, dy, s, sa, dlast, dw, dq, *others, ds0, last, statei, s_offset)
+    near((dq, dw, *others, ds0), of, limit)
+    with pytest.raises(ValueError, match="^s: expected the tensor that a forward was called with"):
+        ops.backward(w, r, k, v, a, b, dy, s + 0, sa, dlast, dw, dq, *others, ds0, last, statei, s_offset)
+    statei[0, 0, 0] = states
+    with pytest.raises(ValueError, match=r"^statei: expected shape \[3, \d+, 2\] and numbers from 0 to 2$"):
+        ops.forward(w, r, k, v, a, b, given, y, s, sa, last, statei, s_offset)
+
+
 def test_schemas_of_wind(installed):
     for name in ("chunked_cuda", "chunked_cuda_varlen", "backstepping_smallhead", "backstepping_longhead"):
         load(f"wind_{name}")
