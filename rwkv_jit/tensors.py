@@ -217,11 +217,13 @@ _any_autocast = torch._C._is_any_autocast_enabled
 is_batched = torch._C._functorch.is_legacy_batchedtensor  # by `torch.autograd.grad(is_grads_batched=True)`
 
 
-def is_eager(grads: Iterable[Any] = ()) -> bool:
+def is_eager(grads: Sequence[Any] = (), saved: Sequence[Any] = ()) -> bool:
     """Return whether an op may be run without torch's dispatcher: no compiler, mode, transform or trace looks on.
 
-    Nor may one of these gradients be several at once.
+    Of a backward neither gradients nor what was saved may be subclasses, and no gradient several at once.
     """
+    if grads and not PLAIN.issuperset(map(type, (*grads, *saved))):
+        return False
     for x in grads:
         if x is not None and is_batched(x):
             return False

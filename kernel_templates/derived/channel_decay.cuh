@@ -33,8 +33,10 @@ struct Gate {
     float inner = LOG2_E, speed = LOG2_E;
 
     __device__ Gate(float a_log, float lower_bound) {
-        if constexpr (LOG_DECAY != LogDecay::given) speed = exp2_fast(LOG2_E * a_log);
-        if constexpr (LOG_DECAY == LogDecay::bounded) inner = -LOG2_E * speed, speed = -LOG2_E * lower_bound;
+        // So far a bounded one is times g and the bias apart.
+        if constexpr (LOG_DECAY == LogDecay::softplus) speed = speed_from(a_log);
+        if constexpr (LOG_DECAY == LogDecay::bounded)
+            inner = -LOG2_E * speed_from(a_log, 64.0f), speed = -LOG2_E * lower_bound;
     }
     __device__ float share(float g, float bias) const {
         if constexpr (LOG_DECAY == LogDecay::given) return -g;

@@ -156,6 +156,7 @@ __device__ inline void through_gates(ChannelSums& gradients, const ChannelSums& 
             float slope;
             if constexpr (LOG_DECAY == LogDecay::softplus) {
                 slope = -gate.speed * reciprocal(1.0f + exp2_fast(-LOG2_E * x));
+                if (slope < -88.0f) slope = 0.0f;  // the log-decay is no more than that: such a token leaves nothing
             } else {
                 const float share = reciprocal(1.0f + exp2_fast(gate.inner * x));
                 slope = gate.speed * gate.inner * (1.0f / (LOG2_E * LOG2_E)) * (share - share * share);
@@ -171,7 +172,9 @@ __device__ inline float of_speed_of(const ChannelSums& gradients, const ChannelS
 #pragma unroll
     for (int n = 0; n < CHUNK_LEN / 8; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-            sum += gradients[n][i] * fmaxf(gate.logarithm(gates[n][i], bias[i / 2]), -128.0f);
+        for (int i = 0; i < 4; ++i) {
+            const float x = gate.logarithm(gates[n][i], bias[i / 2]);
+            sum += gradients[n][i] * (x < -126.0f ? 0.0f : x);
+        }
     return sum * (1.0f / LOG2_E);
 }

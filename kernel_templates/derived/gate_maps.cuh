@@ -12,6 +12,11 @@ __device__ inline float norm_factor(float squares) {
     return factor;
 }
 
+// e^a_log, which stays finite, as an infinite one times a gate of 0 would be no number. What is no number stays none.
+__device__ inline float speed_from(float a_log, float most = 88.0f) {
+    return exp2_fast(LOG2_E * (a_log > most ? most : a_log));
+}
+
 enum class RateMap { identity, sigmoid, twice_sigmoid };
 constexpr RateMap RATE_MAP = RateMap(BETA_MAP);
 __device__ inline float sigmoid(float x) { return reciprocal(1.0f + exp2_fast(-LOG2_E * x)); }

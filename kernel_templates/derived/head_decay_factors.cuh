@@ -5,6 +5,8 @@
 #include "decay.cuh"
 #include "mma.cuh"
 
+constexpr float LEAST_FACTOR_EXPONENT = -126.0f;  // to the base 2: less is a factor of 0
+
 // A factor of each token, or one that is the same for all of them, and takes their room but once.
 template <bool BY_TOKEN, int LENGTH> struct Factor {
     alignas(BY_TOKEN ? 8 : 4) float of[BY_TOKEN ? LENGTH : 1];
@@ -45,6 +47,10 @@ template <int LENGTH> struct ChunkFactors {
     float decay[LENGTH];
     float of_q[LENGTH], of_k[LENGTH], beta[LENGTH], norm_of_q[LENGTH];
 
+    // The gradient of a token's log-decay. It is a difference of sums, whose rounding is left where the decay is 0.
+    __device__ float of_decay(int token, float gradient) const {
+        return decay[token] - (token > 0 ? decay[token - 1] : 0.0f) < LEAST_FACTOR_EXPONENT ? 0.0f : gradient;
+    }
     // Of a token of `steps`, from what `factors_of` a part returns.
     template <int PART_LENGTH, typename FactorsOfPart>
     __device__ void read(int token, int steps, FactorsOfPart factors_of) {

@@ -21,7 +21,7 @@ struct GateGradients {
         if constexpr (!HAS_GATE) return of_decay;
         const float x = g[i].at(0), of_step = (HAS_STEP ? of_rate : 0.0f) - map.speed * of_decay;
         const float made = of_step * map.step_slope(x);
-        if (exists) of_speed += of_decay * (HAS_STEP ? map.step(x) : map.decay(x)), of_bias += made;
+        if (exists) of_speed += of_decay * (HAS_STEP ? map.step(x) : fmaxf(map.decay(x), -128.0f)), of_bias += made;
         return made;
     }
     __device__ void write(float* a_log_chunks, float* bias_chunks, i64 place) {

@@ -20,7 +20,7 @@ constexpr float LEAST_DECAY_EXPONENT = -160.0f;
 struct GateMap {
     float speed = 1.0f, bias = 0.0f;
     __device__ GateMap(const float* a_log, const float* dt_bias, i64 head) {
-        if constexpr (HAS_GATE) speed = HAS_STEP ? -a_log[head] : exp2_fast(LOG2_E * a_log[head]);
+        if constexpr (HAS_GATE) speed = HAS_STEP ? -a_log[head] : speed_from(a_log[head]);
         if constexpr (HAS_BIAS) bias = dt_bias[head];
     }
     __device__ float step(float g) const {

@@ -410,7 +410,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
                     if constexpr (HAS_DECAY) {
                         const float sum = sum_from(smem.of_query[token] + erased(token) - beta(token) * y) + behind;
                         behind = __shfl_sync(0xffffffffu, sum, 0);
-                        const float of_w = of_gates.through(map, first / 32, sum, y, exists);
+                        const float of_decay = smem.factors.of_decay(token, sum);
+                        const float of_w = of_gates.through(map, first / 32, of_decay, y, exists);
                         if constexpr (HAS_STEP) {
                             if (exists) dbeta[at] = from_float<T_BETA>(of_w);
                         } else if (exists) {

@@ -392,7 +392,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
                     if constexpr (HAS_DECAY) {
                         const float sum = sum_from(dots[0] + dots[1] - written) + behind;
                         behind = __shfl_sync(0xffffffffu, sum, 0);
-                        const float of_w = of_gates.through(map, first / 32, sum, dots[2], exists);
+                        const float of_decay = smem.factors.of_decay(token, sum);
+                        const float of_w = of_gates.through(map, first / 32, of_decay, dots[2], exists);
                         if constexpr (HAS_STEP) {
                             if (exists) dbeta[at] = from_float<T_BETA>(of_w);
                         } else if (exists) {

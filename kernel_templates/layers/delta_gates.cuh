@@ -62,7 +62,10 @@ struct LogDecays {
     __device__ LogDecays(const Logits& logits, const T_A_LOG* A_log, const T_DT_BIAS* dt_bias, i64 head,
                          float lower_bound)
         : logits(logits), lower_bound(lower_bound) {
-        if constexpr (HAS_PARAMETERS) speed = expf(to_float(A_log[head]));
+        if constexpr (HAS_PARAMETERS) {  // finite, as an infinite one times a gate of 0 would be no number
+            const float a_log = to_float(A_log[head]);
+            speed = expf(a_log > 88.0f ? 88.0f : a_log);
+        }
         if constexpr (HAS_DT_BIAS) bias.load(dt_bias, head);
     }
     __device__ float logit(int n, int i) const {
@@ -78,15 +81,16 @@ struct LogDecays {
     __device__ float factor(int n, int i) const {
         return GATE_KIND == LogDecay::none ? 1.0f : exponential(at(n, i));
     }
-    // Of the log-decay by g, and by A_log.
+    // Of the log-decay by g, and by A_log. A token that leaves nothing has none, however steep its log-decay is.
     __device__ float slope(int n, int i) const {
         if constexpr (!HAS_PARAMETERS) return 1.0f;
         const float x = logit(n, i);
-        if constexpr (GATE_KIND == LogDecay::softplus) return -speed * sigmoid(x);
+        if constexpr (GATE_KIND == LogDecay::softplus) return at(n, i) < -88.0f ? 0.0f : -speed * sigmoid(x);
         const float share = sigmoid(speed * x);
         return lower_bound * share * (1.0f - share) * speed;
     }
     __device__ float slope_of_speed(int n, int i) const {
-        return GATE_KIND == LogDecay::softplus ? at(n, i) : slope(n, i) * logit(n, i);
+        if constexpr (GATE_KIND == LogDecay::softplus) return at(n, i) < -88.0f ? 0.0f : at(n, i);
+        return slope(n, i) * logit(n, i);
     }
 };

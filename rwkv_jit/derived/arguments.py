@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rwkv_jit import tensors
 from rwkv_jit.inference import arguments
+from rwkv_jit.inference.options import UpdateOptions, VarlenOptions
 from rwkv_jit.ops import checks, sharding, torch_op
 from rwkv_jit.ops.options import Tail, complete
 from rwkv_jit.problem import Op
@@ -68,9 +69,9 @@ class Pooled(NamedTuple):
 
 
 def pooled(
-    op: Op, name: str, arrays: Sequence[Any], legal: type, options: Mapping[str, Any], parameters: Sequence[Any] = ()
+    op: Op, verb: str, arrays: Sequence[Any], options: Mapping[str, Any], parameters: Sequence[Any] = ()
 ) -> Pooled:
-    """Check the inputs of a call over a pool, of rows of one or several tokens; `legal` has the options.
+    """Check the inputs of an update or of a varlen, of rows of one or several tokens.
 
     `parameters` are tensors beside the inputs, which cannot have gradients either.
 
@@ -79,6 +80,7 @@ def pooled(
     TypeError, ValueError, RuntimeError
         Naming the argument, what was expected and what came.
     """
+    name, legal = f"{op.name}_{verb}", UpdateOptions if verb == "update" else VarlenOptions
     arguments.check_names(name, options, list(legal.__annotations__))
     arguments.refuse_gradients(op, name, (*arrays, *parameters))
     inputs = torch_op.under_autocast(op, arrays) or checks.as_tensors(op, arrays)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -56,7 +57,7 @@ def kda_update(
         As `kda` takes it.
     beta : torch.Tensor, shape (B, H) or (B, T, H), dtype of q or float32
         As `kda` takes it.
-    A_log, dt_bias, lower_bound, qk_norm, beta_map
+    A_log, dt_bias, lower_bound, qk_norm, beta_map : optional
         As `kda` takes them.
 
     Returns
@@ -75,12 +76,7 @@ def kda_update(
     >>> rwkv_jit.kda_update(pool, q, k, v, g, beta, qk_norm=True).shape
     torch.Size([3, 4, 64])
     """
-    given = q, k, v, g, beta
-    op, fixed = OPS["kda"], (A_log, dt_bias)
-    call = arguments.pooled(op, "kda_update", given, UpdateOptions, options, fixed)
-    q, k, v, g, beta = call.inputs
-    operands = of_delta_rule(q, k, v, g, beta, A_log, dt_bias, lower_bound, qk_norm, beta_map)
-    return call.run(wkv7_update, state, operands)
+    return _run("kda", "update", state, (q, k, v, g, beta), options, A_log, dt_bias, lower_bound, qk_norm, beta_map)
 
 
 def gated_delta_rule_update(
@@ -114,7 +110,7 @@ def gated_delta_rule_update(
         As `gated_delta_rule` takes it.
     g, beta : torch.Tensor, shape (B, H) or (B, T, H), dtype of q or float32
         As `gated_delta_rule` takes them.
-    A_log, dt_bias, qk_norm, beta_map
+    A_log, dt_bias, qk_norm, beta_map : optional
         As `gated_delta_rule` takes them.
 
     Returns
@@ -134,11 +130,7 @@ def gated_delta_rule_update(
     torch.Size([3, 4, 64])
     """
     given = q, k, v, g, beta
-    op, fixed = OPS["gated_delta_rule"], (A_log, dt_bias)
-    call = arguments.pooled(op, "gated_delta_rule_update", given, UpdateOptions, options, fixed)
-    q, k, v, g, beta = call.inputs
-    operands = of_delta_rule(q, k, v, g, beta, A_log, dt_bias, None, qk_norm, beta_map)
-    return call.run(wkv7_update, state, operands)
+    return _run("gated_delta_rule", "update", state, given, options, A_log, dt_bias, None, qk_norm, beta_map)
 
 
 def delta_rule_update(
@@ -169,7 +161,7 @@ def delta_rule_update(
         As `delta_rule` takes it.
     beta : torch.Tensor, shape (B, H) or (B, T, H), dtype of q or float32
         As `delta_rule` takes it.
-    qk_norm, beta_map
+    qk_norm, beta_map : optional
         As `delta_rule` takes them.
 
     Returns
@@ -188,11 +180,7 @@ def delta_rule_update(
     >>> rwkv_jit.delta_rule_update(pool, q, k, v, beta, qk_norm=True).shape
     torch.Size([3, 4, 64])
     """
-    given = q, k, v, beta
-    call = arguments.pooled(OPS["delta_rule"], "delta_rule_update", given, UpdateOptions, options)
-    q, k, v, beta = call.inputs
-    operands = of_delta_rule(q, k, v, None, beta, qk_norm=qk_norm, beta_map=beta_map)
-    return call.run(wkv7_update, state, operands)
+    return _run("delta_rule", "update", state, (q, k, v, beta), options, qk_norm=qk_norm, beta_map=beta_map)
 
 
 def gated_delta_rule2_update(
@@ -227,7 +215,7 @@ def gated_delta_rule2_update(
         As `gated_delta_rule2` takes them.
     g, beta : torch.Tensor, shape (B, H, K) or (B, T, H, K), dtype of q or float32
         As `gated_delta_rule2` takes them.
-    A_log, dt_bias, lower_bound, qk_norm
+    A_log, dt_bias, lower_bound, qk_norm : optional
         As `gated_delta_rule2` takes them.
 
     Returns
@@ -247,11 +235,7 @@ def gated_delta_rule2_update(
     torch.Size([3, 4, 64])
     """
     given = q, k, v, g, beta, write_gate
-    op, fixed = OPS["gated_delta_rule2"], (A_log, dt_bias)
-    call = arguments.pooled(op, "gated_delta_rule2_update", given, UpdateOptions, options, fixed)
-    q, k, v, g, beta, write_gate = call.inputs
-    operands = of_delta_rule(q, k, v * write_gate, g, beta, A_log, dt_bias, lower_bound, qk_norm)
-    return call.run(wkv7_update, state, operands)
+    return _run("gated_delta_rule2", "update", state, given, options, A_log, dt_bias, lower_bound, qk_norm)
 
 
 # ---- sequences of any lengths -------------------------------------------------------------------------------------
@@ -291,7 +275,7 @@ def kda_varlen(
         As `kda` takes it.
     beta : torch.Tensor, shape (T, H) or (1, T, H), dtype of q or float32
         As `kda` takes it.
-    A_log, dt_bias, lower_bound, qk_norm, beta_map
+    A_log, dt_bias, lower_bound, qk_norm, beta_map : optional
         As `kda` takes them.
 
     Returns
@@ -311,12 +295,7 @@ def kda_varlen(
     >>> rwkv_jit.kda_varlen(pool, q, k, v, g, beta, qk_norm=True, cu_seqlens=bounds).shape
     torch.Size([102, 4, 64])
     """
-    given = q, k, v, g, beta
-    op, fixed = OPS["kda"], (A_log, dt_bias)
-    call = arguments.pooled(op, "kda_varlen", given, VarlenOptions, options, fixed)
-    q, k, v, g, beta = call.inputs
-    operands = of_delta_rule(q, k, v, g, beta, A_log, dt_bias, lower_bound, qk_norm, beta_map)
-    return call.run(wkv7_varlen, state, operands)
+    return _run("kda", "varlen", state, (q, k, v, g, beta), options, A_log, dt_bias, lower_bound, qk_norm, beta_map)
 
 
 def gated_delta_rule_varlen(
@@ -350,7 +329,7 @@ def gated_delta_rule_varlen(
         As `gated_delta_rule` takes it.
     g, beta : torch.Tensor, shape (T, H) or (1, T, H), dtype of q or float32
         As `gated_delta_rule` takes them.
-    A_log, dt_bias, qk_norm, beta_map
+    A_log, dt_bias, qk_norm, beta_map : optional
         As `gated_delta_rule` takes them.
 
     Returns
@@ -371,11 +350,7 @@ def gated_delta_rule_varlen(
     torch.Size([102, 4, 64])
     """
     given = q, k, v, g, beta
-    op, fixed = OPS["gated_delta_rule"], (A_log, dt_bias)
-    call = arguments.pooled(op, "gated_delta_rule_varlen", given, VarlenOptions, options, fixed)
-    q, k, v, g, beta = call.inputs
-    operands = of_delta_rule(q, k, v, g, beta, A_log, dt_bias, None, qk_norm, beta_map)
-    return call.run(wkv7_varlen, state, operands)
+    return _run("gated_delta_rule", "varlen", state, given, options, A_log, dt_bias, None, qk_norm, beta_map)
 
 
 def delta_rule_varlen(
@@ -406,7 +381,7 @@ def delta_rule_varlen(
         As `delta_rule` takes it.
     beta : torch.Tensor, shape (T, H) or (1, T, H), dtype of q or float32
         As `delta_rule` takes it.
-    qk_norm, beta_map
+    qk_norm, beta_map : optional
         As `delta_rule` takes them.
 
     Returns
@@ -426,11 +401,7 @@ def delta_rule_varlen(
     >>> rwkv_jit.delta_rule_varlen(pool, q, k, v, beta, qk_norm=True, cu_seqlens=bounds).shape
     torch.Size([102, 4, 64])
     """
-    given = q, k, v, beta
-    call = arguments.pooled(OPS["delta_rule"], "delta_rule_varlen", given, VarlenOptions, options)
-    q, k, v, beta = call.inputs
-    operands = of_delta_rule(q, k, v, None, beta, qk_norm=qk_norm, beta_map=beta_map)
-    return call.run(wkv7_varlen, state, operands)
+    return _run("delta_rule", "varlen", state, (q, k, v, beta), options, qk_norm=qk_norm, beta_map=beta_map)
 
 
 def gated_delta_rule2_varlen(
@@ -465,7 +436,7 @@ def gated_delta_rule2_varlen(
         As `gated_delta_rule2` takes them.
     g, beta : torch.Tensor, shape (T, H, K) or (1, T, H, K), dtype of q or float32
         As `gated_delta_rule2` takes them.
-    A_log, dt_bias, lower_bound, qk_norm
+    A_log, dt_bias, lower_bound, qk_norm : optional
         As `gated_delta_rule2` takes them.
 
     Returns
@@ -486,8 +457,21 @@ def gated_delta_rule2_varlen(
     torch.Size([102, 4, 64])
     """
     given = q, k, v, g, beta, write_gate
-    op, fixed = OPS["gated_delta_rule2"], (A_log, dt_bias)
-    call = arguments.pooled(op, "gated_delta_rule2_varlen", given, VarlenOptions, options, fixed)
-    q, k, v, g, beta, write_gate = call.inputs
-    operands = of_delta_rule(q, k, v * write_gate, g, beta, A_log, dt_bias, lower_bound, qk_norm)
-    return call.run(wkv7_varlen, state, operands)
+    return _run("gated_delta_rule2", "varlen", state, given, options, A_log, dt_bias, lower_bound, qk_norm)
+
+
+# ---- a call ------------------------------------------------------------------------------------------------------
+
+
+def _run(
+    op: str, verb: str, state: Any, arrays: Sequence[Any], options: Mapping[str, Any], a_log: Any = None,
+    dt_bias: Any = None, lower_bound: float | None = None, qk_norm: Any = False, beta_map: str = "identity",
+) -> Tensor:  # fmt: skip
+    call = arguments.pooled(OPS[op], verb, arrays, options, (a_log, dt_bias))
+    q, k, v, *gates = call.inputs
+    if op == "gated_delta_rule2":
+        v = v * gates.pop()
+    g, beta = (None, *gates)[-2:]
+    assert beta is not None
+    operands = of_delta_rule(q, k, v, g, beta, a_log, dt_bias, lower_bound, qk_norm, beta_map)
+    return call.run(wkv7_update if verb == "update" else wkv7_varlen, state, operands)

@@ -237,7 +237,9 @@ def ssd(
 
     Calls with 16 bits, head sizes up to 128 and enough heads run dedicated kernels in both directions, which take any
     decay and, without a `dt_limit`, compute the steps of `dt_softplus`. Besides inputs, y and final state these keep
-    between the passes, for each token and value head K V / 64 numbers of the dtype of x, and about 200 bytes.
+    between the passes, for each token and value head K V / 64 numbers of the dtype of x, and about 200 bytes. There the
+    gradient of A is a sum of steps times differences of float32 sums: with long steps it may be mostly rounding. Tokens
+    whose decay is 0 in float32 have no part in it.
 
     Results have the same bits in every run. A second derivative is an error. Under `torch.autocast` inputs are cast
     like those of `gla`; dt may stay float32. CPU tensors run plain torch, with one notice.

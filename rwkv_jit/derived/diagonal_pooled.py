@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,7 +69,7 @@ def simple_gla_update(state: Array, q: Array, k: Array, v: Array, g: Array, **op
     torch.Size([3, 4, 64])
     """
     g = of_tokens(g, v)
-    call = arguments.pooled(OPS["simple_gla"], "simple_gla_update", (q, k, v, g), UpdateOptions, options)
+    call = arguments.pooled(OPS["simple_gla"], "update", (q, k, v, g), options)
     return call.run(gla_update, state, for_heads(*call.inputs))
 
 
@@ -107,7 +107,7 @@ def hgrn2_update(state: Array, q: Array, g: Array, v: Array, **options: Unpack[U
     >>> rwkv_jit.hgrn2_update(pool, q, g, v).shape
     torch.Size([3, 4, 64])
     """
-    call = arguments.pooled(OPS["hgrn2"], "hgrn2_update", (q, g, v), UpdateOptions, options)
+    call = arguments.pooled(OPS["hgrn2"], "update", (q, g, v), options)
     return call.run(gla_update, state, with_keys(*call.inputs))
 
 
@@ -144,7 +144,7 @@ def ssd_update(
         As `ssd` takes it.
     B, C : torch.Tensor, shape (B, G, K) or (B, T, G, K), dtype of x
         As `ssd` takes them.
-    D, dt_bias, z, dt_softplus, dt_limit
+    D, dt_bias, z, dt_softplus, dt_limit : optional
         As `ssd` takes them.
 
     Returns
@@ -163,12 +163,7 @@ def ssd_update(
     >>> rwkv_jit.ssd_update(pool, x, dt, A, B, C).shape
     torch.Size([3, 4, 64])
     """
-    call = arguments.pooled(OPS["ssd"], "ssd_update", (x, dt, B, C), UpdateOptions, options, (A, D, z, dt_bias))
-    x, dt, B, C = call.inputs
-    own, gate = check_behind(x, D, z)
-    steps, decays = steps_of(x, dt, A, dt_bias, dt_softplus, dt_limit)
-    operands = of_states(x, steps, decays, B, C)
-    return with_own(call.run(gla_update, state, operands), x, own, gate, state, options)
+    return _ssd("update", state, (x, dt, B, C), A, D, z, dt_bias, dt_softplus, dt_limit, options)
 
 
 # ---- sequences of any lengths -------------------------------------------------------------------------------------
@@ -211,7 +206,7 @@ def simple_gla_varlen(state: Array, q: Array, k: Array, v: Array, g: Array, **op
     torch.Size([102, 4, 64])
     """
     g = of_tokens(g, v)
-    call = arguments.pooled(OPS["simple_gla"], "simple_gla_varlen", (q, k, v, g), VarlenOptions, options)
+    call = arguments.pooled(OPS["simple_gla"], "varlen", (q, k, v, g), options)
     return call.run(gla_varlen, state, for_heads(*call.inputs))
 
 
@@ -250,7 +245,7 @@ def hgrn2_varlen(state: Array, q: Array, g: Array, v: Array, **options: Unpack[V
     >>> rwkv_jit.hgrn2_varlen(pool, q, g, v, cu_seqlens=bounds).shape
     torch.Size([102, 4, 64])
     """
-    call = arguments.pooled(OPS["hgrn2"], "hgrn2_varlen", (q, g, v), VarlenOptions, options)
+    call = arguments.pooled(OPS["hgrn2"], "varlen", (q, g, v), options)
     return call.run(gla_varlen, state, with_keys(*call.inputs))
 
 
@@ -287,7 +282,7 @@ def ssd_varlen(
         As `ssd` takes it.
     B, C : torch.Tensor, shape (T, G, K) or (1, T, G, K), dtype of x
         As `ssd` takes them.
-    D, dt_bias, z, dt_softplus, dt_limit
+    D, dt_bias, z, dt_softplus, dt_limit : optional
         As `ssd` takes them.
 
     Returns
@@ -307,15 +302,22 @@ def ssd_varlen(
     >>> rwkv_jit.ssd_varlen(pool, x, dt, A, B, C, cu_seqlens=bounds).shape
     torch.Size([102, 4, 64])
     """
-    call = arguments.pooled(OPS["ssd"], "ssd_varlen", (x, dt, B, C), VarlenOptions, options, (A, D, z, dt_bias))
+    return _ssd("varlen", state, (x, dt, B, C), A, D, z, dt_bias, dt_softplus, dt_limit, options)
+
+
+# ---- a call of Mamba-2 -------------------------------------------------------------------------------------------
+
+
+def _ssd(
+    verb: str, state: Any, arrays: Sequence[Any], A: Any, D: Any, z: Any, dt_bias: Any, dt_softplus: Any, dt_limit: Any,
+    options: Mapping[str, Any],
+) -> Tensor:  # fmt: skip
+    call = arguments.pooled(OPS["ssd"], verb, arrays, options, (A, D, z, dt_bias))
     x, dt, B, C = call.inputs
     own, gate = check_behind(x, D, z)
-    steps, decays = steps_of(x, dt, A, dt_bias, dt_softplus, dt_limit)
-    operands = of_states(x, steps, decays, B, C)
-    return with_own(call.run(gla_varlen, state, operands), x, own, gate, state, options)
-
-
-# ---- what comes behind the states --------------------------------------------------------------------------------
+    operands = of_states(x, *steps_of(x, dt, A, dt_bias, dt_softplus, dt_limit), B, C)
+    y = call.run(gla_update if verb == "update" else gla_varlen, state, operands)
+    return with_own(y, x, own, gate, state, options)
 
 
 def with_own(

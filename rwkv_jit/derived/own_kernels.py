@@ -158,8 +158,7 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, grad_final_state: Tensor | None) -> tuple[Any, ...]:
         *given, kept = ctx.saved_tensors
-        is_direct = not torch.is_grad_enabled() and tensors.is_eager((dy, grad_final_state))
-        if is_direct and tensors.PLAIN.issuperset(map(type, (dy, grad_final_state, *given))):
+        if not torch.is_grad_enabled() and tensors.is_eager((dy, grad_final_state), given):
             grads: Sequence[Any] = ctx.known.differentiate(given, dy, grad_final_state, kept)
         else:
             grads = ctx.known.differentiate_elsewhere(given, dy, grad_final_state)

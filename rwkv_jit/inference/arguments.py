@@ -191,19 +191,18 @@ def check_slots(
         if outside:
             raise ValueError(f"{name}: expected slots below {slots}, or up to {null_index} for none; got {outside[:8]}")
     written = [name for name in given if name in values][-1:] + [name for name in values if name not in given]
-    places = [number for name in written for number in values[name] if number > null_index]
-    if len(set(places)) < len(places):
-        twice = sorted({place for place in places if places.count(place) > 1})
-        raise ValueError(f"{written[-1]}: expected another slot for each state that is written, got {twice[:8]} twice")
     rows = max([len(x) for x in (*given.values(), more_written) if x is not None], default=0)
+    writers: dict[int, list[int]] = {}  # rows by slots
+    for name in written:
+        for place, slot in enumerate(values[name]):
+            writers.setdefault(slot, []).append(place * rows // len(values[name]))
+    twice = sorted(slot for slot, several in writers.items() if slot > null_index and len(several) > 1)
+    if twice:
+        raise ValueError(f"{written[-1]}: expected another slot for each state that is written, got {twice[:8]} twice")
     lead = next(iter(given))
     read, nothing = values.get(lead, [*range(rows)]), null_index if lead in values else -1
-    writers = {
-        slot: place * rows // len(values[name])
-        for name in written for place, slot in enumerate(values[name]) if slot > null_index
-    }  # fmt: skip
     for row, slot in enumerate(read):
-        writer = writers.get(slot, row)
+        writer = writers.get(slot, [row])[0] if slot > null_index else row
         if writer != row and min(slot, read[writer]) > nothing and (begun is None or begun[row]):
             raise ValueError(f"{lead}: expected slots that no other row writes, got {slot} of rows {row} and {writer}")
 

@@ -100,8 +100,7 @@ class _KnownCall(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         seen, known = ctx.saved_tensors, ctx.known
-        is_direct = not torch.is_grad_enabled() and tensors.is_eager(grads)
-        if is_direct and tensors.PLAIN.issuperset(map(type, (*grads, *seen))):
+        if not torch.is_grad_enabled() and tensors.is_eager(grads, seen):
             return None, *known.differentiate(seen, grads)
         call, name = known.call, known.name
         given = dict(zip(call.made, grads, strict=True))

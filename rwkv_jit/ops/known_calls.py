@@ -126,8 +126,7 @@ def recorded(by_op: Callable[..., Sequence[Tensor | None]]) -> Callable[..., tup
         @staticmethod
         def backward(ctx: Any, dy: Tensor | None, grad_final_state: Tensor | None) -> tuple[Any, ...]:
             saved, known = ctx.saved_tensors, ctx.known
-            is_direct = not torch.is_grad_enabled() and tensors.is_eager((dy, grad_final_state))
-            if is_direct and tensors.PLAIN.issuperset(map(type, (dy, grad_final_state, *saved))):
+            if not torch.is_grad_enabled() and tensors.is_eager((dy, grad_final_state), saved):
                 grads: Sequence[Any] = known.differentiate(saved, dy, grad_final_state)
             else:
                 grads = by_op(known.problem, saved, dy, grad_final_state)

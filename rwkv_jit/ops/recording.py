@@ -151,15 +151,10 @@ def _row_by_row(
     """Run a backward inside of `torch.autograd.grad(is_grads_batched=True)`, whose vmap knows no ops of lists."""
     level = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
-    several = [
-        torch._remove_batch_dim(x, level, 1, 0).unbind() if is_batched else x
-        for x, is_batched in zip(arguments, batched, strict=True)
-    ]
-    rows = [
-        run(*(x[i] if is_batched else x for x, is_batched in zip(several, batched, strict=True)))
-        for i in range(len(several[batched.index(True)]))
-    ]
-    return [torch._add_batch_dim(torch.stack(made), 0, level) for made in zip(*rows, strict=True)]
+    pairs = zip(arguments, batched, strict=True)
+    several = [torch._remove_batch_dim(x, level, 1, 0) if is_batched else x for x, is_batched in pairs]
+    made = torch.vmap(run, tuple([0 if is_batched else None for is_batched in batched]))(*several)
+    return [torch._add_batch_dim(x, 0, level) for x in made]
 
 
 def _is_transformed() -> bool:

@@ -204,8 +204,7 @@ class _KnownCall(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
         (w, k), known, (_, want_w, want_k) = ctx.saved_tensors, ctx.known, ctx.needs_input_grad
-        is_direct = not torch.is_grad_enabled() and tensors.is_eager((g,))
-        if is_direct and tensors.PLAIN.issuperset(map(type, (g, w, k))):
+        if not torch.is_grad_enabled() and tensors.is_eager((g,), (w, k)):
             grads = iter(known.differentiate(g, w, k, _wanted(want_w, want_k)))
             return None, next(grads) if want_w else None, next(grads) if want_k else None
         return None, *_gradients(g, w, k, known.backward, want_w, want_k)

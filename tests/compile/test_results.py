@@ -3,6 +3,7 @@
 The calls are as small as the kernels allow, and together they launch every template.
 """
 
+import math
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -169,6 +170,58 @@ def of_far_tokens():
         found, _ = given.run()
     wanted, _ = given.reference().run(rwkv_jit.kda_ref)
     assert relative(found[:, 48:52], wanted[:, 48:52]) < 0.05  # operands have six digits there
+
+
+def forgetting(name, how, sizes, of_own=True, dtype=BF16, **filled):
+    """A call whose decays are all 0 to a float, as some inputs are `filled` with one number."""
+    case = derived_cases.make(name, how, sizes, dtype, FP32, FP32)
+    for own, number in filled.items():
+        case.tensors[own].fill_(number)
+    with pytest.MonkeyPatch.context() as patch:
+        if of_own:
+            patch.setattr(head_decays, "LEAST_BLOCKS", 0)
+            patch.setattr(channel_decays, "LEAST_BLOCKS", 0)
+        results, grads, weights = derived_cases.differentiate(case)
+    are_close(case, results, grads, weights)  # and what makes the decays has no gradient, not even that of roundings
+
+
+def long_ago(name, how, is_batch_invariant=False):
+    """What is not a number reaches as far as docs/ops.md says, in segments of 128 tokens.
+
+    Tokens of heads leave e^-1, e^-0.35, e^-0.25 and e^-0.01. The second segment's block sets out 32, 96 or 128 tokens
+    before it: there the first two heads have forgotten what was before. The gradient of a state comes back over 32 or
+    72 tokens, which are enough for the first head alone.
+    """
+    case = derived_cases.make(name, how, (1, 200, 4, 4, 16, 16), BF16, FP32, FP32)
+    case.inputs["g"].copy_(torch.tensor([-1.0, -0.35, -0.25, -0.01]))
+    leaves = {own: x.requires_grad_() for own, x in case.tensors.items()}
+    weights = torch.randn_like(case.inputs["v"])
+
+    def run(dy):
+        y, final = case.replaced(leaves).run()
+        return y.detach(), final.detach(), torch.autograd.grad(y, leaves["v"], dy)[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(head_decays, "LEAST_BLOCKS", 0)
+        patch.setattr(steps, "_LEAST_SEGMENT", 64)
+        rwkv_jit.set_batch_invariant(is_batch_invariant)
+        try:
+            wanted = run(weights)
+            with torch.no_grad():
+                leaves["v"][:, 5] = math.nan
+                weights[:, 194] = math.nan
+            y, final, dv = run(weights)
+        finally:
+            rwkv_jit.set_batch_invariant(False)
+    forget, forget_back = (0, 0) if is_batch_invariant else (2, 1)  # so many heads
+    assert y[:, 5:128].isnan().all()
+    assert y[:, 128:, forget:].isnan().all()
+    assert final[:, forget:].isnan().all()
+    assert torch.equal(y[:, 128:, :forget], wanted[0][:, 128:, :forget])
+    assert torch.equal(final[:, :forget], wanted[1][:, :forget])
+    assert dv[:, 128:194].isnan().all()
+    assert dv[:, :128, forget_back:].isnan().all()
+    assert torch.equal(dv[:, :128, :forget_back], wanted[2][:, :128, :forget_back])
 
 
 def layer(name, how, rows=(7, 2, 16), dtype=BF16, few_sums=False):
@@ -422,6 +475,51 @@ CASES = [
     case(
         "sm_90", "head_decay_forward head_decay_backward head_decay_key_gradients sum_rows",
         derived, "ssd", "D softplus", (1, 40, 1, 2, 32, 16), chunk_len=16,
+    ),
+    case(
+        "sm_80", "head_decay_walks head_decay_forward head_decay_backward head_decay_key_gradients",
+        long_ago, "simple_gla", "",
+    ),
+    case(
+        "sm_80", "head_decay_walks head_decay_forward head_decay_backward head_decay_key_gradients",
+        long_ago, "gated_delta_rule", "norm",
+    ),
+    case(
+        "sm_80", "head_decay_forward head_decay_backward head_decay_key_gradients",
+        long_ago, "simple_gla", "", is_batch_invariant=True,
+    ),
+    case(
+        "sm_80", "head_decay_forward head_decay_backward head_decay_key_gradients sum_rows",
+        forgetting, "ssd", "D", (1, 40, 1, 2, 32, 16), dt=1000.0, A=-1.0,
+    ),
+    case(
+        "sm_90", "head_decay_group_forward head_decay_backward head_decay_group_key_gradients sum_rows",
+        forgetting, "ssd", "softplus", (1, 70, 1, 2, 64, 64), dt=1000.0, A=-1.0,
+    ),
+    case(
+        "sm_80", "head_decay_forward head_decay_backward head_decay_key_gradients sum_rows",
+        forgetting, "gated_delta_rule", "raw bias norm", (1, 40, 1, 2, 32, 16), A_log=100.0,
+    ),
+    case(
+        "sm_90", "head_decay_group_forward head_decay_backward head_decay_group_key_gradients sum_rows",
+        forgetting, "gated_delta_rule", "raw bias norm", (1, 70, 1, 2, 64, 64), A_log=100.0,
+    ),
+    case(
+        "sm_90", "channel_decay_group_forward channel_decay_group_backward channel_decay_group_key_gradients sum_rows",
+        forgetting, "kda", "raw bias norm", (1, 70, 1, 1, 128, 128), A_log=100.0,
+    ),
+    case(
+        "sm_90", "channel_decay_group_forward channel_decay_group_backward channel_decay_group_key_gradients sum_rows",
+        forgetting, "kda", "bounded bias norm", (1, 70, 1, 1, 128, 128), A_log=100.0,
+    ),
+    case(
+        "sm_90",
+        "layer_delta_operands layer_delta_operands_backward wkv7_chunked_forward wkv7_chunked_backward sum_rows",
+        forgetting, "kda", "raw bias norm", (1, 20, 1, 2, 16, 16), of_own=False, A_log=100.0,
+    ),
+    case(
+        "sm_80", "gla_scan gla_chunked_backward",
+        forgetting, "ssd", "", (1, 40, 1, 2, 32, 16), of_own=False, dt=1000.0, A=-1.0,
     ),
     case(
         "sm_90",

@@ -123,6 +123,27 @@ def test_products_in_the_gradient_of_D_are_not_rounded():
         assert torch.allclose(grads["D"].double(), want["D"], rtol=5e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("op", "how"), [(op, how) for op, how in derived_cases.ALL if "raw" in how or "bounded" in how]
+)
+@pytest.mark.parametrize(("dtype", "strong", "stronger"), [
+    (torch.float64, 80.0, 800.0), (torch.float32, 80.0, 100.0), (torch.bfloat16, 80.0, 100.0),
+])  # fmt: skip
+@pytest.mark.parametrize("name", ["", "_ref"], ids=["op", "reference"])
+def test_decays_of_an_infinite_speed_are_those_of_a_large_one(op, how, dtype, strong, stronger, name):
+    """e^A_log is infinite, and times a gate of 0 no number."""
+    case, function, weights = make(op, how, dtype=dtype), getattr(rwkv_jit, op + name), None
+    case.inputs["g"][:, 4, 0] = -200.0
+    made = []
+    for a_log in (strong, stronger):
+        case.parameters["A_log"][1] = a_log
+        results, grads, weights = differentiate(case, function, weights)
+        made.append([*results, *(grad for own, grad in grads.items() if own not in ("g", "dt_bias", "A_log"))])
+        assert all(x.isfinite().all() for x in grads.values())
+    for x, want in zip(*made, strict=True):
+        is_close(x, want, 1e-6)
+
+
 @CASES
 def test_without_a_state_it_begins_with_zeros_and_ends_in_float32(op, how):
     case = make(op, how, dtype=torch.bfloat16, has_state=False)
