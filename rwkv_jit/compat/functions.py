@@ -169,14 +169,10 @@ def RUN_RWKV7_INFCTX(
 
     Parameters
     ----------
-    r, k, v, w, a, b : torch.Tensor, shape (B, T, C)
-        As `wkv7` takes them, in rows of channels. The order is another one.
+    r, k, v, w, a, b, HEAD_SIZE, dot_prec
+        As in `RUN_RWKV7_STATE`.
     s : torch.Tensor, shape (B, H, N, N) or (H, N, N)
         State before the first token, [K, V].
-    HEAD_SIZE : int, default 64
-        N, any divisor of C.
-    dot_prec : str, default "fp32"
-        As in `RUN_CUDA_RWKV7g`.
 
     Returns
     -------

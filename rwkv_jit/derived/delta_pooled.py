@@ -267,16 +267,8 @@ def kda_varlen(
     state, **options
         As `PoolOptions` and `VarlenOptions` say, errors and precision too. By default scale is K^-0.5 and state_layout
         "kv".
-    q, k : torch.Tensor, shape (T, G, K) or (1, T, G, K), float16, bfloat16 or float32
-        As `kda` takes them.
-    v : torch.Tensor, shape (T, H, V) or (1, T, H, V), dtype of q
-        As `kda` takes it.
-    g : torch.Tensor, shape (T, H, K) or (1, T, H, K), dtype of q or float32
-        As `kda` takes it.
-    beta : torch.Tensor, shape (T, H) or (1, T, H), dtype of q or float32
-        As `kda` takes it.
-    A_log, dt_bias, lower_bound, qk_norm, beta_map : optional
-        As `kda` takes them.
+    q, k, v, g, beta, A_log, dt_bias, lower_bound, qk_norm, beta_map
+        As in `kda_update`, with (T, ...) or (1, T, ...) for the shapes (B, ...) or (B, T, ...).
 
     Returns
     -------
@@ -323,14 +315,8 @@ def gated_delta_rule_varlen(
     state, **options
         As `PoolOptions` and `VarlenOptions` say, errors and precision too. By default scale is K^-0.5 and state_layout
         "kv".
-    q, k : torch.Tensor, shape (T, G, K) or (1, T, G, K), float16, bfloat16 or float32
-        As `gated_delta_rule` takes them.
-    v : torch.Tensor, shape (T, H, V) or (1, T, H, V), dtype of q
-        As `gated_delta_rule` takes it.
-    g, beta : torch.Tensor, shape (T, H) or (1, T, H), dtype of q or float32
-        As `gated_delta_rule` takes them.
-    A_log, dt_bias, qk_norm, beta_map : optional
-        As `gated_delta_rule` takes them.
+    q, k, v, g, beta, A_log, dt_bias, qk_norm, beta_map
+        As in `gated_delta_rule_update`, with (T, ...) or (1, T, ...) for the shapes (B, ...) or (B, T, ...).
 
     Returns
     -------
@@ -375,14 +361,8 @@ def delta_rule_varlen(
     state, **options
         As `PoolOptions` and `VarlenOptions` say, errors and precision too. By default scale is K^-0.5 and state_layout
         "kv".
-    q, k : torch.Tensor, shape (T, G, K) or (1, T, G, K), float16, bfloat16 or float32
-        As `delta_rule` takes them.
-    v : torch.Tensor, shape (T, H, V) or (1, T, H, V), dtype of q
-        As `delta_rule` takes it.
-    beta : torch.Tensor, shape (T, H) or (1, T, H), dtype of q or float32
-        As `delta_rule` takes it.
-    qk_norm, beta_map : optional
-        As `delta_rule` takes them.
+    q, k, v, beta, qk_norm, beta_map
+        As in `delta_rule_update`, with (T, ...) or (1, T, ...) for the shapes (B, ...) or (B, T, ...).
 
     Returns
     -------
@@ -430,14 +410,8 @@ def gated_delta_rule2_varlen(
     state, **options
         As `PoolOptions` and `VarlenOptions` say, errors and precision too. By default scale is K^-0.5 and state_layout
         "kv".
-    q, k : torch.Tensor, shape (T, G, K) or (1, T, G, K), float16, bfloat16 or float32
-        As `gated_delta_rule2` takes them.
-    v, write_gate : torch.Tensor, shape (T, H, V) or (1, T, H, V), dtype of q
-        As `gated_delta_rule2` takes them.
-    g, beta : torch.Tensor, shape (T, H, K) or (1, T, H, K), dtype of q or float32
-        As `gated_delta_rule2` takes them.
-    A_log, dt_bias, lower_bound, qk_norm : optional
-        As `gated_delta_rule2` takes them.
+    q, k, v, g, beta, write_gate, A_log, dt_bias, lower_bound, qk_norm
+        As in `gated_delta_rule2_update`, with (T, ...) or (1, T, ...) for the shapes (B, ...) or (B, T, ...).
 
     Returns
     -------

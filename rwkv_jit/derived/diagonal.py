@@ -133,9 +133,8 @@ def hgrn2(
 
     Returns
     -------
-    y : torch.Tensor, shape (B, T, H, V), dtype of v
-    final_state : torch.Tensor, shape (N, H, K, V) or (N, H, V, K), or None
-        Dtype of `initial_state`, float32 without one.
+    y, final_state
+        As `simple_gla` returns them.
 
     Raises
     ------
@@ -145,10 +144,7 @@ def hgrn2(
     Notes
     -----
     The keys are computed first, in the dtype of q. `gla` does the rest: its notes have precision and choice of kernels.
-    Any decay is right.
-
-    Results have the same bits in every run. A second derivative is an error. Under `torch.autocast` inputs are cast
-    like those of `gla`; g may stay float32. CPU tensors run plain torch, with one notice.
+    Any decay is right. Results, derivatives and `torch.autocast` are as of `simple_gla`.
 
     References
     ----------

@@ -181,12 +181,8 @@ def simple_gla_varlen(state: Array, q: Array, k: Array, v: Array, g: Array, **op
     state, **options
         As `PoolOptions` and `VarlenOptions` say, errors and precision too. By default scale is K^-0.5 and state_layout
         "kv".
-    q, k : torch.Tensor, shape (T, G, K) or (1, T, G, K), float16, bfloat16 or float32
-        As `simple_gla` takes them.
-    v : torch.Tensor, shape (T, H, V) or (1, T, H, V), dtype of q
-        As `simple_gla` takes it.
-    g : torch.Tensor, shape (T, H) or (1, T, H), or (H,), dtype of q or float32
-        As `simple_gla` takes it.
+    q, k, v, g
+        As in `simple_gla_update`, with (T, ...) or (1, T, ...) for the shapes (B, ...) or (B, T, ...).
 
     Returns
     -------
@@ -221,12 +217,8 @@ def hgrn2_varlen(state: Array, q: Array, g: Array, v: Array, **options: Unpack[V
     ----------
     state, **options
         As `PoolOptions` and `VarlenOptions` say, errors and precision too. By default scale is 1 and state_layout "kv".
-    q : torch.Tensor, shape (T, H, K) or (1, T, H, K), float16, bfloat16 or float32
-        As `hgrn2` takes it.
-    g : torch.Tensor, shape (T, H, K) or (1, T, H, K), dtype of q or float32
-        As `hgrn2` takes it.
-    v : torch.Tensor, shape (T, H, V) or (1, T, H, V), dtype of q
-        As `hgrn2` takes it.
+    q, g, v
+        As in `hgrn2_update`, with (T, ...) or (1, T, ...) for the shapes (B, ...) or (B, T, ...).
 
     Returns
     -------
@@ -274,16 +266,8 @@ def ssd_varlen(
     ----------
     state, **options
         As `PoolOptions` and `VarlenOptions` say, errors and precision too. By default scale is 1 and state_layout "vk".
-    x : torch.Tensor, shape (T, H, V) or (1, T, H, V), float16, bfloat16 or float32
-        As `ssd` takes it.
-    dt : torch.Tensor, shape (T, H) or (1, T, H), dtype of x or float32
-        As `ssd` takes it.
-    A : torch.Tensor, shape (H,), dtype of x or float32
-        As `ssd` takes it.
-    B, C : torch.Tensor, shape (T, G, K) or (1, T, G, K), dtype of x
-        As `ssd` takes them.
-    D, dt_bias, z, dt_softplus, dt_limit : optional
-        As `ssd` takes them.
+    x, dt, A, B, C, D, dt_bias, z, dt_softplus, dt_limit
+        As in `ssd_update`, with (T, ...) or (1, T, ...) for the shapes (B, ...) or (B, T, ...).
 
     Returns
     -------

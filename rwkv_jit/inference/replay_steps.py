@@ -28,25 +28,13 @@ _TIME_OF_ENTRIES = 1.5
 
 
 class Ring(NamedTuple):
-    """What tells rings apart for a kernel, and what a launch does with one.
+    """What tells rings apart for a kernel, and what a launch does with one."""
 
-    Attributes
-    ----------
-    length, entries : int
-        The most entries that are kept, and how many there is room for.
-    kept : int
-        With more than so many a state is written.
-    is_draft : bool
-        The tokens are drafts: cursors and states stay.
-    accept_bytes : int
-        Of the numbers of accepted drafts, of a commit alone: 4 or 8.
-    """
-
-    length: int
-    entries: int
-    kept: int
-    is_draft: bool = False
-    accept_bytes: int = 0
+    length: int  # the most entries that are kept
+    entries: int  # how many there is memory for
+    kept: int  # with more than so many a state is written
+    is_draft: bool = False  # the tokens are speculative: cursors and states stay
+    accept_bytes: int = 0  # of the numbers of accepted tokens, of a commit alone: 4 or 8
 
 
 def entry_bytes(has_decay: bool, has_delta: bool, head_size: int, value_size: int, size: int) -> int:

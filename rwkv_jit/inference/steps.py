@@ -33,31 +33,15 @@ SPREAD = ("VECTOR", "KEY_LANES", "KEY_WARPS", "ROWS", "NUM_THREADS")
 
 
 class Pool(NamedTuple):
-    """What tells pools apart for a kernel, and what a step does with one.
-
-    Attributes
-    ----------
-    slots, slot_stride : int
-        How many slots there are, and the elements from one to the next.
-    alignment : int
-        Bytes that all addresses of states are a multiple of, up to 16.
-    index_bytes : int
-        Of the indices: 4 or 8.
-    null_index : int
-        A slot at or below it is none.
-    w0_type : str
-        The storage type of w0.
-    is_stochastic : bool
-        States are rounded at random.
-    """
+    """What tells pools apart for a kernel, and what a step does with one."""
 
     slots: int
-    slot_stride: int
-    alignment: int = _ACCESS_BYTES
-    index_bytes: int = 4
-    null_index: int = -1
-    w0_type: str = "fp32"
-    is_stochastic: bool = False
+    slot_stride: int  # elements from one slot to the next
+    alignment: int = _ACCESS_BYTES  # bytes that all addresses of states are a multiple of, up to 16
+    index_bytes: int = 4  # of the indices: 4 or 8
+    null_index: int = -1  # a slot at or below it is none
+    w0_type: str = "fp32"  # the storage type of w0
+    is_stochastic: bool = False  # states are rounded at random
 
 
 def geometry(p: Problem, pool: Pool, is_packed: bool = False, held: int = 0) -> dict[str, Parameter]:

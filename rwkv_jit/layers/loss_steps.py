@@ -24,31 +24,15 @@ OPS = {
 
 
 class Given(NamedTuple):
-    """What a call has.
+    """What a call has."""
 
-    Attributes
-    ----------
-    gpu : Gpu
-        What kernels are chosen and compiled for.
-    storage : str
-        The type of the logits.
-    rows, columns : int
-        Of the logits.
-    target_bytes : int
-        Of a target: 4 or 8.
-    ignore_index : int
-        The target of rows that do not count.
-    l2_wrap : float
-        The factor of the largest logit in its gradient; 0 for none.
-    """
-
-    gpu: Gpu
-    storage: str
-    rows: int
+    gpu: Gpu  # what kernels are chosen and compiled for
+    storage: str  # the type of the logits
+    rows: int  # of the logits
     columns: int
-    target_bytes: int = 8
-    ignore_index: int = -100
-    l2_wrap: float = 0.0
+    target_bytes: int = 8  # of a target: 4 or 8
+    ignore_index: int = -100  # the target of rows that do not count
+    l2_wrap: float = 0.0  # the factor of the largest logit in its gradient; 0 for none
 
 
 def problem(direction: str, given: Given) -> Problem:

@@ -12,25 +12,13 @@ from rwkv_jit import after
 
 
 class Entry(NamedTuple):
-    """A torch op.
+    """A torch op."""
 
-    Attributes
-    ----------
-    schema : str
-        What it takes and returns.
-    module : str
-        Which one has what runs it: functions whose names begin with that of the op, or with a `prefix`, and end with
-        those below.
-    prefix : str, optional
-        With it the functions take the name that the op begins with before all else: they serve several ops.
-    has_gradient : bool
-        Whether `..._setup` keeps what `..._backward` takes. Else `..._record` stands at torch's Autograd key.
-    """
-
-    schema: str
+    schema: str  # what it takes and returns
+    # Has what runs it: functions whose names begin with that of the op, or with `prefix`, and end with those below.
     module: str
-    prefix: str = ""
-    has_gradient: bool = False
+    prefix: str = ""  # with it the functions take the name that the op begins with before all else
+    has_gradient: bool = False  # whether `..._setup` keeps what `..._backward` takes; else `..._record` is at Autograd
 
 
 _LIBRARY = torch.library.Library("rwkv_jit", "FRAGMENT")

@@ -74,57 +74,28 @@ SHIFTS = ("token_shift", "norm_shift")  # whose last input says where texts end
 
 
 class Given(NamedTuple):
-    """What a call has.
+    """What a call has."""
 
-    Attributes
-    ----------
-    gpu : Gpu
-        What kernels are chosen and compiled for.
-    types : mapping of str to str
-        The storage types of the inputs that are given, and of the pool, by name.
-    rows : int
-        Tokens of all sequences together; of `activate` the parts.
-    sizes : tuple of int
-        (channels, mixes), or (heads, head size), or of `activate` the elements of a part; of `delta_operands`
-        (key heads, head size, value heads).
-    alignment : int
-        Bytes that all addresses of what is written are a multiple of, up to 16.
-    results : mapping of str to Result
-        What the call makes.
-    """
-
-    gpu: Gpu
-    types: Mapping[str, str]
-    rows: int
+    gpu: Gpu  # what kernels are chosen and compiled for
+    types: Mapping[str, str]  # the storage types of the inputs that are given, and of the pool, by name
+    rows: int  # tokens of all sequences together; of `activate` the parts
+    # (channels, mixes), or (heads, head size), or of `activate` the elements of a part; of `delta_operands`
+    # (key heads, head size, value heads)
     sizes: tuple[int, ...]
-    alignment: int = _ACCESS_BYTES
-    results: Mapping[str, Result] = {}
+    alignment: int = _ACCESS_BYTES  # bytes that all addresses of what is written are a multiple of, up to 16
+    results: Mapping[str, Result] = {}  # what the call makes
 
 
 class Sequences(NamedTuple):
-    """The sequences of `shift_mix`, and the pool that has the token before each.
-
-    Attributes
-    ----------
-    number, tokens : int
-        How many there are, and the tokens of each.
-    bound_bytes : int
-        Of the numbers in cu_seqlens: 4 or 8; 0 where all sequences have as many tokens.
-    slots, slot_stride : int
-        Of the pool, and the elements from one slot to the next.
-    index_bytes : int
-        Of the indices: 4 or 8.
-    null_index : int
-        A slot at or below it is none.
-    """
+    """The sequences of `shift_mix`, and the pool that has the token before each."""
 
     number: int
-    tokens: int = 1
-    bound_bytes: int = 0
-    slots: int = 1
-    slot_stride: int = 0
-    index_bytes: int = 4
-    null_index: int = -1
+    tokens: int = 1  # of each sequence
+    bound_bytes: int = 0  # of the numbers in cu_seqlens: 4 or 8; 0 where all sequences have as many tokens
+    slots: int = 1  # of the pool
+    slot_stride: int = 0  # elements from one slot to the next
+    index_bytes: int = 4  # of the indices: 4 or 8
+    null_index: int = -1  # a slot at or below it is none
 
 
 def problem(name: str, given: Given) -> Problem:

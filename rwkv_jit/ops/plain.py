@@ -50,27 +50,11 @@ def _merge(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Let the tokens of every chunk read those before them.
 
-    Parameters
-    ----------
-    q : torch.Tensor, shape (chunks, rows * tokens, K)
-        What each token reads the state before it with: one row, or those for u and y.
-    k, b : torch.Tensor, shape (chunks, tokens, K)
-        Keys of v and of u.
-    v : torch.Tensor, shape (chunks, tokens, V)
-        Values.
-    z : torch.Tensor, shape (chunks, rows * tokens, V)
-        What each query found in its own token.
-    d : torch.Tensor, shape (chunks, tokens, K), optional
-        Factors of the state.
-
-    Returns
-    -------
-    q, z
-        The queries for the state before the chunk, and what they found within the chunk.
-    k, b
-        The keys as they stand in the state after the chunk.
-    d : torch.Tensor, shape (chunks, 1, K)
-        The product of the factors.
+    `q` [chunks, rows * tokens, K] is what each token reads the state before it with: one row, or those for u and y.
+    `k` and `b` [chunks, tokens, K] are the keys of v and of u, `v` [chunks, tokens, V] the values, `d` the factors of
+    the state, shaped as k, and `z` [chunks, rows * tokens, V] is what each query found in its own token. Return q for
+    the state before the chunk, z as found within the chunk, k and b as they stand in the state after it, and the
+    product of the factors, [chunks, 1, K].
     """
     (chunks, length, _), rows = k.shape, q.shape[1] // k.shape[1]
     total = None if d is None else d.reshape(chunks * length, 1, d.shape[2])

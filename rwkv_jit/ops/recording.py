@@ -26,16 +26,10 @@ def forward(
 ) -> Callable[..., Any]:
     """Return what records a forward op.
 
-    Parameters
-    ----------
-    op : torch.ops.OpOverload
-        The op. Its last argument is whether it keeps what the backward needs.
-    setup : callable
-        Keeps in the context, its first argument, what the backward takes, from the arguments and the results.
-    backward : callable
-        Returns the gradients of all arguments, from the context and the gradients of the results.
-    plainly : callable
-        Does the same as the op in plain torch, which forward-mode derivatives go through, or raises an error.
+    The last argument of `op` is whether it keeps what the backward needs. `setup` keeps in the context, its first
+    argument, what the backward takes, from the arguments and the results. `backward` returns the gradients of all
+    arguments, from the context and the gradients of the results. `plainly` does the same as the op in plain torch,
+    which forward-mode derivatives go through, or raises an error.
     """
 
     class Recorded(_SingleLevelFunction):

@@ -42,21 +42,9 @@ def run(
 ) -> list[Any]:
     """Run a function of tensors on the part that this rank holds, and return its results as DTensors.
 
-    Parameters
-    ----------
-    function : callable
-        Takes the tensors in their order.
-    given : dict
-        The tensors by the names of the arguments, and what their dimensions are.
-    first_name : str
-        The one that says how all are cut.
-    results : sequence of dict
-        What the dimensions of the results are.
-
-    Raises
-    ------
-    TypeError, ValueError
-        A tensor is no DTensor, or is not placed like the first.
+    `given` has the tensors by the names of the arguments, in the order of the function, and what their dimensions are;
+    `results` has the latter of the results. The tensor `first_name` says how all are cut. TypeError and ValueError name
+    one that is no DTensor, or is not placed like the first.
     """
     module = _dtensor()
     first, roles = given[first_name]
