@@ -100,33 +100,18 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """A direction of a call.
+    """A direction of a call."""
 
-    Attributes
-    ----------
-    steps : tuple
-        The launches in their order.
-    results : mapping
-        What the direction returns, by name.
-    kept : mapping
-        Bytes of what the forward leaves to the backward, in the order of memory. Where kernels read 16 bytes at once,
-        what lies before is a multiple of 16.
-    scratch : mapping
-        Bytes of what passes from step to step.
-    vectors : mapping
-        How many neighbouring elements of an input are read at once, where it is more than one.
-    main : int
-        The step that does most of the work, which `specialize` compiles.
-    rows : mapping
-        Buffers that are an input (or dy) without gaps, by the name of the input.
-    """
-
-    steps: tuple[Item, ...]
-    results: Mapping[str, Result] = field(default_factory=dict)
+    steps: tuple[Item, ...]  # the launches in their order
+    results: Mapping[str, Result] = field(default_factory=dict)  # what the direction returns, by name
+    # Bytes of what the forward leaves to the backward, in the order of memory. Where kernels read 16 bytes at once,
+    # what lies before is a multiple of 16.
     kept: Mapping[str, Any] = field(default_factory=dict)
-    scratch: Mapping[str, Any] = field(default_factory=dict)
+    scratch: Mapping[str, Any] = field(default_factory=dict)  # bytes of what passes from step to step
+    # How many neighbouring elements of an input are read at once, where it is more than one.
     vectors: Mapping[str, int] = field(default_factory=dict)
-    main: int = 0
+    main: int = 0  # the step that does most of the work, which `specialize` compiles
+    # Buffers that are an input (or dy) without gaps, by the name of the input.
     rows: Mapping[str, str] = field(default_factory=dict)
 
     @property
