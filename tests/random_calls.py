@@ -383,8 +383,9 @@ def _pooled(draw, op, verb, p, most):
     lengths = [end - begin for begin, end in pairwise(bounds)] if is_packed else [tokens] * rows
     done = [row for row in range(active) if slots.read[row] is not None and lengths[row]]
     names = {"state_indices", "write_indices", "cu_seqlens", "num_active", "has_initial_state", "w0"}
-    if op in BASE and p.decay and draw.random() < 0.3:
-        tensors["w0"] = (0.1 * torch.randn(tensors["k"].shape[2:], device=DEVICE)).to(FP32 if p.wide else p.dtype)
+    if op in BASE and p.decay not in ("", "direct") and draw.random() < 0.3:
+        w0 = -0.1 * torch.rand(tensors["k"].shape[2:], device=DEVICE)  # with it decays are none that grow a state
+        tensors["w0"] = w0.to(FP32 if p.wide else p.dtype)
     v = tensors["x" if op == "ssd" else "v"]
     places = {"state": lay_pool, "out": lay_whole, "cu_seqlens": lambda draw, x: lay(draw, x, False)}
     if draw.random() < 0.4:

@@ -327,7 +327,7 @@ def _are_there(y: Tensor, slots: int, options: Mapping[str, Any]) -> Tensor | No
         return there if there is None else there.view(-1, *[1] * (y.dim() - 1))
     bounds = tensors.from_any("cu_seqlens", options["cu_seqlens"])
     places = torch.arange(y.shape[-3], dtype=bounds.dtype, device=y.device)
-    owner = torch.searchsorted(bounds, places, right=True) - 1  # the sequence of each token [T]
+    owner = torch.searchsorted(bounds.contiguous(), places, right=True) - 1  # the sequence of each token [T]
     inside = (owner >= 0) & (owner < bounds.shape[0] - 1)
     if active is not None:
         inside &= owner < tensors.from_any("num_active", active)

@@ -143,8 +143,9 @@ def _row_by_row(
     run: Callable[..., Sequence[Tensor]], arguments: Sequence[Any], batched: Sequence[bool]
 ) -> list[Tensor]:  # fmt: skip
     """Run a backward inside of `torch.autograd.grad(is_grads_batched=True)`, whose vmap knows no ops of lists."""
-    level = torch._C._vmapmode_increment_nesting() - 1
-    torch._C._vmapmode_decrement_nesting()
+    # The level of the batch is what its tensors have: the threads that run backwards of a GPU know of no vmap.
+    first = arguments[batched.index(True)]
+    level = next(n for n in range(1, 65) if not tensors.is_batched(torch._remove_batch_dim(first, n, 1, 0)))
     pairs = zip(arguments, batched, strict=True)
     several = [torch._remove_batch_dim(x, level, 1, 0) if is_batched else x for x, is_batched in pairs]
     made = torch.vmap(run, tuple([0 if is_batched else None for is_batched in batched]))(*several)

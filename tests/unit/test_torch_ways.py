@@ -1,6 +1,7 @@
 """What torch does with an op of its own, done with these: derivatives of every kind, export, autocast, counting."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import differentiable
 import pytest
@@ -11,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import rwkv_jit
 from rwkv_jit import tensors
-from rwkv_jit.ops import table
+from rwkv_jit.ops import recording, table
 
 OPS = ("wkv4", "wkv5", "wkv6", "wkv7", "gla", "linear_attention", "timex")
 SIZES = {"B": 2, "T": 5, "H": 2, "K": 3, "V": 4, "C": 6}
@@ -226,7 +227,15 @@ def test_gradcheck(name):
 
 
 @pytest.mark.parametrize("name", differentiable.ALL)
-def test_gradients_of_several_gradients_at_once_on_a_gpu(name, on_gpu):
+def test_gradients_of_several_gradients_at_once_on_a_gpu(name, on_gpu, monkeypatch):
+    """Backwards of a GPU run in a thread of its own, which knows of no vmap."""
+    row_by_row = recording._row_by_row
+
+    def in_another_thread(*given):
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(torch.no_grad()(row_by_row), *given).result()
+
+    monkeypatch.setattr(recording, "_row_by_row", in_another_thread)
     function, given = differentiable.make(name, torch.float32)
     given = [x.requires_grad_() for x in given]
     results = function(*given)
