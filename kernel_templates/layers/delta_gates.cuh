@@ -81,16 +81,15 @@ struct LogDecays {
     __device__ float factor(int n, int i) const {
         return GATE_KIND == LogDecay::none ? 1.0f : exponential(at(n, i));
     }
-    // Of the log-decay by g, and by A_log. A token that leaves nothing has none, however steep its log-decay is.
+    // Of the log-decay by g, and by A_log. Both are finite.
     __device__ float slope(int n, int i) const {
         if constexpr (!HAS_PARAMETERS) return 1.0f;
         const float x = logit(n, i);
-        if constexpr (GATE_KIND == LogDecay::softplus) return at(n, i) < -88.0f ? 0.0f : -speed * sigmoid(x);
+        if constexpr (GATE_KIND == LogDecay::softplus) return -speed * sigmoid(x);
         const float share = sigmoid(speed * x);
         return lower_bound * share * (1.0f - share) * speed;
     }
     __device__ float slope_of_speed(int n, int i) const {
-        if constexpr (GATE_KIND == LogDecay::softplus) return at(n, i) < -88.0f ? 0.0f : at(n, i);
-        return slope(n, i) * logit(n, i);
+        return GATE_KIND == LogDecay::softplus ? fmaxf(at(n, i), -128.0f) : slope(n, i) * logit(n, i);
     }
 };

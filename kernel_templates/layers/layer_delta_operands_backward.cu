@@ -99,6 +99,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) layer_d
                 d_rate[n][i] = x * (BETA_PER_CHANNEL ? of_a : s) * rates.slope(n, i);
                 d_decay[n][i] = x * of_a * (BETA_PER_CHANNEL ? rate : 1.0f);
                 if constexpr (HAS_W) d_decay[n][i] += g_w[n].at(i);
+                // A token that leaves nothing has no gradient of its log-decay, however steep the gate is.
+                if constexpr (GATE_KIND == LogDecay::softplus)
+                    if (shrunk == 0.0f) d_decay[n][i] = 0.0f;
             });
             write_gradient<BETA_PER_CHANNEL>(dbeta, own_place, is_there, [&](int n, int i) { return d_rate[n][i]; });
             if constexpr (GATE_KIND != LogDecay::none)
