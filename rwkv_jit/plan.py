@@ -259,6 +259,7 @@ class Plan:
         self._saved = self._names.index("saved") if self._kept else -1
         self._empty = {name for name, size in scratch.items() if not size}
         scratch = {name: size for name, size in scratch.items() if size}
+        nothing = self._empty | {name for name, size in pieces.items() if not size}
         self._scratch_places = offsets(map(aligned, scratch.values()))
         self._scratch_bytes = sum(map(aligned, scratch.values()))
         names = [*self._names, *schedule.results, *pieces, *scratch]
@@ -272,6 +273,8 @@ class Plan:
         for item in schedule.steps:
             if isinstance(item, Step):
                 own, grid = next(bound)
+                if item.idle_at is not None and item.idle_at[0] in nothing:
+                    continue  # a call without rows never needs it
                 bind = self._launch_of(item, grid, arrays)
                 if isinstance(own, Future):
                     assert item.idle_at is not None

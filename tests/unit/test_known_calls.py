@@ -1220,6 +1220,26 @@ def test_known_call_runs_little_python(op, arch, tokens, size, value_size, optio
         assert count <= of_one_kernel or (len(on_gpu.order) > 1 and direction != backward)
 
 
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("op", RECURRENCES)
+def test_a_first_call_without_rows(op, grad, on_gpu, monkeypatch):
+    """Its kernels for strong decays still compile."""
+    monkeypatch.setattr(kernel, "get_async", lambda request: Future())
+    stored = kernel._stored
+
+    def is_for_mild_decays(request, *more):
+        return None if is_by_halves(request.template.name, request.parameters) else stored(request, *more)
+
+    monkeypatch.setattr(kernel, "_stored", is_for_mild_decays)
+    on_gpu.use("sm_90")
+    given = make(op, (0, 64, 4, 64), torch.bfloat16, grad=grad)
+    y, _ = run(op, given)
+    assert y.shape == (0, 64, 4, 64)
+    if grad:
+        grads = torch.autograd.grad(y.sum(), list(given.values()))
+        assert [x.shape for x in grads] == [x.shape for x in given.values()]
+
+
 def test_kernels_that_may_not_be_needed_compile_last(on_gpu, monkeypatch):
     """Those of both directions for strong decays, of which a first call with mild ones waits for none."""
     asked = []

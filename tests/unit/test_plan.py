@@ -597,6 +597,21 @@ def test_counts_are_those_of_the_forward_in_a_backward(compiling, on_gpu):
     assert [launch.entry for launch in on_gpu.take()] == ["rest", "mix"]
 
 
+@pytest.mark.parametrize("where", ["scratch", "kept", "saved"])
+def test_where_nothing_is_counted_a_kernel_is_never_needed(where, compiling, on_gpu):
+    on_gpu.while_running = lambda launch: None
+    arrays = make() if where != "saved" else {**make(), "saved": torch.zeros(4)}
+    steps = (REST, step()) if where == "saved" else (COUNTS, REST)
+    buffers = {"before": 16, "counts": 0}
+    made = (
+        plan_of(schedule(*steps), arrays, buffers)
+        if where == "saved" else plan_of(schedule(*steps, **{where: buffers}), arrays)
+    )  # fmt: skip
+    compiling.finish()
+    made.run([*arrays.values()])
+    assert "rest" not in [launch.entry for launch in on_gpu.take()]
+
+
 def test_steps_that_take_other_buffers_look_at_those():
     (other,) = renamed([REST], {"counts": "other", "y": "z"})
     assert other.idle_at == ("other", 5)
