@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -322,6 +323,21 @@ def _new(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -
 
 # What code of torch's compiler makes tensors with: it takes half the time of torch's own.
 new: Callable[..., Tensor] = getattr(_guards, "_empty_strided_cuda", _new)
+
+
+def apart(out: Any, others: Iterable[Any]) -> Any:
+    """Return memory for results that a caller wants in `out`: new memory where one of the others has some of that."""
+    if type(out) is Tensor and not torch.compiler.is_compiling():
+        with contextlib.suppress(RuntimeError):  # of tensors without memory
+            begin = out.data_ptr()
+            end, storage = begin + out.nbytes, out.untyped_storage().data_ptr()
+            for x in others:
+                if not isinstance(x, Tensor) or x.data_ptr() >= end or x.untyped_storage().data_ptr() != storage:
+                    continue
+                reach = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
+                if x.numel() and begin < x.data_ptr() + x.element_size() * (reach + 1):
+                    return torch.empty_like(out)
+    return out
 
 
 def new_on(device: int, made_of: Memory) -> Tensor:

@@ -388,15 +388,21 @@ def _pooled(draw, op, verb, p, most):
         tensors["w0"] = w0.to(FP32 if p.wide else p.dtype)
     v = tensors["x" if op == "ssd" else "v"]
     places = {"state": lay_pool, "out": lay_whole, "cu_seqlens": lambda draw, x: lay(draw, x, False)}
-    if draw.random() < 0.4:
+    where = draw.choice(["", "", "out", "input"])  # y goes to
+    overwritten = ""
+    if where == "out":
         tensors["out"] = torch.randn_like(v)
+    elif where == "input":
+        overwritten = draw.choice([name for name, x in tensors.items() if x.shape == v.shape and x.dtype == v.dtype])
+        places[overwritten] = lay_whole
     most_seqlen = {"max_seqlen": max(lengths)} if is_packed and max(lengths) and draw.random() < 0.3 else {}
 
     def run(given):
-        more = {name: x for name, x in given.items() if name in names or name == "out"}
+        more = {name: x for name, x in given.items() if name in names}
+        more |= {"out": given[overwritten or "out"]} if where else {}
         inputs, options = arguments(given, null_index=slots.null_index, **more, **most_seqlen)
         y = getattr(rwkv_jit, f"{op}_{verb}")(given["state"], *inputs, **options)
-        assert "out" not in given or y is given["out"]
+        assert not where or y is more["out"]
         return [y, given["state"]]
 
     def exactly(given):
@@ -421,8 +427,9 @@ def _pooled(draw, op, verb, p, most):
                 pool[slots.written[row]] = final[0]
         return [y, pool]
 
-    written = {"state": sorted(slots.written[row] for row in done if slots.written[row] is not None), "out": ...}
-    name = f"{op}_{verb} {p} {bounds or (rows, tokens)} {slots} active {active}, begin {begins}"
+    written = {"state": sorted(slots.written[row] for row in done if slots.written[row] is not None)}
+    written[overwritten or "out"] = ...
+    name = f"{op}_{verb} {overwritten} {p} {bounds or (rows, tokens)} {slots} active {active}, begin {begins}"
     state_type = tensors["state"].dtype
     dtype = _narrowest({"state": tensors["state"], "v": v}) if state_type != FP32 else v.dtype
     return Call(name, tensors, run, exactly, dtype, written, places)

@@ -296,12 +296,15 @@ def _ssd(
     verb: str, state: Any, arrays: Sequence[Any], A: Any, D: Any, z: Any, dt_bias: Any, dt_softplus: Any, dt_limit: Any,
     options: Mapping[str, Any],
 ) -> Tensor:  # fmt: skip
+    out = options.get("out")
+    options = {**options, "out": tensors.apart(out, (*arrays, D, z))}
     call = arguments.pooled(OPS["ssd"], verb, arrays, options, (A, D, z, dt_bias))
     x, dt, B, C = call.inputs
     own, gate = check_behind(x, D, z)
     operands = of_states(x, *steps_of(x, dt, A, dt_bias, dt_softplus, dt_limit), B, C)
     y = call.run(gla_update if verb == "update" else gla_varlen, state, operands)
-    return with_own(y, x, own, gate, state, options)
+    y = with_own(y, x, own, gate, state, options)
+    return y if out is None or options["out"] is out else out.copy_(y)
 
 
 def with_own(

@@ -76,6 +76,10 @@ def call(
     kind: Kind, op: Op, state: Any, arrays: Sequence[Any], options: Mapping[str, Any], ring: ReplayRing | None = None
 ) -> Tensor:
     """Run a call: at once where it is known, else after all checks; return y, which kinds without one do not have."""
+    if "out" in options:
+        out = tensors.apart(options["out"], arrays)
+        if out is not options["out"]:
+            return options["out"].copy_(call(kind, op, state, arrays, {**options, "out": out}, ring))  # type: ignore[no-any-return]
     asked: Any = None
     known: _Known | None = None
     try:

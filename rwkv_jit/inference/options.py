@@ -29,7 +29,7 @@ class PoolOptions(TypedDict, total=False):
         Slots at or below it are padding: SGLang and FlashInfer use -1, vLLM 0. Such a row gets zeros for y, and no
         state is read or written. The same holds for a slot beyond the pool.
     out : torch.Tensor, shape and dtype of v, optional
-        Memory for y, without gaps; the call then returns `out`.
+        Memory for y, without gaps; the call then returns `out`. It may be that of an input, which costs a copy.
     scale : float
         Factor of y: 1 by default, for gla and linear attention K^-0.5.
     state_layout : {"vk", "kv"}

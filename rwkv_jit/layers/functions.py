@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from rwkv_jit import tensors
 from rwkv_jit.layers import calls
 from rwkv_jit.layers.gradients import record
 from rwkv_jit.legal import Gate, Kind, Norm, RateMap
@@ -69,7 +70,7 @@ def shift_mix(
     eps : float, default 1e-05
         Of the layer norm.
     out : torch.Tensor, shape and dtype of the mixed tokens, optional
-        Memory for these, without gaps.
+        Memory for these, without gaps; that of x or add costs a copy.
 
     Returns
     -------
@@ -114,7 +115,10 @@ def shift_mix(
     (torch.Size([3, 256]), torch.Size([6, 3, 256]))
     """
     inputs = x, add, weight, bias, mixes, state_indices, cu_seqlens, has_initial_state, num_active
-    made = calls.call("shift_mix", inputs, (shift, out, None), (null_index, eps))
+    mixed = tensors.apart(out, (x, add))
+    made = calls.call("shift_mix", inputs, (shift, mixed, None), (null_index, eps))
+    if mixed is not out:
+        out.copy_(mixed)  # type: ignore[union-attr]
     return x if add is None else made[-1], made[0] if out is None else out  # type: ignore[return-value]
 
 
