@@ -20,61 +20,27 @@ BYTES = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
 
 @dataclass(frozen=True, eq=False)
 class Op:
-    """One recurrence.
-
-    Attributes
-    ----------
-    name : str
-        What callers call it.
-    inputs : mapping
-        The dimensions of every input, by the name that kernels call it, in the order of the public call. B is the
-        batch, T the tokens, H the heads, G the heads of what several heads share, K and V the head sizes of keys and
-        values, C the channels of ops without heads. What has no T is the same for every token.
-    family : str
-        Which algorithms there are for it: "delta" has the delta term, "diagonal" a decay alone.
-    stem : str
-        How the names of the templates begin.
-    public : tuple of str
-        What callers call the inputs, where that differs.
-    state : str
-        The dimensions of a state behind the sequences, in its default layout: "HVK" or "HKV"; none without states.
-    state_types : tuple of str
-        The storage types of states.
-    sizes : mapping
-        Sizes of dimensions that no input has.
-    output : str
-        The dimensions of y.
-    lead : int
-        The place of the input that says a call's batch, dtype and device.
-    decay : str
-        The map of w by default; "none" where there is no decay to choose.
-    decays : tuple of str
-        The legal maps, where there is a choice.
-    backends : tuple of str
-        The legal backends.
-    scale : float or None
-        The factor of y by default; None is K^-0.5.
-    wide : tuple of str
-        Inputs that may be float32 beside others of 16 bits.
-    constants, backward_constants : mapping
-        Parameters of the templates that tell the op from others of its family; those of the backward alone.
-    """
+    """One recurrence."""
 
     name: str
+    # The dimensions of every input, by the name that kernels call it, in the order of the public call. B is the batch,
+    # T the tokens, H the heads, G the heads of what several heads share, K and V the head sizes of keys and values, C
+    # the channels of ops without heads. What has no T is the same for every token.
     inputs: Mapping[str, str]
-    family: str = ""
-    stem: str = ""
-    public: tuple[str, ...] = ()
-    state: str = "HVK"
+    family: str = ""  # which algorithms there are for it: "delta" has the delta term, "diagonal" a decay alone
+    stem: str = ""  # how the names of the templates begin
+    public: tuple[str, ...] = ()  # what callers call the inputs, where that differs
+    state: str = "HVK"  # the dimensions of a state behind the sequences, in its default layout; none without states
     state_types: tuple[str, ...] = ("fp16", "bf16", "fp32")
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    output: str = "BTHV"
-    lead: int = 0
-    decay: str = "raw"
-    decays: tuple[str, ...] = get_args(Decay)
+    sizes: Mapping[str, int] = field(default_factory=dict)  # of dimensions that no input has
+    output: str = "BTHV"  # the dimensions of y
+    lead: int = 0  # the place of the input that says a call's batch, dtype and device
+    decay: str = "raw"  # the map of w by default; "none" where there is no decay to choose
+    decays: tuple[str, ...] = get_args(Decay)  # the legal maps, where there is a choice
     backends: tuple[str, ...] = get_args(Backend)
-    scale: float | None = 1.0
-    wide: tuple[str, ...] = ("w", "u")
+    scale: float | None = 1.0  # the factor of y by default; None is K^-0.5
+    wide: tuple[str, ...] = ("w", "u")  # inputs that may be float32 beside others of 16 bits
+    # Parameters of the templates that tell the op from others of its family; those of the backward alone.
     constants: Mapping[str, Parameter] = field(default_factory=dict)
     backward_constants: Mapping[str, Parameter] = field(default_factory=dict)
 

@@ -25,22 +25,12 @@ _NAMES = {"initial_state": "state", "final_state": "state", "cu_seqlens": _BOUND
 
 
 class Varlen(NamedTuple):
-    """What tells calls apart for these launches, beside the problem and the pool.
-
-    Attributes
-    ----------
-    sequences, checkpoints : int
-        How many sequences there are, and checkpoints of each.
-    bound_bytes : int
-        Of the numbers in cu_seqlens: 4 or 8.
-    has_few_tokens : bool
-        No sequence has more than FEW_TOKENS, and none has checkpoints.
-    """
+    """What tells calls apart for these launches, beside the problem and the pool."""
 
     sequences: int
-    checkpoints: int = 0
-    bound_bytes: int = 4
-    has_few_tokens: bool = False
+    checkpoints: int = 0  # of each
+    bound_bytes: int = 4  # of the numbers in cu_seqlens
+    has_few_tokens: bool = False  # no sequence has more than FEW_TOKENS, and none has checkpoints
 
 
 def schedule(p: Problem, pool: Pool, call: Varlen) -> Schedule:

@@ -32,14 +32,7 @@ class _Backward(NamedTuple):
 class Known:
     """A call whose forward is prepared, and from its first backward on that too.
 
-    Parameters
-    ----------
-    problem : Problem
-        The call.
-    arrays : sequence
-        Its inputs, initial state and cu_seqlens, which have been checked.
-    asked : mapping
-        chunk_len and num_threads, where the caller has chosen them.
+    `arrays` are its inputs, initial state and cu_seqlens, checked; `asked` the chunk_len and num_threads of the caller.
     """
 
     def __init__(self, problem: Problem, arrays: Arrays, asked: Mapping[str, int]):
