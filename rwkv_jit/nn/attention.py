@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rwkv_jit.inference.arguments import count
-from rwkv_jit.nn.parts import check_tokens, is_plain, norm_heads, under_autocast
+from rwkv_jit.nn.parts import check_tokens, is_plain_norm, norm_heads, under_autocast
 from rwkv_jit.ops.gla import gla
 from rwkv_jit.ops.linear_attention import linear_attention
 
@@ -229,8 +229,8 @@ class LinearAttention(_Attention):
         x = under_autocast(check_tokens(x, self.width))
         q, k, v = map(self._of_heads, (F.elu(self.q_proj(x)) + 1, F.elu(self.k_proj(x)) + 1, self.v_proj(x)))
         y, final = linear_attention(q, k, v, state, output_final_state=True, cu_seqlens=cu_seqlens)
-        if is_plain(self.norm, nn.RMSNorm):  # whose weight autocast has left as it is
-            y = F.rms_norm(y, v.shape[3:], self.norm.weight.to(y.dtype), _EPS)
+        if is_plain_norm(self.norm, nn.RMSNorm, v.shape[3]):  # whose weight autocast has left as it is
+            y = F.rms_norm(y, v.shape[3:], self.norm.weight.to(y.dtype), self.norm.eps)
         else:
             y = self.norm(y)
         return self.o_proj(y.flatten(2)), final

@@ -172,11 +172,11 @@ class Mamba2(nn.Module):
         """Return the norms of what is behind the gate. `gated_norm` has the gate behind the norm."""
         wide = torch.promote_types(y.dtype, torch.float32)
         gated = y.to(wide) * F.silu(z.to(wide))
-        if self.norm_groups == 1 and not parts.is_plain(self.norm, nn.RMSNorm):
+        if self.norm_groups == 1 and not parts.is_plain_norm(self.norm, nn.RMSNorm, y.shape[-1]):
             return self.norm(gated).to(y.dtype)  # type: ignore[no-any-return]
         gated = gated.unflatten(-1, (self.norm_groups, -1))
         normed = F.rms_norm(gated, gated.shape[-1:], None, self.norm.eps).flatten(2)
-        return (normed * self.norm.weight).to(y.dtype)
+        return (normed if self.norm.weight is None else normed * self.norm.weight).to(y.dtype)
 
     def extra_repr(self) -> str:
         """Return the sizes of the module, for its repr."""

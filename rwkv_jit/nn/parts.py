@@ -76,17 +76,27 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     return type(module) is kind and "forward" not in module.__dict__ and not any(hooks) and not any(_GLOBAL_HOOKS)
 
 
+def is_plain_norm(norm: Any, kind: type[nn.Module], size: int) -> bool:
+    """Return whether a norm is plain, lacks no parameter and no eps, and is one of so many channels each."""
+    if not is_plain(norm, kind) or any(getattr(norm, own, 0) is None for own in ("weight", "bias", "eps")):
+        return False
+    if kind is nn.GroupNorm:
+        return bool(norm.num_channels == norm.num_groups * size)
+    return bool(norm.normalized_shape == (size,))
+
+
 def is_plain_block(block: Any) -> bool:
     """Return whether all modules of a layer that a function may run are plain."""
-    modules = block.att, block.ffn, block.ln1, block.ln2
-    return all(map(is_plain, modules, (*block._kinds, nn.LayerNorm, nn.LayerNorm)))
+    norms = block.ln1, block.ln2
+    mixes_are = all(map(is_plain, (block.att, block.ffn), block._kinds))
+    return mixes_are and all(is_plain_norm(norm, nn.LayerNorm, block.att.width) for norm in norms)
 
 
 def norm_heads(
     norm: Any, kind: type[nn.Module], y: Tensor, gate: Tensor, gate_map: Gate, bonus: Tensor | None = None, **more: Any
 ) -> Tensor:
     """Return norms of heads and a bonus, gated, [..., H V], of y [..., H, V]. `more` makes a bonus: r, k, v, r_k."""
-    if is_plain(norm, kind):
+    if is_plain_norm(norm, kind, y.shape[-1]):
         weight = norm.weight.expand(y.shape[-2:]) if kind is nn.RMSNorm else norm.weight
         of_norm: Norm = "rms" if kind is nn.RMSNorm else "layer"
         bias = getattr(norm, "bias", None)
@@ -95,7 +105,8 @@ def norm_heads(
     if more:
         r, k, v = (more[name].view_as(y) for name in "rkv")
         bonus = (r * k * more["r_k"]).sum(-1, keepdim=True) * v
-    return gated((normed if bonus is None else normed + bonus.view_as(y)).flatten(-2), gate, gate_map)
+    normed = normed if bonus is None else normed + bonus.view_as(y)
+    return gated(normed.flatten(-2).to(y.dtype), gate, gate_map)  # it is float32 under autocast
 
 
 # ---- short convolutions before recurrences -----------------------------------------------------------------------

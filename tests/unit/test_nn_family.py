@@ -218,7 +218,7 @@ def test_begins_in_the_ranges_published(name):
 
 def run(module, x, state=None, cu_seqlens=None):
     y, after = module(x, state, cu_seqlens)
-    return [y, *after]
+    return [y, after] if isinstance(after, torch.Tensor) else [y, *after]
 
 
 @EVERY
@@ -297,6 +297,56 @@ def test_every_module_is_called_where_it_has_a_hook(name, packed, dtype):
         for one, other in zip(found, want, strict=True):
             close(one, other, 1e-11 if dtype == torch.float64 else 0.1)
     assert not run(module, x[:, :0], state, None if bounds is None else 0 * bounds)[0].numel()
+
+
+# ---- modules of other settings -----------------------------------------------------------------------------------
+
+NORMS = {
+    "KimiDeltaAttention": "o_norm", "GatedDeltaNet": "norm", "Mamba2": "norm",
+    "GatedLinearAttention": "g_norm_swish_gate", "LinearAttention": "norm",
+}  # fmt: skip
+KINDS = {
+    "no eps": lambda *sizes: torch.nn.RMSNorm(sizes[-1]),
+    "no weight": lambda *sizes: torch.nn.RMSNorm(sizes[-1], eps=0.5, elementwise_affine=False),
+    "another eps": lambda *sizes: torch.nn.RMSNorm(sizes[-1], eps=0.5),
+    "all heads at once": lambda *sizes: torch.nn.RMSNorm(sizes, eps=0.5),
+    "of layers": lambda *sizes: torch.nn.LayerNorm(sizes[-1]),
+}
+
+
+def as_where_called(layer, replaced, x, *more):
+    """Check values and all gradients beside those of a layer whose replaced modules have hooks, and return them."""
+    weights = [torch.randn_like(y) for y in run(layer, x, *more)]
+    found = gradients(lambda x: run(layer, x, *more), layer, [x], weights)
+    for own in replaced:
+        own.register_forward_hook(lambda *_: None)
+    want = gradients(lambda x: run(layer, x, *more), layer, [x], weights)
+    for one, other in zip([*found[0], *found[1]], [*want[0], *want[1]], strict=True):
+        close(one, other, 1e-11)
+    return found
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_norms_of_other_settings_are_as_where_they_are_called(name, kind):
+    makers = {**MAKERS, "Mamba2": lambda **place: nn.Mamba2(WIDTH, 6, 5, 7, **place)}
+    layer = stir((makers.get(name) or (lambda **place: getattr(nn, name)(WIDTH, 4, **place)))(**DOUBLE))
+    x = tokens(2, TOKENS, **DOUBLE)
+    before = run(layer, x)[0]
+    size, heads = getattr(layer, NORMS[name]).normalized_shape[0], getattr(layer, "value_heads", 4)
+    norm = stir(KINDS[kind](*((size,) if name == "Mamba2" else (heads, size))).double())
+    setattr(layer, NORMS[name], norm)
+    (y, *_), _ = as_where_called(layer, [norm], x)
+    assert not torch.allclose(y, before)
+
+
+def test_norms_of_several_groups_may_have_no_weight():
+    layer, x = make("Mamba2", **DOUBLE), tokens(2, TOKENS, **DOUBLE)
+    torch.nn.init.ones_(layer.norm.weight)
+    want = run(layer, x)
+    layer.norm = torch.nn.RMSNorm(30, eps=layer.norm.eps, elementwise_affine=False)
+    for one, other in zip(run(layer, x), want, strict=True):
+        close(one, other)
 
 
 # ---- dtypes ------------------------------------------------------------------------------------------------------

@@ -254,6 +254,46 @@ def test_every_module_is_called_where_it_has_a_hook(name):
 
 
 @EVERY_MODEL
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "autocast"])
+@pytest.mark.parametrize(
+    ("path", "norm"),
+    [
+        ("ln1", torch.nn.LayerNorm(WIDTH, bias=False)),
+        ("ln2", torch.nn.LayerNorm(WIDTH, elementwise_affine=False)),
+        ("ln1", torch.nn.LayerNorm((WIDTH,), eps=0.5)),
+        ("ln2", torch.nn.RMSNorm(WIDTH)),
+        ("att.ln_x", torch.nn.GroupNorm(3, WIDTH, affine=False)),
+        ("att.ln_x", torch.nn.GroupNorm(1, WIDTH, eps=0.5)),
+        ("att.ln_x", torch.nn.GroupNorm(6, WIDTH)),
+    ],
+    ids=str,
+)
+def test_norms_of_other_settings_are_as_where_they_are_called(name, path, norm, dtype):
+    own = torch.float64 if dtype == torch.float64 else torch.float32
+    model, tokens, targets, norm = make(name, own, layers=2), make_tokens(), make_tokens(seed=5), copy.deepcopy(norm)
+    before = model(tokens)
+    owner, _, last = f"blocks.1.{path}".rpartition(".")
+    setattr(model.get_submodule(owner), last, norm.to(own))
+    for x in norm.parameters():
+        torch.nn.init.normal_(x, generator=torch.Generator().manual_seed(6))
+    parameters = [*model.parameters()]
+
+    def run():
+        with torch.autocast("cpu", dtype, enabled=own != dtype):
+            loss, pool = model.loss(tokens, targets), model.new_pool(B)
+            steps = [model.step(token, pool) for token in tokens.T]
+        return [loss, *torch.autograd.grad(loss, parameters), *steps]
+
+    found = run()
+    norm.register_forward_hook(lambda *_: None)
+    limits = {"rtol": 1e-6, "atol": 1e-9} if own == dtype else {"rtol": 0.05, "atol": 0.02}
+    all_close(found, run(), **limits)
+    if own == dtype:
+        assert not torch.allclose(model(tokens), before)
+        all_close(found[-T:], model(tokens).detach().unbind(1), rtol=1e-4, atol=1e-5)
+
+
+@EVERY_MODEL
 def test_hooks_of_all_modules_see_every_call(name):
     model, tokens, seen = make(name), make_tokens(), set()
     hook = torch.nn.modules.module.register_module_forward_hook(lambda module, given, made: seen.add(module))
