@@ -209,7 +209,8 @@ class KimiDeltaAttention(_DeltaNet):
         x = parts.under_autocast(parts.check_tokens(x, self.width))
         before, state_before = self._states(state, x, cu_seqlens)
         made = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
-        mixed, last = parts.convolve(made, (self.q_conv1d, self.k_conv1d, self.v_conv1d), before, cu_seqlens)
+        sizes = {"q_conv1d": self.key_width, "k_conv1d": self.key_width, "v_conv1d": self.value_width}
+        mixed, last = parts.convolve(self, made, sizes, before, cu_seqlens)
         g = self.f_proj(x).unflatten(-1, (self.value_heads, self.key_size))
         y, final = kda(
             *self._heads(mixed), g, self.b_proj(x), state_before, True, cu_seqlens, A_log=self.A_log,
@@ -339,7 +340,7 @@ class GatedDeltaNet(_DeltaNet):
         *made, z = self.in_proj_qkvz(x).unflatten(-1, (self.key_heads, sum(sizes))).split(sizes, -1)
         b, a = self.in_proj_ba(x).unflatten(-1, (self.key_heads, 2 * shared)).split([shared, shared], -1)
         mixed = torch.cat([each.flatten(2) for each in made], -1)
-        mixed, last = parts.convolve(mixed, (self.conv1d,), before, cu_seqlens)
+        mixed, last = parts.convolve(self, mixed, {"conv1d": mixed.shape[2]}, before, cu_seqlens)
         y, final = gated_delta_rule(
             *self._heads(mixed), a.flatten(2), b.flatten(2), state_before, True, cu_seqlens, A_log=self.A_log,
             dt_bias=self.dt_bias, qk_norm=True, beta_map="sigmoid",

@@ -156,7 +156,7 @@ class Mamba2(nn.Module):
         of_taps, of_text = (channels, self.conv_width - 1), (self.heads, self.head_size, self.state_size)
         before, state_before = parts.check_both_states(state, x, cu_seqlens, of_taps, of_text)
         z, mixed, dt = self.in_proj(x).split(self.sizes, -1)
-        mixed, last = parts.convolve(mixed, (self.conv1d,), before, cu_seqlens)
+        mixed, last = parts.convolve(self, mixed, {"conv1d": channels}, before, cu_seqlens)
         keys = self.groups * self.state_size
         values, B, C = mixed.split([inner, keys, keys], -1)
         B, C = (each.unflatten(-1, (self.groups, self.state_size)) for each in (B, C))

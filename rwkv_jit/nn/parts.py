@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -70,10 +70,12 @@ _GLOBAL_HOOKS = (
 )  # fmt: skip
 
 
-def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Return whether a call of a module does what its type does and no more: it is no adapter, and has no hooks."""
+def is_plain(module: nn.Module, kind: type[nn.Module], **settings: Any) -> bool:
+    """Return whether a call of a module does what its type does with such settings: no adapter, and without hooks."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return type(module) is kind and "forward" not in module.__dict__ and not any(hooks) and not any(_GLOBAL_HOOKS)
+    if type(module) is not kind or "forward" in module.__dict__ or any(hooks) or any(_GLOBAL_HOOKS):
+        return False
+    return all(getattr(module, name) == value for name, value in settings.items())
 
 
 def is_plain_norm(norm: Any, kind: type[nn.Module], size: int) -> bool:
@@ -120,14 +122,22 @@ def short_convolution(channels: int, conv_width: int, bias: bool, place: dict[st
 
 
 def convolve(
-    x: Tensor, taps: Sequence[nn.Conv1d], before: Tensor | None, cu_seqlens: Tensor | None
+    layer: Any, x: Tensor, sizes: Mapping[str, int], before: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return silu of convolved tokens, and the last tokens of each sequence; each tap has the next channels."""
+    """Return silu of convolved tokens, and the last tokens of each sequence.
+
+    `sizes` are of the channels of each of the layer's convolutions, by its name.
+    """
+    before = None if before is None else before.to(x.dtype)
+    taps = [getattr(layer, name) for name in sizes]
+    own: dict[str, Any] = {"kernel_size": (layer.conv_width,), "stride": (1,), "dilation": (1,), "padding": (0,)}
+    if len(taps) > 1:
+        own["bias"] = None
+    for each, size in zip(taps, sizes.values(), strict=True):
+        if not is_plain(each, nn.Conv1d, in_channels=size, out_channels=size, groups=size, **own):
+            return _convolve_by_calls(layer, x, sizes, before, cu_seqlens)
     several = [each.weight.squeeze(1) for each in taps]
     weight = several[0] if len(several) == 1 else torch.cat(several)
-    before = None if before is None else before.to(x.dtype)
-    if not all(is_plain(each, nn.Conv1d) for each in taps):
-        return _convolve_by_calls(x, taps, before, cu_seqlens)
     y, last = causal_conv1d(
         x, weight, taps[0].bias, initial_state=before, output_final_state=True, cu_seqlens=cu_seqlens,
         activation="silu",
@@ -137,10 +147,10 @@ def convolve(
 
 
 def _convolve_by_calls(
-    x: Tensor, taps: Sequence[nn.Conv1d], before: Tensor | None, cu_seqlens: Tensor | None
+    layer: Any, x: Tensor, sizes: Mapping[str, int], before: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the same by calls of the modules, of one sequence after the other."""
-    bounds, width = [0, x.shape[1]] if cu_seqlens is None else cu_seqlens.tolist(), taps[0].kernel_size[0] - 1
+    bounds, width = [0, x.shape[1]] if cu_seqlens is None else cu_seqlens.tolist(), layer.conv_width - 1
     if before is None:
         before = x.new_zeros(max(x.shape[0], len(bounds) - 1), x.shape[2], width)  # [N, D, W - 1]
     made, lasts = [x.new_zeros(x.shape[0], x.shape[2], 0)], []  # [B, D, T]
@@ -148,8 +158,11 @@ def _convolve_by_calls(
         text = torch.cat([first, x[:, begin:end].transpose(1, 2)], -1)  # [B, D, W - 1 + T]
         lasts.append(text[..., end - begin :])
         if begin < end:
-            cut = text.split([each.in_channels for each in taps], 1)
-            made.append(torch.cat([each(part) for each, part in zip(taps, cut, strict=True)], 1))
+            several: list[Tensor] = []
+            for (name, size), part in zip(sizes.items(), text.split([*sizes.values()], 1), strict=True):
+                several.append(getattr(layer, name)(part))
+                check_shape(f"{name} of {list(part.shape)}", several[-1], (len(part), size, end - begin))
+            made.append(torch.cat(several, 1))
     y = nn.functional.pad(torch.cat(made, -1), (0, x.shape[1] - bounds[-1]))
     return nn.functional.silu(y).transpose(1, 2), torch.cat(lasts)
 

@@ -340,6 +340,87 @@ def test_norms_of_other_settings_are_as_where_they_are_called(name, kind):
     assert not torch.allclose(y, before)
 
 
+class Adapter(torch.nn.Module):
+    """Taps of a low rank beside those of a layer, which stay as they are; it has no sizes of its own."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, (width,) = base, base.kernel_size
+        self.down = torch.nn.Conv1d(base.in_channels, 2, width, bias=False, **DOUBLE)
+        self.up = torch.nn.Conv1d(2, base.out_channels, 1, bias=False, **DOUBLE)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def other_taps(size, width, **settings):
+    return torch.nn.Conv1d(size, size, **{"kernel_size": width, "groups": size, "bias": False, **DOUBLE, **settings})
+
+
+CONVOLUTIONS = {
+    "KimiDeltaAttention": ("q_conv1d", "k_conv1d", "v_conv1d"), "GatedDeltaNet": ("conv1d",), "Mamba2": ("conv1d",),
+}  # fmt: skip
+TAPS = {
+    "with a bias": lambda base: other_taps(len(base.weight), *base.kernel_size, bias=True),
+    "one group": lambda base: other_taps(len(base.weight), *base.kernel_size, groups=1),
+    "two groups": lambda base: other_taps(len(base.weight), *base.kernel_size, groups=2),
+    "apart": lambda base: other_taps(len(base.weight), 2, dilation=base.kernel_size[0] - 1),
+    "adapter": Adapter,
+}
+
+
+@pytest.mark.parametrize(("name", "own"), [(name, own) for name, several in CONVOLUTIONS.items() for own in several])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", TAPS)
+def test_convolutions_of_other_settings_are_as_where_they_are_called(name, own, packed, kind):
+    layer, x = make(name, **DOUBLE), tokens(1 if packed else 2, TOKENS, **DOUBLE)
+    state = tuple(each.detach() for each in layer(tokens(3 if packed else 2, 4, **DOUBLE))[1])
+    more = state, torch.tensor([0, 2, 3, 9]) if packed else None
+    before = run(layer, x, *more)[0]
+    taps = stir(TAPS[kind](getattr(layer, own)))
+    setattr(layer, own, taps)
+    (y, *_), grads = as_where_called(layer, [taps], x, *more)
+    assert not torch.allclose(y, before)
+    assert all(grad.abs().max() > 0 for grad in grads)
+
+
+@EVERY
+def test_adapters_of_convolutions_that_add_nothing_change_nothing(name):
+    layer, x = make(name, **DOUBLE), tokens(2, TOKENS, **DOUBLE)
+    want = run(layer, x)
+    for own in CONVOLUTIONS[name]:
+        setattr(layer, own, Adapter(getattr(layer, own)))
+        torch.nn.init.zeros_(getattr(layer, own).up.weight)
+    begun, state = layer(x[:, :1])
+    y, *after = run(layer, x[:, 1:], state)
+    for one, other in zip([torch.cat([begun, y], 1), *after], want, strict=True):
+        close(one, other)
+
+
+def test_all_convolutions_may_have_a_bias():
+    layer, x = make("KimiDeltaAttention", **DOUBLE), tokens(2, TOKENS, **DOUBLE)
+    taps = [TAPS["with a bias"](getattr(layer, own)) for own in CONVOLUTIONS["KimiDeltaAttention"]]
+    for own, each in zip(CONVOLUTIONS["KimiDeltaAttention"], taps, strict=True):
+        setattr(layer, own, each)
+    state = layer(tokens(2, 4, **DOUBLE))[1]
+    found, want = run(layer, x, state), kimi(layer, x, *state)
+    for one, other in zip(found, want, strict=True):
+        close(one, other, 1e-10)
+    (found[0].sum()).backward()
+    assert all(each.bias.grad.abs().max() > 0 for each in taps)
+
+
+@pytest.mark.parametrize(("name", "own"), [(name, several[-1]) for name, several in CONVOLUTIONS.items()])
+@pytest.mark.parametrize("settings", [{"dilation": (2,)}, {"stride": (2,)}, {"padding": (3,)}, {"kernel_size": (2,)}])
+def test_convolutions_that_make_no_token_of_each_are_errors(name, own, settings):
+    layer = make(name, **DOUBLE)
+    size, width = getattr(layer, own).weight.shape[::2]
+    setattr(layer, own, other_taps(size, **{"width": width, **settings}))
+    message = rf"^{own} of \[2, {size}, {TOKENS + width - 1}\]: expected shape \[2, {size}, {TOKENS}\], got "
+    with pytest.raises(ValueError, match=message):
+        layer(tokens(2, TOKENS, **DOUBLE))
+
+
 def test_norms_of_several_groups_may_have_no_weight():
     layer, x = make("Mamba2", **DOUBLE), tokens(2, TOKENS, **DOUBLE)
     torch.nn.init.ones_(layer.norm.weight)
