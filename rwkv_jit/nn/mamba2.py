@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from rwkv_jit.derived.diagonal import ssd
 from rwkv_jit.inference.arguments import count
 from rwkv_jit.nn import parts
+from rwkv_jit.reference import STRONGEST_RAW
 
 
 class Mamba2(nn.Module):
@@ -56,7 +57,7 @@ class Mamba2(nn.Module):
     dt_bias : torch.nn.Parameter, shape (H,)
         Is added to dt.
     A_log : torch.nn.Parameter, shape (H,)
-        Logarithm of how fast a head decays.
+        Logarithm of how fast a head decays. Above 88 it is as 88.
     D : torch.nn.Parameter, shape (H,)
         How much of x is added to what is read.
     norm : torch.nn.RMSNorm, weight (H V,)
@@ -160,7 +161,7 @@ class Mamba2(nn.Module):
         keys = self.groups * self.state_size
         values, B, C = mixed.split([inner, keys, keys], -1)
         B, C = (each.unflatten(-1, (self.groups, self.state_size)) for each in (B, C))
-        rates = -self.A_log.to(torch.promote_types(self.A_log.dtype, torch.float32)).exp()
+        rates = -self.A_log.to(torch.promote_types(self.A_log.dtype, torch.float32)).clamp(max=STRONGEST_RAW).exp()
         y, final = ssd(
             values.unflatten(-1, (self.heads, self.head_size)), dt, rates, B, C, state_before, True, cu_seqlens,
             D=self.D, dt_bias=self.dt_bias, dt_softplus=True, dt_limit=self.dt_limit,

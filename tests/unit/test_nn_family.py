@@ -213,6 +213,23 @@ def test_begins_in_the_ranges_published(name):
         assert not (parameter == 7).any(), own
 
 
+@EVERY
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("strength", [88, 89, 1000, float("inf")])
+def test_the_strongest_decays_have_gradients(name, strength, dtype):
+    module, x = make(name, dtype=dtype), tokens(2, TOKENS, dtype=dtype)
+    with torch.no_grad():
+        module.dt_bias.fill_(-60)
+        module.A_log.fill_(88)
+        want = run(module, x)[:2]
+        module.A_log.fill_(strength)
+    made, grads = gradients(lambda x: run(module, x)[:2], module, [x], [torch.randn_like(y) for y in want])
+    for one, other in zip(made, want, strict=True):
+        close(one, other)
+    assert all(grad.isfinite().all() for grad in grads)
+    assert any(grad.abs().max() > 0 for grad in grads)
+
+
 # ---- cut, packed, and one by one ---------------------------------------------------------------------------------
 
 
