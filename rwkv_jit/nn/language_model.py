@@ -145,10 +145,7 @@ class LanguageModel(nn.Module):
         shard: Any = None,
     ) -> tuple[Tensor, list[Any]]:  # fmt: skip
         """Return what the head reads, and the state after the last tokens."""
-        if parts.tensor_of("tokens", tokens).dim() != 2:
-            raise ValueError(f"tokens: expected shape [batch, tokens], got {list(tokens.shape)}")
-        if tokens.dtype not in arguments.INDEX_TYPES:
-            raise TypeError(f"tokens: expected torch.int64 or torch.int32, got {tokens.dtype}")
+        _check_tokens(tokens, "batch", "tokens")
         if state is not None and not isinstance(state, (tuple, list)):
             raise TypeError(f"state: expected one of each layer, got {type(state).__name__}")
         if state is not None and len(state) != len(self.blocks):
@@ -254,6 +251,10 @@ class LanguageModel(nn.Module):
         >>> model.step(torch.tensor([72, 105], device="cuda"), pool, slots).shape
         torch.Size([2, 256])
         """
+        _check_tokens(tokens, "batch")
+        for name in self._State._fields:
+            if len(pool[name]) != len(self.blocks):
+                raise ValueError(f"pool: expected {name} of {len(self.blocks)} layers, got {len(pool[name])}")
         if slots is not None and not isinstance(slots, Tensor):
             slots = torch.tensor(arguments.listed("slots", slots), dtype=torch.int64, device=tokens.device)
         slots, null_index = arguments.indices("slots", slots, len(tokens), tokens), pool.reserved - 1
@@ -383,6 +384,13 @@ class LanguageModel(nn.Module):
             safetensors is not installed; or the file cannot be written. An older file stays.
         """
         checkpoints.write(path, self.state_dict())
+
+
+def _check_tokens(tokens: Any, *dims: str) -> None:
+    if parts.tensor_of("tokens", tokens).dim() != len(dims):
+        raise ValueError(f"tokens: expected shape [{', '.join(dims)}], got {list(tokens.shape)}")
+    if tokens.dtype not in arguments.INDEX_TYPES:
+        raise TypeError(f"tokens: expected torch.int64 or torch.int32, got {tokens.dtype}")
 
 
 def _step(block: Any, *given: Any) -> tuple[Tensor, ...]:

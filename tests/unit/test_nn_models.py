@@ -361,6 +361,28 @@ def test_slots_of_a_step_are_looked_at(name, is_called, slots, error, message):
         model.step(make_tokens(5), pool)
 
 
+@EVERY_MODEL
+@pytest.mark.parametrize("is_called", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "layers", "error", "message"),
+    [
+        (make_tokens(2, 3), LAYERS, ValueError, "tokens: expected shape [batch], got [2, 3]"),
+        (torch.tensor(1), LAYERS, ValueError, "tokens: expected shape [batch], got []"),
+        (torch.ones(2), LAYERS, TypeError, "tokens: expected torch.int64 or torch.int32, got torch.float32"),
+        ([1, 2], LAYERS, TypeError, "tokens: expected a torch.Tensor, got list"),
+        (make_tokens(2), LAYERS - 1, ValueError, f"pool: expected wkv of {LAYERS} layers, got {LAYERS - 1}"),
+        (make_tokens(2), LAYERS + 1, ValueError, f"pool: expected wkv of {LAYERS} layers, got {LAYERS + 1}"),
+    ],
+)
+def test_tokens_and_pool_of_a_step_are_looked_at(name, is_called, tokens, layers, error, message):
+    model, pool = make(name, torch.float32), make(name, torch.float32, layers=layers).new_pool(4, 1)
+    if is_called:
+        model.blocks[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        model.step(tokens, pool, [1, 2])
+    assert not any(pool[each].any() for each in ("wkv", "time_shift", "channel_shift"))
+
+
 @MODELS
 def test_pool_has_the_types_of_the_model(name):
     pool = make(name, torch.bfloat16).new_pool(5, reserved=2)
