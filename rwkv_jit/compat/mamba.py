@@ -199,7 +199,7 @@ def selective_state_update(
     groups = B.shape[1] if B.dim() == 3 else 1
     of_rows, of_groups = (*x.shape[:1], heads, size), (*x.shape[:1], groups, keys)
     shapes = of_rows, of_rows, (heads, size, keys), of_groups, of_groups, (heads, size), of_rows, (heads, size)
-    several = list[Any]()
+    several: list[Any] = []
     for (name, t), shape in zip(given.items(), shapes, strict=True):
         if t is not None:
             t = t.unsqueeze(int(len(shape) > 2 and name != "A")) if t.dim() == len(shape) - 1 else t

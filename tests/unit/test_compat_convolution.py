@@ -192,3 +192,19 @@ def test_a_fault_names_the_argument(call, kind, message):
     x, weight, _, _ = (each.detach() for each in make())
     with pytest.raises(kind, match=message):
         call(compat.causal_conv1d_fn, compat.causal_conv1d_update, x, weight)
+
+
+@pytest.mark.parametrize("call", ["texts", "numbers", "slots", "rings"])
+def test_compiled_in_one_graph(call):
+    x, weight, bias, states = (each.detach() for each in make())
+    if call in ("texts", "numbers"):
+        numbers = (torch.arange(T) // 4).int().expand(B, T) if call == "numbers" else None
+        function, given = compat.causal_conv1d_fn, [x, weight, bias, numbers]
+        given += [] if call == "numbers" else [states, True, None, "silu"]
+    else:
+        had, slots = (None, torch.tensor([4, -1, 2])) if call == "slots" else (torch.tensor([0, 11, 7]).int(), None)
+        function, given = compat.causal_conv1d_update, [x, torch.randn(SLOTS, C, 5), weight, bias, "silu", had, slots]
+    plain = [each.clone() if isinstance(each, torch.Tensor) else each for each in given]
+    want, found = function(*plain), torch.compile(function, fullgraph=True, backend="eager")(*given)
+    torch.testing.assert_close(found, want)
+    torch.testing.assert_close(given[1], plain[1])

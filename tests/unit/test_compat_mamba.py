@@ -233,3 +233,25 @@ def test_bad_input_is_named():
         with pytest.raises(ValueError, match=message):
             mamba.selective_state_update(**{"state": pool, "x": x, "dt": dt, "A": A, "B": b, "C": c} | change)
         assert not pool.any()
+
+
+def of_one_token(of):
+    """State, x, dt, A, B and C, with views of what heads have or with what channels have."""
+    x, dt, A, b, c = rows(B, H, P), rows(B, H, 1), -torch.rand(H, 1, 1) - 0.1, *rows(2, B, G, N)
+    dt, A = dt.expand(-1, -1, P), A.expand(-1, P, N)
+    return [rows(B, H, P, N), x, *((dt, A) if of == "heads" else (dt.contiguous(), A.contiguous())), b, c]
+
+
+@pytest.mark.parametrize("call", ["scan", "heads", "channels", "slots"])
+def test_compiled_in_one_graph(call):
+    if call == "scan":
+        function, (x, dt, A, b, c, D, z, dt_bias) = mamba.mamba_chunk_scan_combined, inputs_of()
+        given = [x, dt, A, b, c, 4, D, z, dt_bias, rows(B, H, P, N)]
+        options = {"dt_softplus": True, "return_final_states": True}
+    else:
+        function, given = mamba.selective_state_update, of_one_token(call)
+        options = {"dt_softplus": True, "state_batch_indices": torch.tensor([1, -1]) if call == "slots" else None}
+    plain = [x.clone() if i == 0 else x for i, x in enumerate(given)]
+    want, found = function(*plain, **options), torch.compile(function, fullgraph=True, backend="eager")(*given, **options)
+    torch.testing.assert_close(found, want)
+    torch.testing.assert_close(given[0], plain[0])
