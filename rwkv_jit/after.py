@@ -33,6 +33,17 @@ class _Loader:
     def __class__(self) -> Any:  # for those who only look
         return type(self._loader)
 
+    __dict__: Any = property(lambda self: self._loader.__dict__)  # by which loaders compare themselves
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self._loader == other)
+
+    def __hash__(self) -> int:
+        return hash(self._loader)
+
+    def __reduce__(self) -> Any:
+        return _Loader, (self._name, self._loader)
+
     def exec_module(self, module: ModuleType) -> None:
         module.__loader__ = self._loader
         if module.__spec__ is not None:

@@ -1,7 +1,9 @@
 """What waits for imports: it outlives questions, imports that fail, reloads and threads, and leaves nothing behind."""
 
+import copy
 import importlib
 import logging
+import pickle
 import sys
 import textwrap
 import threading
@@ -45,6 +47,32 @@ def test_a_question_is_no_import(source, called):
     assert type(module.__loader__) is type(module.__spec__.loader) is importlib.machinery.SourceFileLoader
     assert sys.meta_path is finders
     assert sys.meta_path == before  # one finder, which `import rwkv_jit` has put there
+
+
+@pytest.mark.parametrize("kind", ["source", "zip"])
+def test_specs_of_who_is_waited_for_are_as_others(kind, source, called, tmp_path, monkeypatch):
+    """They equal each other and the module's own, and can be copied and pickled; and what is loaded by one is told."""
+    if kind == "source":
+        source.touch()
+    else:
+        with zipfile.ZipFile(tmp_path / "modules.zip", "w") as file:
+            file.writestr(f"{NAME}.py", "")
+        monkeypatch.syspath_prepend(str(tmp_path / "modules.zip"))
+    after.imported([NAME], called.extend)
+    spec, again, other = (importlib.util.find_spec(name) for name in (NAME, NAME, "wave"))
+    assert spec.loader is not again.loader
+    assert spec == again
+    assert hash(spec.loader) == hash(again.loader)
+    assert spec.loader != other.loader
+    module = importlib.import_module(NAME)
+    assert spec == module.__spec__
+    assert module.__spec__ == spec
+    for loaded in (copy.deepcopy, lambda spec: pickle.loads(pickle.dumps(spec))):
+        if kind == "source":  # a zipimporter equals no copy
+            assert loaded(spec) == spec
+        made = loaded(again)
+        made.loader.exec_module(importlib.util.module_from_spec(made))
+    assert called == [NAME] * 3
 
 
 def test_each_import_that_ends_well_is_told(source, called):
