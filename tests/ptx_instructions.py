@@ -33,6 +33,8 @@ def make(machine, given):
     if maker is None or not (is_plain or ".".join(x for x in given.parts if x != "ftz") in _KNOWN_WAYS):
         raise Fault("an unknown instruction")
     run = maker(machine, given)
+    if given.has("sync") and (given.has("warp") or given.parts[0] not in ("bar", "barrier")):
+        run = _together(machine, given, run)
     if given.predicate is None:
         return run
 
@@ -48,6 +50,28 @@ def make(machine, given):
         return has_left
 
     return run_where
+
+
+def _members(machine, given):
+    """Return a function that returns who is to come to an instruction, as bits of a warp; all where none are named."""
+    return machine.source("-1" if given.has("aligned") else given.operands[-1], np.uint32)
+
+
+def _together(machine, given, run):
+    """Return what an instruction does for threads that wait for others of their warp, or of their group of warps."""
+    members, is_of_group = _members(machine, given), given.has("fence") or given.has("mma_async")
+    threads = min(machine.threads, 128) if is_of_group else 32
+
+    def run_together(mask):
+        here = mask if mask is None else machine.gather(mask, given.place, members(), threads)
+        if here is mask:
+            return run(mask)
+        if here.any():
+            run(here)
+            machine.go(given.place + 1, here)
+        return True
+
+    return run_together
 
 
 def _common(machine, value, mask, what):
@@ -84,8 +108,8 @@ _VOTES = {"or": np.any, "and": np.all, "popc": np.count_nonzero}
 
 @instruction("bar", "barrier")
 def _barrier(machine, given):
-    if given.has("warp"):  # of all of a warp, as kernels here name no part of one
-        return lambda mask: mask is not None and (machine.converge(mask, given.place + 1) or True)
+    if given.has("warp"):  # at which all have waited
+        return lambda mask: None
     if given.has("cluster"):
         if given.has("arrive"):  # which the same threads wait for at once
             return lambda mask: None
@@ -602,6 +626,7 @@ def _shuffle(machine, given):
     to, is_inside = to if isinstance(to, tuple) else (to, "_")
     write, write_inside = machine.target(to), machine.target(is_inside)
     value, by, limits = (machine.source(x, np.uint32) for x in given.operands[1:4])
+    members = _members(machine, given)
 
     def shuffle(mask):
         lane, step, limit = machine.lane, *(np.asarray(x()).astype(np.int64) for x in (by, limits))
@@ -615,6 +640,9 @@ def _shuffle(machine, given):
         source = machine.everyone - lane + np.where(inside, other, lane)
         if mask is not None and not mask[source[mask]].all():
             raise Fault("threads read from others of their warp that are elsewhere")
+        named = members()
+        if (~named).any() and not (named >> (source % 32).astype(np.uint32) & 1)[machine.chosen(mask)].all():
+            raise Fault("threads read from others of their warp that they do not name")
         write(machine.full(value())[source], mask)
         write_inside(inside, mask)
 
@@ -624,15 +652,16 @@ def _shuffle(machine, given):
 @instruction("vote")
 def _vote(machine, given):
     write, read, mode = machine.target(given.operands[0]), _truth(machine, given.operands[1]), given.parts[2]
+    members = _members(machine, given)
 
     def vote(mask):
-        here = machine.mask(mask).reshape(-1, 32)
-        votes = read().reshape(-1, 32)
+        votes, here, named = read(), machine.mask(mask), members()
         found = {
-            "any": lambda: (votes & here).any(1), "all": lambda: (votes | ~here).all(1),
-            "ballot": lambda: np.packbits(votes & here, axis=1, bitorder="little").view(np.uint32)[:, 0],
-        }[mode]()  # fmt: skip
-        write(np.repeat(found, 32), mask)
+            "any": lambda: machine.bits(votes & here) & named != 0,
+            "all": lambda: machine.bits(~votes & here) & named == 0,
+            "ballot": lambda: machine.bits(votes & here) & named,
+        }[mode]()
+        write(found, mask)
 
     return vote
 
@@ -641,10 +670,12 @@ def _vote(machine, given):
 def _reduce(machine, given):
     dtype = TYPES[given.kind()]
     write, read = machine.target(given.operands[0]), machine.source(given.operands[1], dtype)
-    reduce = {"min": np.minimum, "max": np.maximum}[given.parts[2]].reduce
+    reduce, members = {"min": np.minimum, "max": np.maximum}[given.parts[2]].reduce, _members(machine, given)
 
     def run(mask):
         machine.warps(mask)
+        if (~members()).any():
+            raise Fault("a part of a warp")
         write(np.repeat(reduce(machine.full(read()).reshape(-1, 32), axis=1), 32).astype(dtype), mask)
 
     return run
@@ -768,12 +799,7 @@ def _multiply(machine, given):
 @instruction("wgmma")
 def _multiply_in_groups(machine, given):
     if given.has("fence"):  # what begins products of a group
-
-        def begin(mask):
-            machine.warps(mask)
-            return mask is not None and (machine.converge(mask, given.place + 1, 128) or True)
-
-        return begin
+        return lambda mask: machine.warps(mask) is None
     if not given.has("mma_async"):  # products are there at once
         return lambda mask: None
     columns = int(re.fullmatch(r"m64n(\d+)k16", given.parts[4])[1])

@@ -102,7 +102,7 @@ class Machine:
         self.groups = {0: np.ones(self.count, bool)}  # who comes to which instruction next
         self.parked = {}  # who has waited there for a barrier in memory, in vain
         self.at_barriers = {}  # by block or cluster, and number: who waits, and where they go on
-        self.at_warps = {}  # who waits for the rest of a warp, by where they go on
+        self.at_warps = {}  # who waits for others of a warp, by the instruction
         self.barriers = {}  # those in memory, by block and place
         self.has_turned = True  # one of these, since those who are parked have last looked
         self.stalled = None
@@ -125,7 +125,7 @@ class Machine:
 
     def _waiting(self):
         places = [(place, mask) for waiting in self.at_barriers.values() for place, mask, _, _ in waiting]
-        places = [(place - 1, mask) for place, mask in [*places, *self.at_warps.items()]] + [*self.parked.items()]
+        places = [(place - 1, mask) for place, mask in places] + [*self.at_warps.items(), *self.parked.items()]
         return "; ".join(f"{mask.sum()} at {self.kernel.instructions[place].text}" for place, mask in places)
 
     def _follow(self, place, mask):
@@ -160,17 +160,18 @@ class Machine:
 
     def call(self, name, arguments, results, mask, place):
         """Let threads run a function to its end before they go on; others meanwhile stay where they are."""
-        before = self.kernel, self.steps, self.registers, self.frame, self.groups, self.parked, self.at_barriers
+        own = "kernel", "steps", "registers", "frame", "groups", "parked", "at_barriers", "at_warps"
+        before = {x: getattr(self, x) for x in own}
         self.kernel, self.steps = self._function(name)
         if self.kernel.local:
             raise Fault("a function with memory of its own")
         self.frame = {own: self.frame[x] for own, x in zip(self.kernel.parameters, arguments, strict=True)}
-        self.registers, self.groups, self.parked, self.at_barriers = {}, {0: mask}, {}, {}
+        self.registers, self.groups, self.parked, self.at_barriers, self.at_warps = {}, {0: mask}, {}, {}, {}
         self.depth += 1
         self._run()
         self.depth -= 1
         made = [self.frame[x] for x in self.kernel.results]
-        self.kernel, self.steps, self.registers, self.frame, self.groups, self.parked, self.at_barriers = before
+        vars(self).update(before)
         self.frame |= dict(zip(results, made, strict=True))
         self.go(place, mask)
 
@@ -180,6 +181,8 @@ class Machine:
             self.done |= mask
             for key in list(self.at_barriers):
                 self._release(key)
+            for place in list(self.at_warps):
+                self.go(place, self.at_warps.pop(place))
 
     def wait(self, mask, number, count, place, votes=None, answer=None, of=1):
         """Let threads wait at a barrier of their block, or of the cluster `of` so many, and go on at `place`.
@@ -192,13 +195,25 @@ class Machine:
             self.at_barriers.setdefault(key, []).append((place, here, votes, answer))
             self._release(key)
 
-    def converge(self, mask, place, threads=32):
-        """Let warps, or groups of `threads`, go on at `place` once all in them that are not done have come there."""
-        here = self.at_warps.pop(place, False) | mask
-        whole = np.repeat((here | self.done).reshape(-1, threads).all(1), threads) & here
-        if (here & ~whole).any():
-            self.at_warps[place] = here & ~whole
-        self.go(place, whole)
+    def gather(self, mask, place, members, threads):
+        """Return who of a mask, and of those who wait at an instruction, may run it; the others wait there.
+
+        They wait for those that their `members` name, or for all of a group of more than 32 `threads`, that are not
+        done.
+        """
+        here = mask | self.at_warps.pop(place) if place in self.at_warps else mask
+        missing = self.bits(~(here | self.done)) & members
+        if threads > 32:
+            missing = np.repeat(missing.reshape(-1, threads).any(1), threads)
+        late = here & (missing != 0)
+        if not late.any():
+            return here
+        self.at_warps[place] = late
+        return here & ~late
+
+    def bits(self, mask):
+        """Return for each thread which threads of its warp are in a mask, as bits."""
+        return np.repeat(np.packbits(mask.reshape(-1, 32), axis=1, bitorder="little").view(np.uint32)[:, 0], 32)
 
     def _release(self, key):
         block, of, _, count = key

@@ -106,6 +106,65 @@ def test_warps_multiply_what_blocks_share():
     assert found.reshape(8, 4).tolist() == wanted
 
 
+# A warp of which lanes from 20 on come a second way, and jump backwards to the same instruction.
+SECOND_WAY = """
+    mov.u32 %r2, %r1;
+    setp.ge.u32 %p1, %r1, 20;
+    @%p1 bra $SECOND;
+    $MEET:
+    WHAT
+    bra.uni $DONE;
+    $SECOND:
+    add.s32 %r2, %r1, 100;
+    bra.uni $MEET;
+    $DONE:
+    st.global.u32 [%rd2], %r3;
+"""
+COME = [lane + 100 * (lane >= 20) for lane in range(32)]
+MEETINGS = {
+    "shuffle": ("shfl.sync.bfly.b32 %r3, %r2, 16, 31, -1;", [COME[lane ^ 16] for lane in range(32)]),
+    "vote": ("setp.ge.u32 %p2, %r2, 100; vote.sync.ballot.b32 %r3, %p2, -1;", [0xFFF00000] * 32),
+    "least": ("redux.sync.max.u32 %r3, %r2, -1;", [131] * 32),
+    "tile": (
+        "movmatrix.sync.aligned.m8n8.trans.b16 %r3, %r2;",
+        # of rows of 8 halves, of which two neighbours are a number and 0
+        [COME[8 * (lane % 4) + lane // 8] + (COME[8 * (lane % 4) + 4 + lane // 8] << 16) if lane // 4 % 2 == 0 else 0
+         for lane in range(32)],
+    ),
+    "warp": ("mov.u32 %r3, %r2; bar.warp.sync -1;", COME),
+    "named, that do not wait": (
+        "and.b32 %r4, %r1, 16; mov.u32 %r5, 65535; shl.b32 %r5, %r5, %r4; shfl.sync.bfly.b32 %r3, %r2, 8, 31, %r5;",
+        [COME[lane ^ 8] for lane in range(32)],
+    ),
+    "votes of those named": (
+        "and.b32 %r4, %r1, 16; mov.u32 %r5, 65535; shl.b32 %r5, %r5, %r4; setp.ge.u32 %p2, %r2, 100;"
+        "vote.sync.ballot.b32 %r3, %p2, %r5;",
+        [0] * 16 + [0xFFF00000] * 16,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("what", "wanted"), MEETINGS.values(), ids=MEETINGS)
+def test_lanes_wait_for_others_of_their_warp(what, wanted):
+    assert run(SECOND_WAY.replace("WHAT", what), np.zeros(32, np.uint32)).tolist() == wanted
+
+
+def test_lanes_do_not_wait_for_those_that_are_done():
+    """Who is done when they come, and who is done later."""
+    for early in ("bra $LATER", "bra $EXIT"):
+        body = f"""
+            setp.ge.u32 %p1, %r1, 16;
+            @%p1 {early};
+            $EXIT:
+            @%p1 ret;
+            shfl.sync.bfly.b32 %r3, %r1, 8, 31, -1;
+            st.global.u32 [%rd2], %r3;
+            $LATER:
+        """
+        found = run(body, np.full(32, 77, np.uint32))
+        assert found.tolist() == [lane ^ 8 for lane in range(16)] + [77] * 16
+
+
 def test_what_a_function_returns():
     """Functions may call themselves."""
     factorial = """
@@ -180,6 +239,13 @@ FAULTS = {
     ),
     "lanes elsewhere": (
         "setp.lt.u32 %p1, %r1, 5; @%p1 shfl.sync.bfly.b32 %r3, %r1, 8, 31, -1;", "that are elsewhere",
+    ),
+    "lanes that are not named": ("shfl.sync.bfly.b32 %r3, %r1, 8, 31, 255;", "that they do not name"),
+    "a part of a reduction": ("redux.sync.max.u32 %r3, %r1, 255;", "a part of a warp"),
+    "lanes that wait for each other in two places": (
+        "setp.lt.u32 %p1, %r1, 5; @%p1 bra $HERE; shfl.sync.bfly.b32 %r3, %r1, 8, 31, -1; bra $DONE; $HERE: "
+        "vote.sync.any.pred %p2, %p1, -1; $DONE:",
+        "threads wait for each other: 27 at shfl.sync.* 5 at vote.sync",
     ),
     "a barrier that some never reach": (
         "setp.lt.u32 %p1, %r1, 5; @%p1 bra $HERE; bar.sync 1, 32; $HERE: bar.sync 2, 32;",
