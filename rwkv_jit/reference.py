@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from rwkv_jit.legal import Decay, StateLayout, Wkv4Decay
 
@@ -30,6 +31,16 @@ def decay_factor(w: Tensor, decay: str) -> Tensor:
     if decay == "direct":
         return w
     raise ValueError(f"decay: expected raw, sigmoid, log or direct, got {decay!r}")
+
+
+def gated_log_decays(x: Tensor, a_log: Tensor, lower_bound: float | None) -> Tensor:
+    """Return log-decays of raw ones [..., H, K].
+
+    In float64: in float32 a gradient times e^a_log may be infinite before it meets the slope of the softplus.
+    """
+    wide, speed = x.double(), a_log.double().clamp(max=STRONGEST_RAW).exp().unsqueeze(-1)
+    made = -speed * F.softplus(wide) if lower_bound is None else lower_bound * torch.sigmoid(speed * wide)
+    return made.to(x.dtype)
 
 
 def starting_states(

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rwkv_jit.legal import BetaMap, StateLayout
-from rwkv_jit.reference import STRONGEST_RAW, scan
+from rwkv_jit.reference import gated_log_decays, scan
 
 Result = tuple[Tensor, Tensor | None]
 
@@ -248,5 +248,4 @@ def _log_decays(g: Tensor, a_log: Tensor | None, dt_bias: Tensor | None, lower_b
         return g
     heads, size = g.shape[-2:]
     x = g if dt_bias is None else g + dt_bias.to(g.dtype).view(heads, size)
-    speed = a_log.to(g.dtype).clamp(max=STRONGEST_RAW).exp().unsqueeze(-1)
-    return -speed * F.softplus(x) if lower_bound is None else lower_bound * torch.sigmoid(speed * x)
+    return gated_log_decays(x, a_log, lower_bound)

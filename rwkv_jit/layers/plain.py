@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rwkv_jit.reference import STRONGEST_RAW
+from rwkv_jit.reference import gated_log_decays
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -98,8 +98,7 @@ def delta_operands(inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> l
         if dt_bias is not None:
             w = w + _wide(dt_bias).view(heads, -1)
         if a_log is not None:
-            speed = _wide(a_log).clamp(max=STRONGEST_RAW).exp().unsqueeze(-1)
-            w = eps * torch.sigmoid(speed * w) if gate == "bounded" else -speed * F.softplus(w)
+            w = gated_log_decays(w, a_log, eps if gate == "bounded" else None)
         if gate_of == "head" or a_log is not None:
             made.append(w.expand(key.shape).contiguous())
         factor = w.exp()

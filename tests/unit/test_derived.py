@@ -144,6 +144,23 @@ def test_decays_of_an_infinite_speed_are_those_of_a_large_one(op, how, dtype, st
         is_close(x, want, 1e-6)
 
 
+@pytest.mark.parametrize(("op", "how"), [(op, how) for op, how in derived_cases.ALL if "raw" in how])
+@pytest.mark.parametrize("gate", [-1000.0, -95.0, -90.0])
+@pytest.mark.parametrize("name", ["", "_ref"], ids=["op", "reference"])
+def test_gradients_of_a_large_speed_behind_a_small_gate(op, how, gate, name):
+    """A gradient times e^A_log is infinite in float32, and times the slope of the softplus it is not."""
+    case, function = make(op, how, dtype=torch.float32), getattr(rwkv_jit, op + name)
+    case.parameters["A_log"][:] = 88.0
+    case.inputs["g"][:] = gate
+    if "dt_bias" in case.parameters:
+        case.parameters["dt_bias"].clamp_(-1, 1)
+    weights = [100 * torch.randn_like(x) for x in case.run(function)]
+    _, grads, _ = differentiate(case, function, weights)
+    _, want = exactly(case, weights)
+    for own, grad in grads.items():
+        is_close(grad, want[own], 1e-4, own)
+
+
 @CASES
 def test_without_a_state_it_begins_with_zeros_and_ends_in_float32(op, how):
     case = make(op, how, dtype=torch.bfloat16, has_state=False)
