@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rwkv_jit import tensors
+from rwkv_jit.compat.naming import named
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.inference import arguments
 from rwkv_jit.layers import convolution
@@ -19,6 +20,7 @@ from rwkv_jit.legal import Activation
 from rwkv_jit.ops import checks
 
 
+@named(initial_state="initial_states")
 def causal_conv1d_fn(
     x: Any,
     weight: Any,
@@ -90,6 +92,7 @@ def causal_conv1d_fn(
     return y.transpose(1, 2), state
 
 
+@named(state_indices="conv_state_indices")
 def causal_conv1d_update(
     x: Any,
     conv_state: Any,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rwkv_jit import tensors
 from rwkv_jit.compat import buffers, rows
+from rwkv_jit.compat.naming import named
 from rwkv_jit.compat.scripts import scriptable
 from rwkv_jit.ops.timex import timex
 from rwkv_jit.ops.wkv4 import wkv4
@@ -131,6 +132,7 @@ def RWKV7_STATE_PASSING_CLAMPW_CUDA(
 # ---- RWKV-7 as RWKV-PEFT calls it --------------------------------------------------------------------------------
 
 
+@named(initial_state="s")
 def RUN_RWKV7_STATE(
     r: Any, k: Any, v: Any, w: Any, a: Any, b: Any, s: Any, HEAD_SIZE: int = 64, dot_prec: str = "fp32"
 ) -> tuple[Tensor, None]:
@@ -162,6 +164,7 @@ def RUN_RWKV7_STATE(
     return buffers.y_of(wkv7, inputs, s).flatten(2), None
 
 
+@named(initial_state="s")
 def RUN_RWKV7_INFCTX(
     r: Any, k: Any, v: Any, w: Any, a: Any, b: Any, s: Any, HEAD_SIZE: int = 64, dot_prec: str = "fp32"
 ) -> tuple[Tensor, Tensor]:
@@ -193,9 +196,8 @@ class TritonRWKV7:
     """RWKV-7 with the `apply` of a class of the same name in RWKV-PEFT."""
 
     @staticmethod
-    def apply(
-        w: Tensor, q: Tensor, k: Tensor, v: Tensor, z: Tensor, b: Tensor, s0: Tensor | None, dot_prec: str
-    ) -> tuple[Tensor, Tensor]:
+    @named(r="q", a="z", initial_state="s0")
+    def apply(w: Any, q: Any, k: Any, v: Any, z: Any, b: Any, s0: Any, dot_prec: str) -> tuple[Tensor, Tensor]:
         """Return y and the last state, as `wkv7` with the decay exp(-exp(w)).
 
         Parameters

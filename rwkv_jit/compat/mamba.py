@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from rwkv_jit import tensors
+from rwkv_jit.compat.naming import named
 from rwkv_jit.derived.arguments import of_value_heads
 from rwkv_jit.derived.diagonal import ssd
 from rwkv_jit.derived.diagonal_pooled import ssd_update, with_own
@@ -20,6 +22,7 @@ from rwkv_jit.inference.update import gla_update
 __all__ = ["mamba_chunk_scan_combined", "selective_state_update"]
 
 
+@named(initial_state="initial_states")
 def mamba_chunk_scan_combined(
     x: Tensor,
     dt: Tensor,
@@ -100,13 +103,19 @@ def mamba_chunk_scan_combined(
     """
     if return_varlen_states:
         raise UnsupportedConfigError("return_varlen_states is not supported: ssd takes packed sequences by cu_seqlens")
+    given = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias}
+    _check_dtypes({**given, "initial_states": initial_states})
     state = _wide(initial_states)
     dtype, (x, B, C, z) = x.dtype, _as_one(x, B, C, z)
     small: list[Any] = [dt, A, D, dt_bias]
     dt, A, D, dt_bias = (t if t is None or t.dtype == x.dtype else _wide(t) for t in small)
     options: dict[str, Any] = {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
-    if seq_idx is not None and seq_idx.shape != x.shape[:2]:
-        raise ValueError(f"seq_idx: expected shape {list(x.shape[:2])}, got {list(seq_idx.shape)}")
+    if seq_idx is not None:
+        arguments.check_shape("seq_idx", seq_idx, tuple(x.shape[:2]))
+        arguments.check_dtype("seq_idx", seq_idx, arguments.INDEX_TYPES, x)
+        for name in ("dt", "B", "C", "z"):
+            if (t := given[name]) is not None:
+                arguments.check_shape(name, t, (*x.shape[:2], *t.shape[2:]))
     if seq_idx is None or not seq_idx.numel():
         out, final = ssd(x, dt, A, B, C, state, return_final_states, D=D, z=z, **options)
     else:
@@ -126,6 +135,7 @@ def mamba_chunk_scan_combined(
     return out if final is None else (out, final)
 
 
+@named(state_indices="state_batch_indices", q="C", k="B", v="x")
 def selective_state_update(
     state: Tensor,
     x: Tensor,
@@ -188,6 +198,7 @@ def selective_state_update(
     differ, arithmetic is that of float32 inputs, and `out` is rounded once.
     """
     given = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias}
+    _check_dtypes(given)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (state, *given.values())):
         raise UnsupportedConfigError("a gradient through states that change in place is not supported")
     pool = state.unsqueeze(1) if state.dim() == 3 else state
@@ -251,6 +262,15 @@ def _sequences(seq_idx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     number = begins.flatten().cumsum(0).view(seq_idx.shape) - 1
     bounds = torch.cat([begins.flatten().nonzero().flatten(), number.new_full((1,), seq_idx.numel())])
     return bounds, number[:, 0].contiguous(), number[:, -1].contiguous()
+
+
+def _check_dtypes(given: dict[str, Any]) -> None:
+    """Check that tensors have numbers that there are kernels for, or float64 beside one, and where the first one is."""
+    x = given["x"]
+    legal = (*tensors.STORAGE, torch.float64)[: None if x.dtype == torch.float64 else -1]
+    for name, t in given.items():
+        if t is not None:
+            arguments.check_dtype(name, t, legal, x)
 
 
 def _as_one(*rows: Any) -> tuple[Any, ...]:

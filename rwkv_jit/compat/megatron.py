@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from rwkv_jit.compat import replacing
 from rwkv_jit.compat.falling_back import with_fallback
 from rwkv_jit.compat.fla import family
+from rwkv_jit.compat.naming import named
 from rwkv_jit.errors import brief
 
 __all__ = ["gated_delta_rule", "patch"]
@@ -16,6 +17,7 @@ __all__ = ["gated_delta_rule", "patch"]
 _NAME = "gated_delta_rule"
 
 
+@named()
 def gated_delta_rule(
     q: Tensor,
     k: Tensor,

@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from rwkv_jit.compat import buffers
+from rwkv_jit.compat.naming import named
 from rwkv_jit.ops.wkv7 import wkv7
 
 
+@named(r="receptance", w="decay", k="key", v="value")
 def rwkv7_recurrent(
     receptance: Tensor, decay: Tensor, key: Tensor, value: Tensor, a: Tensor, b: Tensor, initial_state: Tensor,
     attention_mask: Tensor | None = None,

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from rwkv_jit.compat import buffers, rows
+from rwkv_jit.compat.naming import named
 from rwkv_jit.ops.wkv7 import wkv7
 
 # ---- functions ---------------------------------------------------------------------------------------------------
@@ -166,6 +167,7 @@ def load_backstepping_longhead(head_size: int, batchsz_times_heads_estimate: int
     """
 
 
+@named(initial_state="s0")
 def _attend(inputs: Sequence[Any], s0: Any, cu_seqlens: Any = None) -> tuple[Tensor, Tensor]:
     return buffers.with_final(wkv7, inputs, buffers.or_zeros(s0, inputs[3]), cu_seqlens=cu_seqlens)
 

@@ -184,6 +184,20 @@ FAULTS = [
         lambda f, g, x, w: g(x[..., 0], torch.zeros(B, C, 3), w, conv_state_indices=torch.zeros(2).int()), ValueError,
         "conv_state_indices: expected shape",
     ),
+    (
+        lambda f, g, x, w: g(x[..., 0], torch.zeros(B, C, 3), w, conv_state_indices=torch.tensor([0, 1, 1])),
+        ValueError, "^conv_state_indices: expected another slot for each state that is written",
+    ),
+    (
+        lambda f, g, x, w: g(x[..., 0], torch.zeros(B, C, 3), w, conv_state_indices=torch.tensor([0, 1, 3])),
+        ValueError, "^conv_state_indices: expected slots below 3",
+    ),
+    (
+        lambda f, g, x, w: g(x[..., 0], torch.zeros(1, C, 3), w), ValueError,
+        "^conv_state: expected a slot for each of the 3 rows, or conv_state_indices",
+    ),
+    (lambda f, g, x, w: f(x, w, initial_states=2.0), TypeError, "^initial_states: expected a torch.Tensor"),
+    (lambda f, g, x, w: f(x, w, initial_states=x), ValueError, r"^initial_states: expected shape \[3, 6, 3\]"),
 ]  # fmt: skip
 
 

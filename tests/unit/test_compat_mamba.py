@@ -256,3 +256,69 @@ def test_compiled_in_one_graph(call):
     found = torch.compile(function, fullgraph=True, backend="eager")(*given, **options)
     torch.testing.assert_close(found, want)
     torch.testing.assert_close(given[0], plain[0])
+
+
+ALL_OF_SCAN = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_states", "seq_idx")
+ALL_OF_UPDATE = ("state", "x", "dt", "A", "B", "C", "D", "z", "dt_bias", "state_batch_indices")
+OPTIONAL = ("D", "z", "dt_bias", "initial_states", "seq_idx", "state_batch_indices")
+
+
+def scan_with(**changes):
+    x, dt, A, b, c, D, z, dt_bias = inputs_of()
+    given = {"x": x, "dt": dt, "A": A, "B": b, "C": c, "chunk_size": 4, "D": D, "z": z, "dt_bias": dt_bias}
+    given |= {"initial_states": rows(B, H, P, N), "seq_idx": torch.zeros(B, T, dtype=torch.int32)}
+    return mamba.mamba_chunk_scan_combined(**given | changes)
+
+
+def update_with(of="heads", **changes):
+    given = dict(zip(("state", "x", "dt", "A", "B", "C"), of_one_token(of), strict=True))
+    given |= {"D": rows(H, P), "z": rows(B, H, P), "dt_bias": rows(H, P), "state_batch_indices": torch.tensor([0, 1])}
+    return mamba.selective_state_update(**given | changes)
+
+
+@pytest.mark.parametrize("wrong", [None, 2.0, [0, 1], "x"], ids=str)
+@pytest.mark.parametrize(
+    ("call", "name"), [*((scan_with, x) for x in ALL_OF_SCAN), *((update_with, x) for x in ALL_OF_UPDATE)]
+)
+def test_what_is_no_tensor_is_named(call, name, wrong):
+    if wrong is None and name in OPTIONAL:
+        call(**{name: None})
+        return
+    with pytest.raises(TypeError, match=f"^{name}: expected a torch.Tensor, got {type(wrong).__name__}$"):
+        call(**{name: wrong})
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bool], ids=str)
+@pytest.mark.parametrize(
+    ("call", "name", "shape"),
+    [
+        (scan_with, "dt", (B, T, H)), (scan_with, "A", (H,)), (scan_with, "B", (B, T, G, N)),
+        (scan_with, "C", (B, T, G, N)), (scan_with, "D", (H,)), (scan_with, "z", (B, T, H, P)),
+        (scan_with, "initial_states", (B, H, P, N)), (update_with, "dt", (B, H, P)), (update_with, "A", (H, P, N)),
+        (update_with, "B", (B, G, N)), (update_with, "C", (B, G, N)), (update_with, "D", (H, P)),
+        (update_with, "z", (B, H, P)), (update_with, "dt_bias", (H, P)),
+    ],
+)  # fmt: skip
+def test_a_wrong_dtype_is_named(call, name, shape, dtype):
+    with pytest.raises(TypeError, match=f"^{name}: expected torch.float16 or .*, got {dtype}$"):
+        call(**{name: torch.ones(shape, dtype=dtype)})
+
+
+@pytest.mark.parametrize(
+    ("call", "name", "value", "kind", "message"),
+    [
+        (scan_with, "seq_idx", torch.zeros(B, T), TypeError, "expected torch.int32 or torch.int64, got torch.float32"),
+        (scan_with, "B", torch.zeros(B, T + 1, G, N), ValueError, r"expected shape \[2, 13, 2, 8\], got"),
+        (scan_with, "z", torch.zeros(()), ValueError, r"expected shape \[2, 13\], got \[\]"),
+        (update_with, "state_batch_indices", torch.zeros(B), TypeError, "expected torch.int32 or torch.int64, got"),
+        (update_with, "state_batch_indices", torch.zeros(3).int(), ValueError, r"expected shape \[2\]"),
+        (update_with, "state_batch_indices", torch.tensor([1, 1]), ValueError, "expected another slot for each state"),
+        (update_with, "state_batch_indices", torch.tensor([0, 5]), ValueError, "expected slots below 2"),
+    ],
+)  # fmt: skip
+def test_other_faults_are_named(call, name, value, kind, message):
+    with pytest.raises(kind, match=f"^{name}: {message}"):
+        call(**{name: value})
+    if call is update_with:
+        with pytest.raises(kind, match=f"^{name}: {message}"):
+            call("channels", **{name: value})

@@ -447,7 +447,47 @@ def test_what_the_kernels_cannot_do(name, option):
     needed = [x for x in inspect.signature(function).parameters.values() if x.default is x.empty]
     tensors = [torch.zeros(1, 3, 2, 4) for x in needed if x.kind == x.POSITIONAL_OR_KEYWORD]
     with pytest.raises(UnsupportedConfigError, match=f"{option} is not supported"):
-        function(*tensors, **{option: True})
+        function(*tensors, **{option: tensors[0] if option == "gv" else True})
+
+
+NAMES = sorted({x for several in ours.FUNCTIONS.values() for x in several})
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("wrong", [None, 0.5, [1, 2], "x"], ids=str)
+def test_what_is_no_tensor_is_named(name, wrong):
+    function = getattr(functions, name, None) or getattr(family, name)
+    parameters = inspect.signature(function).parameters
+    needed = {x: torch.zeros(1, 3, 2, 4) for x, kind in parameters.items() if kind.default is kind.empty}
+    needed |= {x: 1 for x in ("layer_idx", "num_layers") if x in needed}
+    needed.pop("more", None)
+    for x, kind in parameters.items():
+        if str(kind.annotation).startswith("Tensor") and (wrong is not None or "None" not in kind.annotation):
+            with pytest.raises(TypeError, match=f"^{x}: expected a torch.Tensor, got {type(wrong).__name__}$"):
+                function(**{**needed, x: wrong})
+
+
+RWKV7, MUL = ("chunk_rwkv7", "fused_recurrent_rwkv7"), "fused_mul_recurrent_rwkv7"
+OF_OPS = [
+    *((name, x, x) for name in RWKV7 for x in "rwkvab"), (MUL, "r", "r"), (MUL, "w", "w"), (MUL, "kk", "kk"),
+    *((name, x, x) for name in ("chunk_dplr_delta_rule", "fused_recurrent_dplr_delta_rule") for x in
+      ("q", "gk", "k", "v", "a", "b")),
+    *((name, x, x) for name in GDN2 for x in "qkvgbw"), ("fused_recurrent_gla", "gk", "gk"), ("chunk_gla", "g", "g"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "wrong", "said"), OF_OPS)
+def test_what_ops_refuse_has_the_name_that_fla_gives_it(name, wrong, said):
+    """Also where it is what another one should be like."""
+    function = getattr(functions, name, None) or getattr(family, name)
+    known = ("q", "r", "w", "k", "v", "kk", "a", "b", "g", "gk")
+    given = {x: torch.zeros(1, 3, 2, 4) for x in inspect.signature(function).parameters if x in known}
+    lead = "q" if "q" in given else "r"
+    given[wrong] = torch.zeros(1, 3, 2) if wrong in (lead, "v") else torch.zeros(1, 3, 2, 1)
+    with pytest.raises(ValueError, match=f"^{said}: expected ") as error:
+        function(**given)
+    if wrong not in (lead, "v"):
+        assert f"like {lead}, got" in str(error.value)
 
 
 def test_graphs_of_packed_sequences_are_left_to_fla():

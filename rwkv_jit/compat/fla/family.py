@@ -19,6 +19,7 @@ from rwkv_jit.compat.fla.functions import (
     Result,
     check_chunks,
     layout_of,
+    name_arguments,
     refuse,
     run,
     small,
@@ -414,3 +415,6 @@ def _refuse_each(q: Tensor, beta: Tensor) -> None:
     """Refuse a beta of each value."""
     if beta.dim() == q.dim():
         raise UnsupportedConfigError("a beta of each value is not supported")
+
+
+name_arguments(globals())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rwkv_jit import tensors
+from rwkv_jit.compat.fla import FUNCTIONS
+from rwkv_jit.compat.naming import named
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.layers import functions as layers
 from rwkv_jit.layers.plain import last_tokens
@@ -69,8 +71,8 @@ def layout_of(state_v_first: bool, more: Mapping[str, Any]) -> StateLayout:
     if "transpose_state_layout" in more:
         if state_v_first:
             raise ValueError("transpose_state_layout: is the older name of state_v_first, got both")
-        # Behind this function, the one that is called, and what stands in its place in FLA's module.
-        warnings.warn("transpose_state_layout is now state_v_first", DeprecationWarning, stacklevel=4)
+        # Behind this function, the one that is called, what names its arguments, and what stands in FLA's module.
+        warnings.warn("transpose_state_layout is now state_v_first", DeprecationWarning, stacklevel=5)
         state_v_first = more["transpose_state_layout"]
     return "vk" if state_v_first else "kv"
 
@@ -86,7 +88,7 @@ def run(
     if every:
         given = op, rows, scale, state, wants_state, cu_seqlens
         return _run_with_states(every, *given, **options)  # type: ignore[no-any-return]
-    scale = rows[0].shape[-1] ** -0.5 if scale is None else scale
+    scale = [1, *rows[0].shape][-1] ** -0.5 if scale is None else scale
     behind = tensors.tokens_behind(cu_seqlens, rows[0])
     if behind:
         rows = [x[:, :-behind] if x.dim() > 2 else x for x in rows]  # u and fixed decays have no tokens
@@ -302,7 +304,7 @@ def chunk_linear_attn(
         initial_state = state_of(initial_state)
     elif initial_state is not None:
         state, z = initial_state if isinstance(initial_state, tuple) else (initial_state, None)
-        state = state_of(state)
+        state, z = (x if x is None else state_of(tensors.from_any("initial_state", x)) for x in (state, z))
         texts = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
         heads, head_size, value_size = *k.shape[2:], v.shape[-1]
         if state is None:
@@ -350,3 +352,21 @@ def token_shift(
     first = None if cache is None else cache.reshape(-1, x.shape[-1])
     (before,) = layers.token_shift(x, x.new_ones(1, x.shape[-1]), first=first, cu_seqlens=cu_seqlens)
     return (before - x, last_tokens(x, first, cu_seqlens)) if output_cache else before - x
+
+
+_OF_RWKV7 = {"q": "r", "gk": "w"}
+_NAMES = {  # what arguments are called, by what they are below
+    "chunk_dplr_delta_rule": {"r": "q", "w": "gk"}, "chunk_rwkv7": _OF_RWKV7, "fused_recurrent_rwkv7": _OF_RWKV7,
+    "fused_mul_recurrent_rwkv7": {**_OF_RWKV7, "a": "kk", "b": "a"}, "fused_recurrent_gla": {"g": "gk"},
+    "fused_recurrent_rwkv4": {"initial_state": "state"}, "token_shift": {"first": "cache"},
+    "chunk_gdn2": {"beta": "b", "write_gate": "w"},
+}  # fmt: skip
+
+
+def name_arguments(module: dict[str, Any]) -> None:
+    """Let the functions of a module that FLA has too name arguments as it does."""
+    for name in {*chain(*FUNCTIONS.values())} & module.keys():
+        module[name] = named(**_NAMES.get(name, {}))(module[name])
+
+
+name_arguments(globals())
