@@ -34,10 +34,7 @@ def decay_factor(w: Tensor, decay: str) -> Tensor:
 
 
 def gated_log_decays(x: Tensor, a_log: Tensor, lower_bound: float | None) -> Tensor:
-    """Return log-decays of raw ones [..., H, K].
-
-    In float64: in float32 a gradient times e^a_log may be infinite before it meets the slope of the softplus.
-    """
+    """Return log-decays, made in float64: else a gradient times e^a_log may be infinite before it meets a slope."""
     wide, speed = x.double(), a_log.double().clamp(max=STRONGEST_RAW).exp().unsqueeze(-1)
     made = -speed * F.softplus(wide) if lower_bound is None else lower_bound * torch.sigmoid(speed * wide)
     return made.to(x.dtype)

@@ -10,23 +10,28 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+_NOTHING = object()
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def named(**names: str) -> Callable[[_Function], _Function]:
-    """Let a function refuse what is annotated as a tensor and is none; `names` are what ops below call its arguments.
+    """Let a function refuse what is annotated as a tensor and is none, and its errors name arguments as it does.
 
-    That is, what the function calls them, by what the ops do.
+    `names` has what it calls its arguments, by what the ops below call them.
     """
 
     def decorate(function: _Function) -> _Function:
-        kinds = {x.name: str(x.annotation) for x in inspect.signature(function).parameters.values()}
+        kinds = [(x.name, str(x.annotation)) for x in inspect.signature(function).parameters.values()]
+        legal = [
+            (place, name, (Tensor, type(None)) if "None" in kind else Tensor)
+            for place, (name, kind) in enumerate(kinds) if kind.startswith("Tensor")
+        ]  # fmt: skip
 
         @wraps(function)
         def call(*given: Any, **options: Any) -> Any:
-            for name, x in (*zip(kinds, given, strict=False), *options.items()):
-                kind = kinds.get(name, "")
-                if kind.startswith("Tensor") and not (isinstance(x, Tensor) or (x is None and "None" in kind)):
+            for place, name, kind in legal:
+                x = given[place] if place < len(given) else options.get(name, _NOTHING)
+                if not isinstance(x, kind) and x is not _NOTHING:
                     raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
             try:
                 return function(*given, **options)

@@ -320,18 +320,14 @@ class GatedDeltaNet(_DeltaNet):
         Parameters
         ----------
         x : torch.Tensor, shape (B, T, C)
-            The normed residual.
         state : tuple of two torch.Tensor, shape (N, 2 G K + H V, W - 1) and (N, H, K, V), optional
-            What the call for the part before returned; zeros by default. Gradients reach both.
         cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-            Bounds of N packed sequences: where each begins, and where the last one ends. B is then 1.
+            As in `KimiDeltaAttention.forward`.
 
         Returns
         -------
-        y : torch.Tensor, shape of x
-            What is added to the residual.
-        state : tuple of two torch.Tensor
-            The last tokens that the convolution reads, and the state of `gated_delta_rule`. It is not detached.
+        y, state
+            As there, with the state of `gated_delta_rule`.
         """
         x = parts.under_autocast(parts.check_tokens(x, self.width))
         before, state_before = self._states(state, x, cu_seqlens)

@@ -78,23 +78,10 @@ class RWKV6(LanguageModel):
 
     Parameters
     ----------
-    vocabulary : int
-        Number of different tokens.
-    width : int
-        C, a multiple of the head size.
-    layers : int
-        Number of layers.
+    vocabulary, width, layers, hidden, checkpointing, device, dtype
+        As in `RWKV5`.
     head_size : int, default 64
         K and V of `wkv6`.
-    hidden : int, optional
-        Of channel mixing; the multiple of 32 at or below 3.5 times the width by default.
-    checkpointing : bool, default False
-        Whether the backward computes the activations of each layer again, instead of keeping them. It is an attribute,
-        which may be changed.
-    device : torch.device or str, optional
-        Where parameters are. On "meta" they have no memory: call `to_empty`, then `reset_parameters`.
-    dtype : torch.dtype, optional
-        Of the parameters.
 
     Raises
     ------

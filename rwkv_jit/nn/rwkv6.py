@@ -19,15 +19,7 @@ _WIDE = 4096  # from which width on the low-rank matrices have twice the rank
 
 @in_files
 class RWKV6State(NamedTuple):
-    """What a layer of RWKV-6 remembers of N sequences.
-
-    Attributes
-    ----------
-    wkv : torch.Tensor, shape (N, H, K, K)
-        The state of `wkv6`.
-    time_shift, channel_shift : torch.Tensor, shape (N, C)
-        The last token that time mixing and channel mixing read.
-    """
+    """What a layer of RWKV-6 remembers of N sequences: as `RWKV5State`, with the state of `wkv6`."""
 
     wkv: Tensor
     time_shift: Tensor
@@ -51,14 +43,8 @@ class RWKV6TimeMix(TimeMixOfHeads):
 
     Parameters
     ----------
-    width : int
-        C.
-    layer, layers : int
-        The place of the layer, from 0, and how many there are: initial values depend on both.
-    head_size : int, default 64
-        K, of which C is a multiple.
-    device, dtype : optional
-        Of the parameters.
+    width, layer, layers, head_size, device, dtype
+        As in `RWKV5TimeMix`.
 
     Attributes
     ----------
@@ -135,21 +121,15 @@ class RWKV6TimeMix(TimeMixOfHeads):
         Parameters
         ----------
         x : torch.Tensor, shape (B, T, C)
-            The normed residual.
         state : tuple of torch.Tensor, optional
-            What the call for the part before returned.
         cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-            Bounds of N packed sequences: where each begins, and where the last one ends. B is then 1.
         shard : rwkv_jit.parallel.Shard, optional
-            The part of the sequences that this process has. It has their bounds if they are packed. States and tokens
-            before them count only where sequences begin.
+            As in `RWKV5TimeMix.forward`, with the state of `wkv6`.
 
         Returns
         -------
-        y : torch.Tensor, shape of x
-            What is added to the residual.
-        state : tuple of torch.Tensor, shapes (N, C) and (N, H, K, K)
-            The last token of each sequence, and the state of `wkv6`; N is B where no sequences are packed.
+        y, state
+            As there.
         """
         last, recurrent = tensors_of(state)
         x, last, cu_seqlens = before_texts(*self.under_autocast(x, last), cu_seqlens, shard)
@@ -196,14 +176,8 @@ class RWKV6ChannelMix(ChannelMix):
 
     Parameters
     ----------
-    width : int
-        C.
-    layer, layers : int
-        The place of the layer, from 0, and how many there are: initial values depend on both.
-    hidden : int, optional
-        F; by default the multiple of 32 at or below 3.5 C.
-    device, dtype : optional
-        Of the parameters.
+    width, layer, layers, hidden, device, dtype
+        As in `RWKV5ChannelMix`.
 
     Attributes
     ----------
@@ -239,29 +213,15 @@ class RWKV6ChannelMix(ChannelMix):
 class RWKV6Block(Block):
     """A layer of RWKV-6: time mixing, then channel mixing, each behind a norm and added to the residual.
 
-    C is the width, K the head size.
-
     Parameters
     ----------
-    width : int
-        C.
-    layer, layers : int
-        The place of the layer, from 0, and how many there are. The first one has the norm of the embedding, ln0, too.
-    head_size : int, default 64
-        K, of which C is a multiple.
-    hidden : int, optional
-        Of channel mixing; by default the multiple of 32 at or below 3.5 C.
-    device, dtype : optional
-        Of the parameters.
+    width, layer, layers, head_size, hidden, device, dtype
+        As in `RWKV5Block`.
 
     Attributes
     ----------
-    att : RWKV6TimeMix
-        Time mixing.
-    ffn : RWKV6ChannelMix
-        Channel mixing.
-    ln0, ln1, ln2 : torch.nn.LayerNorm
-        Of the embedding, in the first layer alone, and before each of both.
+    att, ffn, ln0, ln1, ln2
+        As in `RWKV5Block`, of RWKV-6.
 
     Raises
     ------

@@ -426,7 +426,7 @@ def seven(size=8):
         (lambda: RWKV7_CLAMPW_CUDA(*seven()[:5], torch.zeros(2, 4, 8), 4), ValueError,
          r"b: expected shape \[2, 3, 8\] like r, got \[2, 4, 8\]"),
         (lambda: compat.RUN_RWKV7_STATE(*seven(), torch.zeros(3, 4, 4), 4), ValueError,
-         r"initial_state: expected shape \[2, 2, 4, 4\] or \[2, 4, 4\], got \[3, 4, 4\]"),
+         r"s: expected shape \[2, 2, 4, 4\] or \[2, 4, 4\], got \[3, 4, 4\]"),
         (lambda: RWKV7_STATE_CLAMPW_CUDA(torch.zeros(2, 4, 4), *seven()), ValueError,
          r"s0: expected shape \[B, H, N, N\], got \[2, 4, 4\]"),
         (lambda: RWKV7_BATCH_OP(torch.zeros(1, 2, 4, 4), *seven()), ValueError,

@@ -88,7 +88,7 @@ def run(
     if every:
         given = op, rows, scale, state, wants_state, cu_seqlens
         return _run_with_states(every, *given, **options)  # type: ignore[no-any-return]
-    scale = [1, *rows[0].shape][-1] ** -0.5 if scale is None else scale
+    scale = rows[0].shape[-1] ** -0.5 if scale is None else scale
     behind = tensors.tokens_behind(cu_seqlens, rows[0])
     if behind:
         rows = [x[:, :-behind] if x.dim() > 2 else x for x in rows]  # u and fixed decays have no tokens
