@@ -320,14 +320,16 @@ class GatedDeltaNet(_DeltaNet):
         Parameters
         ----------
         x : torch.Tensor, shape (B, T, C)
-        state : tuple of two torch.Tensor, shape (N, 2 G K + H V, W - 1) and (N, H, K, V), optional
-        cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
             As in `KimiDeltaAttention.forward`.
+        state : tuple of two torch.Tensor, shape (N, 2 G K + H V, W - 1) and (N, H, K, V), optional
+            As there, with the state of `gated_delta_rule`.
+        cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
+            As there.
 
         Returns
         -------
         y, state
-            As there, with the state of `gated_delta_rule`.
+            As there.
         """
         x = parts.under_autocast(parts.check_tokens(x, self.width))
         before, state_before = self._states(state, x, cu_seqlens)

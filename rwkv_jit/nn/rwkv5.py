@@ -166,14 +166,8 @@ class RWKV5ChannelMix(ChannelMix):
 
     Parameters
     ----------
-    width : int
-        C.
-    layer, layers : int
-        The place of the layer, from 0, and how many there are: initial values depend on both.
-    hidden : int, optional
-        F; by default the multiple of 32 at or below 3.5 C.
-    device, dtype : optional
-        Of the parameters.
+    width, layer, layers, hidden, device, dtype
+        As in `RWKV4ChannelMix`, but that F is by default the multiple of 32 at or below 3.5 C.
 
     Attributes
     ----------

@@ -121,10 +121,13 @@ class RWKV6TimeMix(TimeMixOfHeads):
         Parameters
         ----------
         x : torch.Tensor, shape (B, T, C)
+            As in `RWKV5TimeMix.forward`.
         state : tuple of torch.Tensor, optional
+            As there, with the state of `wkv6`.
         cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
+            As there.
         shard : rwkv_jit.parallel.Shard, optional
-            As in `RWKV5TimeMix.forward`, with the state of `wkv6`.
+            As there.
 
         Returns
         -------
