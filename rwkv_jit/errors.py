@@ -36,28 +36,30 @@ def printable(text: str) -> str:
     return "".join(x if x.isprintable() or x in "\n\t" else x.encode("unicode_escape").decode() for x in text)
 
 
-# What other libraries call arguments, and what these are here: an argument, of functions that have it, or what to do.
+# What other libraries call arguments, by what these are here: an argument, of functions that have it, or what to do.
 _NAMES_ELSEWHERE = {
-    "head_first": "leave it out, tensors are [B, T, H, K]",
-    "reverse": "flip the tokens of the inputs and of the result",
-    "safe_gate": "leave it out, any decay is right",
-    **dict.fromkeys(("cu_seqlens_cpu", "chunk_indices"), "leave it out, cu_seqlens is enough"),
-    **dict.fromkeys(("offsets", "seq_idx", "query_start_loc"), "cu_seqlens="),
-    **dict.fromkeys(("h0", "s0", "initial_states"), "initial_state="),
-    **dict.fromkeys(("return_final_states", "return_final_state"), "output_final_state="),
-    "use_qk_l2norm_in_kernel": "qk_norm=True",
-    "use_gate_in_kernel": "A_log=",
-    "use_beta_sigmoid_in_kernel": "beta_map='sigmoid'",
-    "allow_neg_eigval": "beta_map='twice_sigmoid'",
-    **dict.fromkeys(("state_v_first", "transpose_state_layout"), "state_layout='vk'"),
-    "chunk_size": "chunk_len=",
-    **dict.fromkeys(("gk", "log_decay", "g_gamma"), "g="),
-    **dict.fromkeys(
-        ("cache_indices", "conv_state_indices", "ssm_state_indices", "state_batch_indices", "slot_mapping"),
-        "state_indices=",
-    ),
-    "pad_slot_id": "null_index=",
-}
+    name: here for here, names in {
+        "leave it out, tensors are [B, T, H, K]": "head_first",
+        "flip the tokens of the inputs and of the result": "reverse",
+        "leave it out, any decay is right": "safe_gate",
+        "leave it out, cu_seqlens is enough": "cu_seqlens_cpu chunk_indices",
+        "cu_seqlens=": "offsets seq_idx query_start_loc",
+        "initial_state=": "h0 s0 initial_states",
+        "output_final_state=": "return_final_states return_final_state",
+        "qk_norm=True": "use_qk_l2norm_in_kernel",
+        "A_log=": "use_gate_in_kernel",
+        "beta_map='sigmoid'": "use_beta_sigmoid_in_kernel",
+        "beta_map='twice_sigmoid'": "allow_neg_eigval",
+        "state_layout='vk'": "state_v_first transpose_state_layout",
+        "chunk_len=": "chunk_size",
+        "g=": "gk log_decay g_gamma",
+        "state_indices=": "cache_indices conv_state_indices ssm_state_indices state_batch_indices slot_mapping",
+        "null_index=": "pad_slot_id",
+        "vocabulary=": "vocab_size",
+        "width=": "n_embd hidden_size d_model",
+        "layers=": "n_layer num_hidden_layers",
+    }.items() for name in names.split()
+}  # fmt: skip
 
 
 def unexpected(function: str, name: str, options: Iterable[str] = ()) -> TypeError:

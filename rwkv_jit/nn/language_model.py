@@ -300,10 +300,9 @@ class LanguageModel(nn.Module):
             raise ValueError(f"temperature: expected at least 0, got {temperature}")
         if not 0 < top_p <= 1:
             raise ValueError(f"top_p: expected more than 0 and at most 1, got {top_p}")
-        if tokens.dim() != 2 or not tokens.numel():
-            raise ValueError(
-                f"tokens: expected shape [batch, tokens] with at least one token, got {list(tokens.shape)}"
-            )
+        _check_tokens(tokens, "batch", "tokens")
+        if not tokens.numel():
+            raise ValueError(f"tokens: expected at least one token, got shape {list(tokens.shape)}")
         hidden, state = self._hidden(tokens)
         pool = self.new_pool(len(tokens))
         for layer, own in enumerate(state):

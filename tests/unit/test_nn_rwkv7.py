@@ -259,7 +259,8 @@ def test_what_cannot_be_drawn_is_an_error(options, message):
 
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0), (3,)])
 def test_prompts_without_tokens_are_errors(shape):
-    said = f"tokens: expected shape [batch, tokens] with at least one token, got {list(shape)}"
+    expected = "at least one token, got shape" if len(shape) == 2 else "shape [batch, tokens], got"
+    said = f"tokens: expected {expected} {list(shape)}"
     with pytest.raises(ValueError, match=re.escape(said)):
         make().generate(torch.zeros(shape, dtype=torch.int64), 1)
 
@@ -667,14 +668,18 @@ def test_gradients_add_up_over_parts_of_a_batch():
         (lambda: nn.RWKV7TimeMix(64, 0, 2, ranks={"w": 0}), "ranks of w: expected at least 1, got 0"),
         (lambda: nn.RWKV7(0, 64, 1), "vocabulary: expected at least 1, got 0"),
         (lambda: nn.RWKV7(5, 64, 0), "layers: expected at least 1, got 0"),
+        (lambda: nn.RWKV7(vocab_size=5), "'vocab_size' (here it is vocabulary=); there are vocabulary, width, "),
+        (lambda: nn.RWKV7(5, n_embd=64), "'n_embd' (here it is width=)"),
+        (lambda: nn.RWKV7(5, n_layer=1), "'n_layer' (here it is layers=)"),
         (lambda: make()(make_tokens(3)), "tokens: expected shape [batch, tokens], got [3]"),
-        (lambda: make().generate(make_tokens(2, 0), 1), "with at least one token, got [2, 0]"),
+        (lambda: make().generate([1, 2], 1), "tokens: expected a torch.Tensor, got list"),
+        (lambda: make().generate(make_tokens(2, 0), 1), "at least one token, got shape [2, 0]"),
         (lambda: make()(make_tokens(), []), "state: expected one of each of the 3 layers, got 0"),
         (lambda: make().blocks[1](torch.zeros(1, 2, WIDTH).double()), "layer 1 needs the values of the first layer"),
     ],
 )
 def test_arguments_that_do_not_fit_are_errors(make_it, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         make_it()
 
 
