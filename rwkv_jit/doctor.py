@@ -160,7 +160,7 @@ def _archs() -> list[str]:
 
     from rwkv_jit import demo
 
-    chosen = env.arch() or demo.default_arch()
+    chosen = os.environ.get("RWKVJIT_ARCH") or demo.default_arch()  # which `_arch` checks
     return [chosen] if chosen else sorted({_arch_of(index) for index in range(torch.cuda.device_count())})
 
 

@@ -41,17 +41,8 @@ def check() -> None:
 
     Raises ValueError naming a variable that is set to something it cannot be.
     """
-    for read in (
-        cache_is_on,
-        cache_is_shared,
-        assert_cached,
-        lineinfo,
-        keep_source,
-        runs_fla,
-        runs_compat,
-        cache_max_bytes,
-        log_level,
-    ):
+    switches = cache_is_on, cache_is_shared, assert_cached, lineinfo, keep_source, runs_fla, runs_compat
+    for read in (*switches, cache_max_bytes, log_level):
         read()
 
 
@@ -79,7 +70,10 @@ runs_compat = partial(_is_on, "RWKVJIT_COMPAT")
 
 def arch() -> str | None:
     """Return the architecture that replaces the GPU's own."""
-    return os.environ.get("RWKVJIT_ARCH") or None
+    text = os.environ.get("RWKVJIT_ARCH") or None
+    if text and not re.fullmatch(r"(sm|compute)_[1-9][0-9]{1,2}[af]?", text):
+        raise ValueError(f"RWKVJIT_ARCH: expected sm_NN, sm_NNa or compute_NN, got {brief(text)}")
+    return text
 
 
 def cache_dir() -> Path:

@@ -26,6 +26,8 @@ def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         safetensors is not installed; or the file cannot be read.
     """
     path = path_of("path", path)
+    if path.exists() and not path.is_file():
+        raise ValueError(f"path: expected a file, got {path}")
     try:
         found = (
             _safetensors().load_file(path)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit import UnsupportedConfigError, compiler, identity, kernel
+from rwkv_jit import UnsupportedConfigError, compiler, identity, kernel, tensors
 from rwkv_jit.compat.fla.functions import chunk_gla
 from rwkv_jit.ops import checks, gla, linear_attention, wkv5, wkv6, wkv7
 
@@ -372,8 +372,22 @@ def test_what_cannot_be_compiled_is_refused_at_once(case, monkeypatch, nothing_c
 
 def test_architecture_of_the_environment_is_checked_too(monkeypatch):
     monkeypatch.setenv("RWKVJIT_ARCH", "hopper")
-    with pytest.raises(ValueError, match=f"arch: expected {ARCH}, got 'hopper'"):
+    with pytest.raises(ValueError, match=f"RWKVJIT_ARCH: expected {ARCH}, got 'hopper'"):
         rwkv_jit.specialize("wkv7", 64)
+
+
+@pytest.mark.parametrize("arch", ["nonsense", "90", "sm90", "sm_", "sm_9x"])
+def test_architecture_of_the_environment_is_checked_by_calls(arch, on_gpu, monkeypatch):
+    monkeypatch.setenv("RWKVJIT_ARCH", arch)
+    monkeypatch.setattr(tensors, "_capability", lambda device: pytest.fail("the variable is not read"))
+    x, pool = torch.zeros(1, 2, 2, 8), torch.zeros(1, 2, 8, 8)
+    for call in (
+        lambda: rwkv_jit.gla(x, x, x, x), lambda: rwkv_jit.wkv7_update(pool, *[x[0, :1]] * 6),
+        lambda: rwkv_jit.causal_conv1d(x[0], torch.zeros(8, 4)), lambda: rwkv_jit.gated(x, x),
+        lambda: rwkv_jit.timex(x[0, 0], x[0]),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"^RWKVJIT_ARCH: expected {ARCH}, got '{arch}'$"):
+            call()
 
 
 # ---- unknown names -----------------------------------------------------------------------------------------------

@@ -546,6 +546,9 @@ def test_many_threads_load_and_install(child):
         ("wkv_cuda", ["wrapper.cpp", "operators.cu", "gemm_fp16_cublas.cpp"], None),
         ("wkv_cuda", ["wkv_op.cpp", "wkv_cuda.cu"], None),
         ("timex", ["timex_op.cpp", "timex_cuda_v3.cu"], None),
+        ("wind_backstepping", ["cuda/wkv7_cuda_fp32.cu", "cuda/wkv7_op_fp32.cpp"], None),
+        ("wkv6", ["wkv6_op.cpp", "wkv6_cuda_fp32.cu"], None),
+        ("wkv5", ["wkv5_op.cpp", "wkv5_cuda_vcoll.cu"], None),
         ("rwkv7_head_l2wrap_ce_bf16_v4", ["rwkv7_head_l2wrap_ce_bf16_v4.cpp"], None),
     ],
 )

@@ -534,7 +534,7 @@ parallel
 ahead_requests
 ahead bench.cases
 bench.measure compat.replacing
-bench compat.alias compat.buffers compat.rows compat.scripts compat.fla compat.falling_back
+bench compat.alias compat.buffers compat.naming compat.rows compat.scripts compat.fla compat.falling_back
 bench.layers compat.causal_conv1d compat.flash_rwkv compat.functions compat.rwkv7_hf compat.rwkvfla compat.wind
 compat.mamba
 compat.fla.functions

@@ -6,6 +6,7 @@ import inspect
 import io
 import math
 import pickle
+import os
 import re
 
 import nn_cases
@@ -351,6 +352,17 @@ def test_what_is_no_checkpoint_is_an_error(name, tmp_path):
     for held in ({"emb.weight": 3}, {3: torch.zeros(1)}):
         with pytest.raises(ValueError, match="path: expected a dict of tensors"):
             nn.RWKV7.from_checkpoint(save(tmp_path, held))
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_only_files_are_read(suffix, tmp_path):
+    """A pipe, where a read would wait for ever, and a folder."""
+    pipe, folder = tmp_path / f"pipe{suffix}", tmp_path / f"folder{suffix}"
+    os.mkfifo(pipe)
+    folder.mkdir()
+    for path in (pipe, folder):
+        with pytest.raises(ValueError, match=f"^path: expected a file, got {re.escape(str(path))}$"):
+            nn.RWKV7.from_checkpoint(path)
 
 
 def test_file_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
