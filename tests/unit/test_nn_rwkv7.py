@@ -5,8 +5,8 @@ import doctest
 import inspect
 import io
 import math
-import pickle
 import os
+import pickle
 import re
 
 import nn_cases
