@@ -44,6 +44,7 @@ def pytest_xdist_auto_num_workers():
 
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="run the tests marked full too")
+    parser.addoption("--record-api", action="store_true", help="write tests/api.txt from this run")
     parser.addoption("--record-launches", action="store_true", help="write tests/launches.json from this run")
     parser.addoption("--record-budget", action="store_true", help="write tests/compile/budget.json from this run")
     parser.addoption("--seed", type=int, metavar="N", help="repeat the random inputs that tests/gpu had with this seed")

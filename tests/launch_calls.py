@@ -144,7 +144,9 @@ def _inputs(draw, op, p, sizes):
 def _sequences(op, arguments, wants, given):
     inputs, options = arguments(given)
     packing = {name: given[name] for name in ("cu_seqlens",) if name in given}
-    return [x for x in getattr(rwkv_jit, op)(*inputs, output_final_state=not wants, **packing, **options) if x is not None]
+    return [
+        x for x in getattr(rwkv_jit, op)(*inputs, output_final_state=not wants, **packing, **options) if x is not None
+    ]
 
 
 def _pools(op, verb):
