@@ -3,12 +3,12 @@
     python examples/train_lm.py [--data FILE] [--out FOLDER] [--steps N] [--width N] [--layers N] ...
     torchrun --nproc-per-node 8 examples/train_lm.py --fsdp --tp 2 ...
 
-FILE is any text, whose bytes are the tokens, or a .npy or .bin of uint16 or uint32 tokens, which is read as it is
-needed; by default it is Python's help. The last tenth is held back. Ranks that are left by --tp (heads over
-ranks) and --cp (each sequence over ranks) have different sequences: --dp gives each of them the whole model, and --fsdp
-a part of it. Losses, tokens per second and the share of the GPU's peak go to the progress bar and to FOLDER: a line of
-JSON each, a picture, TensorBoard's files where that is installed, and checkpoints, from which the same command goes on,
-to the bit. The model is that of arXiv:2503.14456, its parameters and rates those of its trainer.
+FILE is any text, whose bytes are the tokens, a .npy of any integers, or a .bin of uint16 or uint32 tokens; the last two
+are read as they are needed. By default it is Python's help. The last tenth is held back. Ranks that are left by --tp
+(heads over ranks) and --cp (each sequence over ranks) have different sequences: --dp gives each of them the whole
+model, and --fsdp a part of it. Losses, tokens per second and the share of the GPU's peak go to the progress bar and to
+FOLDER: a line of JSON each, a picture, TensorBoard's files where that is installed, and checkpoints, from which the
+same command goes on, to the bit. The model is that of arXiv:2503.14456, its parameters and rates those of its trainer.
 """
 
 import argparse
@@ -69,19 +69,35 @@ BFLOAT16_PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e1
 
 
 def load(options: argparse.Namespace) -> tuple[numpy.ndarray, numpy.ndarray, int]:
-    """Return tokens to learn from, those held back, and how many there may be; a .npy or .bin stays on the disk."""
+    """Return tokens to learn from, those held back, and how many there may be; a .npy or .bin stays on the disk.
+
+    Raises OSError or ValueError where they cannot be read, or are no tokens of that vocabulary.
+    """
     path, vocabulary = options.data, options.vocabulary
-    if path is not None and path.suffix == ".npy":
-        tokens = numpy.load(path, mmap_mode="r")
-    elif path is not None and path.suffix == ".bin":
-        tokens = numpy.memmap(path, options.bin_dtype, "r")
+    if path is not None and path.suffix in (".npy", ".bin"):
+        is_npy = path.suffix == ".npy"
+        try:
+            tokens = numpy.lib.format.open_memmap(path, "r") if is_npy else numpy.memmap(path, options.bin_dtype, "r")
+        except ValueError as error:
+            kind = "an intact .npy" if is_npy else f"a .bin of {options.bin_dtype} tokens"
+            raise ValueError(f"--data {path} is not {kind}: {error}") from None
+        if tokens.dtype.kind not in "iu" or tokens.ndim != 1:
+            raise ValueError(f"--data {path}: expected integers in a row, got {tokens.dtype} of shape {tokens.shape}")
     else:
         text = "\n\n".join(topics[name] for name in sorted(topics)).encode() if path is None else path.read_bytes()
         tokens, vocabulary = numpy.frombuffer(text, "uint8"), vocabulary or 256
     cut = len(tokens) * 9 // 10
     if len(tokens) - cut <= options.length:
         sys.exit(f"--data has {len(tokens)} tokens: more than {10 * options.length} are needed for --length")
-    return tokens[:cut], tokens[cut:], vocabulary or 65536
+    vocabulary = vocabulary or 65536
+    if numpy.iinfo(tokens.dtype).max >= vocabulary or tokens.dtype.kind == "i":  # or else no token can be too large
+        least, most = tokens.min(), tokens.max()
+        if least < 0 or most >= vocabulary:
+            got = f"up to {most}" if least >= 0 else f"{least} to {most}"
+            raise ValueError(
+                f"tokens of --data: expected 0 to {vocabulary - 1}, got {got} (--vocabulary sets the limit)"
+            )
+    return tokens[:cut], tokens[cut:], vocabulary
 
 
 @cache
@@ -223,11 +239,11 @@ class Planner(dcp.DefaultLoadPlanner):
         super().load_bytes(read_item, value)
 
 
-def check(checkpoint: Path) -> None:
-    """Check that a checkpoint's metadata, which torch unpickles whatever they name, are such."""
+def check(checkpoint: Path) -> set[str]:
+    """Check that a checkpoint's metadata, which torch unpickles whatever they name, are such; return what it holds."""
     try:
         with (checkpoint / ".metadata").open("rb") as file:
-            Metadata(file).load()
+            return set(Metadata(file).load().state_dict_metadata)
     except Exception as error:  # an unpickler raises a dozen kinds
         sys.exit(f"{checkpoint} is no checkpoint of this program, and is not read: {error}")
 
@@ -247,9 +263,16 @@ def resume(folder: Path, model: RWKV7, optimizer: torch.optim.Optimizer, rank: i
     done = [int(path.parent.name) for path in folder.glob("*/.metadata")]
     if not done:
         return 0
-    state = everything(model, optimizer, rank)
-    check(folder / str(max(done)))
-    dcp.load(state, checkpoint_id=folder / str(max(done)), planner=Planner())
+    state, checkpoint = everything(model, optimizer, rank), folder / str(max(done))
+    more = sorted(name for name in check(checkpoint) if name.startswith("model.") and name[6:] not in state["model"])
+    if more:
+        raise ValueError(f"{checkpoint} is of another model: it has {more[0]} too")
+    try:
+        dcp.load(state, checkpoint_id=checkpoint, planner=Planner())
+    except dcp.api.CheckpointException as error:  # with what each rank stumbled over
+        cause = next(iter(error.failures.values()))[0]
+        why = str(cause).partition("\n")[0] or type(cause).__name__
+        raise ValueError(f"{checkpoint} is damaged or of another model: {why}") from None
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     torch.set_rng_state(state[f"random_{rank}"]["cpu"])
     if torch.cuda.is_available():
@@ -304,29 +327,43 @@ class Log:
 # ---- training ----------------------------------------------------------------------------------------------------
 
 
+def limited(kind: type, least: float, above: bool = False):
+    """Return a reader of a finite number from `least`, or above it."""
+
+    def read(text: str):
+        value = kind(text)
+        if not (least < value if above else least <= value) or value == math.inf:
+            raise argparse.ArgumentTypeError(f"expected {'more than' if above else 'at least'} {least}, got {text}")
+        return value
+
+    read.__name__ = kind.__name__
+    return read
+
+
 def read_options() -> argparse.Namespace:
+    count, positive = limited(int, 1), limited(float, 0, above=True)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, on_gpu in DEFAULTS["cuda"].items():
-        parser.add_argument(f"--{name}", type=int, help=f"{on_gpu} on a GPU, {DEFAULTS['cpu'][name]} on a CPU")
-    parser.add_argument("--head-size", type=int, default=64)
+        parser.add_argument(f"--{name}", type=count, help=f"{on_gpu} on a GPU, {DEFAULTS['cpu'][name]} on a CPU")
+    parser.add_argument("--head-size", type=count, default=64)
     parser.add_argument("--data", type=Path, help="a text, or a .npy or .bin of tokens; Python's help by default")
     parser.add_argument("--bin-dtype", choices=["uint16", "uint32"], default="uint16", help="of the tokens of a .bin")
-    parser.add_argument("--vocabulary", type=int, help="256 for a text, 65536 for tokens")
+    parser.add_argument("--vocabulary", type=count, help="256 for a text, 65536 for tokens")
     parser.add_argument("--out", type=Path, help="folder of the log, the picture and checkpoints; none by default")
-    parser.add_argument("--save-every", type=int, default=1000, help="steps from checkpoint to checkpoint (1000)")
-    parser.add_argument("--log-every", type=int, default=10, help="steps from line to line of the log (10)")
-    parser.add_argument("--accumulate", type=int, default=1, help="passes whose gradients a step adds up")
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--warmup", type=int, default=20, help="steps until that is reached (20)")
-    parser.add_argument("--weight-decay", type=float, default=0.1)
+    parser.add_argument("--save-every", type=count, default=1000, help="steps from checkpoint to checkpoint (1000)")
+    parser.add_argument("--log-every", type=count, default=10, help="steps from line to line of the log (10)")
+    parser.add_argument("--accumulate", type=count, default=1, help="passes whose gradients a step adds up")
+    parser.add_argument("--lr", type=positive, default=1e-3)
+    parser.add_argument("--warmup", type=limited(int, 0), default=20, help="steps until that is reached (20)")
+    parser.add_argument("--weight-decay", type=limited(float, 0), default=0.1)
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations in the backward")
     parser.add_argument("--compile", action="store_true", help="train through torch.compile")
     parser.add_argument("--cpu", action="store_true", help="do not use the GPU")
     parser.add_argument("--dp", action="store_true", help="the model on every rank (DistributedDataParallel)")
     parser.add_argument("--fsdp", action="store_true", help="a part of the model on every rank (FSDP2)")
-    parser.add_argument("--tp", type=int, default=1, help="ranks that share the heads; not with --dp")
-    parser.add_argument("--cp", type=int, default=1, help="ranks that share each sequence")
-    parser.add_argument("--peak", type=float, help="FLOPs a second that the GPU can do; known of a few")
+    parser.add_argument("--tp", type=count, default=1, help="ranks that share the heads; not with --dp")
+    parser.add_argument("--cp", type=count, default=1, help="ranks that share each sequence")
+    parser.add_argument("--peak", type=positive, help="FLOPs a second that the GPU can do; known of a few")
     options = parser.parse_args()
     options.device = "cpu" if options.cpu or not rwkv_jit.is_available() else "cuda"
     for name, default in DEFAULTS[options.device].items():
@@ -336,6 +373,8 @@ def read_options() -> argparse.Namespace:
         torch.set_num_threads(1)
     if options.dp and (options.fsdp or options.tp > 1):
         parser.error("--dp goes neither with --fsdp nor with --tp")
+    if options.width % options.head_size:
+        parser.error(f"--width {options.width} is no multiple of --head-size {options.head_size}")
     if options.length % options.cp:
         parser.error(f"--length {options.length} is no multiple of --cp {options.cp}")
     if options.device == "cuda" and options.peak is None:
@@ -367,25 +406,30 @@ def say_next(options: argparse.Namespace, has_bytes: bool) -> None:
         print(f"{what}: {shlex.join(['python', *command, *more])}")
 
 
-def main() -> int:
+def main() -> int | str:
     options = read_options()
     ranks, device = join(options), options.device
-    learned, held_back, vocabulary = load(options)
-    torch.manual_seed(0)
-    model = RWKV7(vocabulary, options.width, options.layers, options.head_size, device=device)
-    model.checkpointing = options.checkpointing
-    flops, size = flops_of_token(model), sum(x.numel() for x in model.parameters())
-    training = spread(model, options, ranks)
-    optimizer = torch.optim.AdamW(
-        model.param_groups(lr=options.lr, weight_decay=options.weight_decay), betas=(0.9, 0.99), eps=1e-18
-    )
-    rates = [group["lr"] for group in optimizer.param_groups]
-    folder = None if options.out is None else options.out / "checkpoints"
-    step = 0 if folder is None else resume(folder, model, optimizer, ranks.rank)
-    log = Log(options.out, ranks.rank, step)
+    try:
+        learned, held_back, vocabulary = load(options)
+        torch.manual_seed(0)
+        model = RWKV7(vocabulary, options.width, options.layers, options.head_size, device=device)
+        model.checkpointing = options.checkpointing
+        flops, size = flops_of_token(model), sum(x.numel() for x in model.parameters())
+        training = spread(model, options, ranks)
+        optimizer = torch.optim.AdamW(
+            model.param_groups(lr=options.lr, weight_decay=options.weight_decay), betas=(0.9, 0.99), eps=1e-18
+        )
+        rates = [group["lr"] for group in optimizer.param_groups]
+        folder = None if options.out is None else options.out / "checkpoints"
+        step = 0 if folder is None else resume(folder, model, optimizer, ranks.rank)
+        log = Log(options.out, ranks.rank, step)
+    except (OSError, ValueError) as error:  # of files and options
+        return str(error)
     count = options.batch // (options.accumulate * ranks.count)  # sequences of a pass, of this rank
     if ranks.rank == 0:
         print(f"{device}: {size / 1e6:.2f} M parameters, ranks: {ranks.world}")
+        if step >= options.steps:
+            print(f"{options.out} is already at step {step}: --steps {options.steps} trains no further")
 
     def loss_of(tokens: numpy.ndarray, number: int) -> Tensor:
         inputs, targets = rows(tokens, options.length, number + ranks.place * count, count, device)
@@ -397,7 +441,7 @@ def main() -> int:
             return training(inputs, targets, **more)
 
     losses, started, tokens = [], time.perf_counter(), 0
-    progress = tqdm(total=options.steps, initial=step, unit="step", disable=ranks.rank > 0)
+    progress = tqdm(total=max(options.steps, step), initial=step, unit="step", disable=ranks.rank > 0)
     while step < options.steps:
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * factor_at(step, options)

@@ -92,9 +92,9 @@ def trained(example, tmp_path, capsys):
     """A folder of the trainer, and what it printed; starts it again with `again`."""
     pytest.importorskip("tqdm")
 
-    def train():
+    def train(*more):
         try:
-            ended = example("train_lm", *TINY, "--out", tmp_path / "run")
+            ended = example("train_lm", *TINY, "--out", tmp_path / "run", *more)
         finally:
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
@@ -211,6 +211,71 @@ def test_what_the_trainer_cannot_do(options, said, example):
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--lr", "-1", "expected more than 0, got -1"),
+        ("--lr", "nan", "expected more than 0, got nan"),
+        ("--steps", "0", "expected at least 1, got 0"),
+        ("--batch", "0", "expected at least 1, got 0"),
+        ("--layers", "0", "expected at least 1, got 0"),
+        ("--head-size", "0", "expected at least 1, got 0"),
+        ("--warmup", "-1", "expected at least 0, got -1"),
+        ("--width", "100", "--width 100 is no multiple of --head-size 64"),
+    ],
+)
+def test_the_trainer_refuses_such_numbers(option, value, said, example, capsys):
+    pytest.importorskip("tqdm")
+    assert example("train_lm", "--cpu", option, value) == 2
+    assert capsys.readouterr().err.endswith(f"{said}\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("floats.npy", "floats.npy: expected integers in a row, got float64 of shape (500,)"),
+        ("table.npy", "table.npy: expected integers in a row, got int32 of shape (250, 2)"),
+        ("large.npy", "tokens of --data: expected 0 to 99, got up to 499 (--vocabulary sets the limit)"),
+        ("negative.npy", "tokens of --data: expected 0 to 99, got -1 to 98 (--vocabulary sets the limit)"),
+        ("damaged.npy", "damaged.npy is not an intact .npy: "),
+        ("odd.bin", "odd.bin is not a .bin of uint16 tokens: "),
+        ("missing.npy", "No such file or directory"),
+        ("folder", "Is a directory"),
+    ],
+)
+def test_the_trainer_says_in_a_line_why_data_are_no_tokens(name, said, root, tmp_path):
+    numpy, load = pytest.importorskip("numpy"), runpy.run_path(str(root / "examples" / "train_lm.py"))["load"]
+    numbers = numpy.arange(500)
+    given = {"floats": numbers / 500, "table": numpy.zeros((250, 2), "int32"), "large": numbers}
+    for stem, tokens in (given | {"negative": numbers % 100 - 1}).items():
+        numpy.save(tmp_path / f"{stem}.npy", tokens)
+    (tmp_path / "damaged.npy").write_bytes((tmp_path / "large.npy").read_bytes()[:200])
+    (tmp_path / "odd.bin").write_bytes(bytes(1001))
+    (tmp_path / "folder").mkdir()
+    options = types.SimpleNamespace(data=tmp_path / name, vocabulary=100, bin_dtype="uint16", length=8)
+    with pytest.raises((OSError, ValueError)) as raised:
+        load(options)
+    assert said in str(raised.value)
+    assert "\n" not in str(raised.value)
+    numpy.save(tmp_path / "right.npy", numbers % 100)  # of 64 bits
+    options.data = tmp_path / "right.npy"
+    assert load(options)[2] == 100
+
+
+def test_the_trainer_says_what_is_wrong_with_a_folder(trained, tmp_path):
+    assert "is already at step 2: --steps 2 trains no further\n" in trained.again()[1]
+    checkpoint = trained.folder / "checkpoints" / "2"
+    for option, said in (("--width", "Size mismatch"), ("--layers", "Missing key")):
+        ended, _ = trained.again(option, 32 if option == "--width" else 2)
+        assert ended.startswith(f"{checkpoint} is damaged or of another model: {said}")
+        assert "\n" not in ended
+    (part,) = checkpoint.glob("*.distcp")
+    part.write_bytes(part.read_bytes()[:300])
+    assert trained.again()[0].startswith(f"{checkpoint} is damaged or of another model: ")
+    (tmp_path / "file").touch()
+    assert "File exists" in trained.again("--out", tmp_path / "file")[0]
 
 
 def test_learned_states_write_a_word_that_was_never_read(example, capsys):
