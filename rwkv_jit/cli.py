@@ -291,7 +291,9 @@ def _add_cache(commands: Any) -> None:
     show = _add(commands, "show", "print everything that is stored about a kernel")
     show.add_argument("name", help="start of the name, key or file of one or more kernels")
     _add(commands, "verify", "read every kernel and say which are damaged")
-    prune = _add(commands, "prune", "delete damaged kernels, then the least recently used ones above the limit")
+    prune = _add(
+        commands, "prune", "delete damaged kernels and bundles, then the least recently used ones above the limit"
+    )
     prune.add_argument("--max-mb", type=_megabytes, metavar="N", help="default: RWKVJIT_CACHE_MAX_MB, or 512")
     _add(commands, "clear", "delete all kernels of the user's directory")
     export = _add(commands, "export", "write kernels into a bundle")

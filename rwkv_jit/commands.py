@@ -336,17 +336,20 @@ def cache_verify(parsed: argparse.Namespace) -> Outcome:
     faults += [(kernel.path, kernel.fault) for kernel in entries if kernel.fault]
     damaged = [{"path": str(path), "fault": fault} for path, fault in faults]
     layers = [kernel.layer.origin for kernel in entries]
-    lines = [*("{path}: {fault}".format(**row) for row in damaged), f"{_counted(layers)} read, {len(faults)} faults"]
+    named = (fault if fault.startswith(str(path)) else f"{path}: {fault}" for path, fault in faults)
+    lines = [*named, f"{_counted(layers)} read, {len(faults)} faults"]
     result = {"checked": len(entries), "layers": layers, "damaged": damaged, "passed": not faults}
     return result, lambda _: report.say("\n".join(lines))
 
 
 def cache_prune(parsed: argparse.Namespace) -> Outcome:
-    """Delete damaged entries of the user's directory, and old ones until it is small enough."""
+    """Delete what is damaged in the user's directory, and old entries until it is small enough."""
     most = env.cache_max_bytes() if parsed.max_mb is None else int(parsed.max_mb * 2**20)
-    result = {"damaged": cache.delete_damaged(), "evicted": cache.prune(most)}
+    damaged, bundles = cache.delete_damaged()
+    result = {"damaged": damaged, "damaged_bundles": bundles, "evicted": cache.prune(most)}
     result |= {"entries": len(cache.entries()), "bytes": cache.size()}
-    text = "{damaged} damaged and {evicted} old kernels deleted; {entries} are left, {bytes} bytes"
+    also = f", and {bundles} damaged bundles" if bundles else ""
+    text = f"{{damaged}} damaged and {{evicted}} old kernels deleted{also}; {{entries}} are left, {{bytes}} bytes"
     return result, lambda _: report.say(text.format(**result))
 
 

@@ -400,13 +400,12 @@ def _sweep(root: Path, now: float) -> None:
                 files.delete(root, name)
 
 
-def delete_damaged() -> int:
-    """Delete the entries of the user's directory that can be read, but are none; return how many there were.
+def delete_damaged() -> tuple[int, int]:
+    """Delete entries and bundles of the user's directory that can be read, but are none; return how many of each.
 
-    What is merely not to be trusted may be whole.
-    Raises CacheError where one of them cannot be deleted.
+    What is merely not to be trusted may be whole. Raises CacheError where one of them cannot be deleted.
     """
-    damaged = []
+    root, damaged = env.cache_dir(), []
     for kernel in stored():
         if kernel.layer.origin == "disk" and kernel.fault:
             try:
@@ -415,8 +414,17 @@ def delete_damaged() -> int:
                 is_there = error.errno == errno.EFBIG
             if is_there:
                 damaged.append(kernel.name)
-    _delete(env.cache_dir(), damaged)
-    return len(damaged)
+    bundles = [name for name in owned.find(root, owned.BUNDLE) if _is_damaged(root / name)]
+    _delete(root, [*damaged, *bundles])
+    return len(damaged), len(bundles)
+
+
+def _is_damaged(path: Path) -> bool:
+    try:
+        Bundle(path)
+    except CacheError as error:  # its name is the start of its digest
+        return not isinstance(error.__cause__, OSError) and not bundle.digest(path).startswith(path.stem)
+    return False
 
 
 def clear() -> int:

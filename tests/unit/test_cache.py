@@ -181,7 +181,7 @@ def test_entry_that_is_too_large_is_a_miss_with_one_warning_and_is_pruned(made, 
     )
     (shown,) = cache.stored()
     assert "bytes are more than" in shown.fault
-    assert cache.delete_damaged() == 1
+    assert cache.delete_damaged() == (1, 0)
     assert cache.entries() == []
 
 
@@ -840,7 +840,7 @@ def test_directory_with_foreign_files_serves_and_loses_none(foreign, made, make_
         cache.put(*make_entry(number)[:2])
         assert get(make_entry(number)[3]) == (make_entry(number)[2].image, "disk")
         cache.forget()
-    assert cache.delete_damaged() == 0
+    assert cache.delete_damaged() == (0, 0)
     refusal = (
         f"{foreign} holds files that rwkv_jit did not write, so it deletes nothing there; name a directory for the "
         f"cache alone in RWKVJIT_CACHE_DIR, or let it delete its own files here: touch '{foreign}/.rwkvjit-cache'"
@@ -854,7 +854,7 @@ def test_directory_with_foreign_files_serves_and_loses_none(foreign, made, make_
     assert all_files(foreign) == sorted([*FOREIGN, *kernels])
     subprocess.run(shlex.split(refusal.split("here: ")[1]), check=True)
     (foreign / kernels[0]).write_bytes(b"damaged")
-    assert cache.delete_damaged() == 1
+    assert cache.delete_damaged() == (1, 0)
     assert cache.prune(0) == 1
     assert cache.clear() == 0
     assert all_files(foreign) == sorted(FOREIGN)

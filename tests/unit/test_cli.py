@@ -425,6 +425,29 @@ def test_verify_names_what_is_damaged_in_any_layer(data, run, tmp_path, monkeypa
     assert printed.endswith("4 kernels (disk 3, shared 1) read, 5 faults\n")
 
 
+def test_prune_deletes_an_imported_bundle_that_is_damaged(run, fresh_service, tmp_path):
+    put(48)
+    for name in ("first", "second"):
+        assert run("cache", "export", str(tmp_path / name))[0] == 0
+        assert run("cache", "import", str(tmp_path / name))[0] == 0
+        put(64)
+    first, second = sorted(fresh_service.glob("bundles/*.bundle"))
+    untouched = second.read_bytes()
+    first.write_bytes(first.read_bytes()[:200])
+    cache.forget()
+    printed = run("cache", "verify")[1]
+    assert printed.startswith(f"{first} is not an intact rwkv_jit bundle: ")
+    assert printed.count(str(first)) == 1
+    said = run("cache", "prune")[1]
+    assert said.startswith("0 damaged and 0 old kernels deleted, and 1 damaged bundles; 2 are left, ")
+    assert (first.exists(), second.read_bytes()) == (False, untouched)
+    assert run("cache", "verify")[0] == 0
+    second.write_bytes(b"not of this format")  # its name is the digest: another version may have written it
+    second = second.rename(second.with_name(f"{sha256(b'not of this format').hexdigest()[:40]}.bundle"))
+    assert "bundles" not in run("cache", "prune")[1]
+    assert second.exists()
+
+
 def test_prune_deletes_what_is_damaged_then_what_was_not_used_for_long(data, run, fresh_service):
     old, new, damaged, untrusted = put(1), put(2), put(3), put(4)
     cache.forget()  # what this process has stored would stay
@@ -432,7 +455,9 @@ def test_prune_deletes_what_is_damaged_then_what_was_not_used_for_long(data, run
     for age, path in ((4e8, old), (3e8, new), (2e8, untrusted)):
         os.utime(path, (1e9 - age, 1e9 - age))
     untrusted.chmod(0o666)
-    assert data("cache", "prune") == {"damaged": 1, "evicted": 0, "entries": 3, "bytes": cache.size()}
+    assert data("cache", "prune") == {
+        "damaged": 1, "damaged_bundles": 0, "evicted": 0, "entries": 3, "bytes": cache.size()
+    }  # fmt: skip
     assert not damaged.exists()
     limit = (cache.size() - 1) / 2**20
     found = data("cache", "prune", "--max-mb", limit)
