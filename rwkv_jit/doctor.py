@@ -31,7 +31,9 @@ class Finding(NamedTuple):
 
 def run() -> dict[str, Any]:
     """Check everything; return findings, dicts of name, state, text and mend, and passed, whether none is an error."""
-    findings = [finding._asdict() for check in _CHECKS for finding in _guarded(check)]
+    found, said = [finding for check in _CHECKS for finding in _guarded(check)], env.faults().values()
+    # What a wrong variable stops is told once, with the variable.
+    findings = [x._asdict() for x in found if x.name == "setting" or not any(text in x.text for text in said)]
     return {"findings": findings, "passed": all(finding["state"] != "error" for finding in findings)}
 
 
@@ -246,8 +248,12 @@ def _locks() -> Iterator[Finding]:
 
 
 def _variables() -> Iterator[Finding]:
+    faults = env.faults()
     for name, value in env.set_variables().items():
-        yield _finding("setting", f"{name}={value}: {env.DESCRIPTIONS[name]}")
+        if name in faults:
+            yield Finding("setting", "error", faults[name], f"unset {name}")
+        else:
+            yield _finding("setting", f"{name}={value}: {env.DESCRIPTIONS[name]}")
     for name in sorted(os.environ):
         if name.startswith("RWKVJIT_") and name not in env.DESCRIPTIONS:
             near = difflib.get_close_matches(name, env.DESCRIPTIONS, n=1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
@@ -37,13 +38,26 @@ _NOWHERE = Path(os.devnull) / "rwkv_jit"  # can neither be read nor made
 
 
 def check() -> None:
-    """Check the variables that are read after a kernel has been compiled, before one is.
-
-    Raises ValueError naming a variable that is set to something it cannot be.
-    """
-    switches = cache_is_on, cache_is_shared, assert_cached, lineinfo, keep_source, runs_fla, runs_compat
-    for read in (*switches, cache_max_bytes, log_level):
+    """Check the variables that are read after a kernel has been compiled, before one is; raises a ValueError of one."""
+    for read in _readers():
         read()
+
+
+def _readers() -> tuple[Callable[[], object], ...]:
+    others = cache_is_shared, assert_cached, lineinfo, keep_source, runs_fla, runs_compat
+    return cache_is_on, *others, cache_max_bytes, log_level
+
+
+def faults() -> dict[str, str]:
+    """Return the variables that are set to something they cannot be, and what is wrong with each."""
+    found = {}
+    readers: tuple[Callable[[], object], ...] = (*_readers(), checks_indices)
+    for read in readers:
+        try:
+            read()
+        except ValueError as error:
+            found[str(error).partition(":")[0]] = str(error)
+    return found
 
 
 def _is_on(name: str, default: bool = False) -> bool:
@@ -129,10 +143,7 @@ def cache_is_on() -> bool:
 
 
 def cache_max_bytes() -> int:
-    """Return the size that the user's directory is kept below.
-
-    Raises ValueError where it is set to something else than a number of at least 0.
-    """
+    """Return the bytes that the user's directory is kept below; raises ValueError where that is no number from 0."""
     text = os.environ.get("RWKVJIT_CACHE_MAX_MB") or "512"
     try:
         size = float(text) * 2**20
@@ -144,10 +155,7 @@ def cache_max_bytes() -> int:
 
 
 def log_level() -> str | None:
-    """Return the level asked for, in logging's capitals.
-
-    Raises ValueError where it is set to something else than a level.
-    """
+    """Return the level asked for, in logging's capitals; raises ValueError where it is no level."""
     text = os.environ.get("RWKVJIT_LOG")
     if not text:
         return None

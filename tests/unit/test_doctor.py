@@ -347,6 +347,18 @@ def test_lock_directory_that_others_can_write(shared, monkeypatch, tmp_path):
 # ---- variables ---------------------------------------------------------------------------------------------------
 
 
+def test_wrong_settings_are_told_once_with_what_mends_them(monkeypatch, fresh_service):
+    monkeypatch.setenv("RWKVJIT_CACHE", "maybe")
+    monkeypatch.setenv("RWKVJIT_CHECK", "2")
+    result = doctor.run()
+    told = [x for x in result["findings"] if "maybe" in x["text"] or "RWKVJIT_CHECK" in x["text"]]
+    assert [(x["name"], x["state"], x["mend"]) for x in told] == [
+        ("setting", "error", "unset RWKVJIT_CACHE"), ("setting", "error", "unset RWKVJIT_CHECK")
+    ]  # fmt: skip
+    assert told[0]["text"].startswith("RWKVJIT_CACHE: expected 0 or 1 ")
+    assert not result["passed"]
+
+
 def test_settings_and_misspelt_variables(monkeypatch, fresh_service):
     monkeypatch.setenv("RWKVJIT_ASSERT_CACHED", "1")
     monkeypatch.setenv("RWKVJIT_CACHEDIR", "/x")
