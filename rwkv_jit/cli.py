@@ -17,6 +17,9 @@ _DTYPES = ("bf16", "fp16", "fp32")
 _DIGEST = "print the bundle's SHA-256, which `rwkv-jit cache import --digest` checks"
 _CHUNKED_OPS = tuple(name for name, op in OPS.items() if op.has_heads)
 _OPS = tuple(OPS)
+_GATED = "--op wkv7 --decay log --state-layout kv"
+_BUILT_AS = dict.fromkeys(("kda", "gated_delta_rule", "gated_delta_rule2", "delta_rule"), _GATED)
+_BUILT_AS |= dict.fromkeys(("simple_gla", "ssd", "hgrn2"), "--op gla --state-layout kv")
 _BACKENDS = ("auto", "recurrent", "chunked", "split", "tiles", "transforms", "fft")
 _PHASES = ("forward", "backward", "forward+backward", "decode", "prefill", "update")
 _KINDS = (
@@ -43,8 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     parser = _parser()
-    if arguments[:1] == ["help"]:
-        arguments = [*arguments[1:], "--help"]
+    _Parser.given = arguments = [*arguments[1:], "--help"] if arguments[:1] == ["help"] else arguments
     parsed = parser.parse_args(arguments)
     if parsed.command is None:
         parser.print_help()
@@ -123,9 +125,14 @@ def _in_options(message: str, parsed: argparse.Namespace, arguments: Sequence[st
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, as the commands do."""
+    """Says what is wrong in one line, as the commands do, and what may be meant."""
+
+    given: Sequence[str] = ()
 
     def error(self, message: str) -> NoReturn:
+        op = next((word for word in self.given[1:] if word in OPS or word in _BUILT_AS), "")
+        if message.endswith("--op --model is required") and op:
+            message += f"; did you mean {_BUILT_AS.get(op, f'--op {op}')}?"
         self.exit(2, f"{self.prog}: {printable(message.removeprefix('argument '))}\n")
 
 
@@ -330,7 +337,13 @@ def _one_of(*names: str) -> Callable[[str], str]:
     return read
 
 
-_dtype, _op = _one_of(*_DTYPES), _one_of(*_OPS)
+_dtype = _one_of(*_DTYPES)
+
+
+def _op(text: str) -> str:
+    if text in _BUILT_AS:
+        raise argparse.ArgumentTypeError(f"{text} runs the kernels of another op: name {_BUILT_AS[text]} in its place")
+    return _one_of(*_OPS)(text)
 
 
 def _arch(text: str) -> str:
