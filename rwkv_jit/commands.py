@@ -30,7 +30,9 @@ Outcome = tuple[dict[str, Any], Callable[[dict[str, Any]], None]]
 def demo(parsed: argparse.Namespace) -> Outcome:
     """Do the main job."""
     from rwkv_jit import demo
+    from rwkv_jit.bench import timing
 
+    timing.use_one_thread()
     return demo.run(), demo.show
 
 
@@ -44,7 +46,10 @@ def doctor(parsed: argparse.Namespace) -> Outcome:
 def bench(parsed: argparse.Namespace) -> Outcome:
     """Measure the ops beside torch, or a layer."""
     from rwkv_jit import bench
+    from rwkv_jit.bench import timing
 
+    if parsed.shape is None:
+        timing.use_one_thread()
     if parsed.suite == "layers":
         from rwkv_jit.bench import layers
 

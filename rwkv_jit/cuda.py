@@ -170,10 +170,7 @@ def function(module: int, entry: str) -> int:
 
 
 def allow_shared_bytes(function: int, count: int) -> None:
-    """Let a kernel have so much dynamic shared memory; it keeps what it was allowed before.
-
-    Raises RwkvJitError where the GPU does not have as much.
-    """
+    """Allow a kernel so much dynamic shared memory, or more as before; raises RwkvJitError where a GPU has less."""
     api = driver()
     try:
         if api.funcGetAttribute(api.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, function) < count:

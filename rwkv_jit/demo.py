@@ -156,10 +156,7 @@ def _compile(op: str, head_size: int | None, direction: str, arch: str | None) -
 
 
 def check(op: str, head_size: int | None, dtype: torch.dtype, device: str) -> dict[str, Any]:
-    """Call an op, and compare y and its gradients with float64.
-
-    Returns first_call_ms; error and gradient_error, relative in L2; limit; passed.
-    """
+    """Return first_call_ms; error of y and gradient_error, relative in L2 against float64; limit; passed."""
     function, in_torch = OPS[op]
     inputs, dy = _inputs(op, CHECKED_SHAPES[device], head_size, dtype, device)
     started = time.perf_counter()

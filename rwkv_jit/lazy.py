@@ -16,10 +16,7 @@ def modules(names: Mapping[str, str]) -> dict[str, str]:
 
 
 def members(package: dict[str, Any], rooms: Sequence[str] = ()) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` of a package whose globals have `_MODULES` and `__all__`.
-
-    `rooms` are packages within it.
-    """
+    """Return `__getattr__`, `__dir__` of a package with globals `_MODULES`, `__all__`; `rooms` are packages in it."""
     path: str = package["__name__"]
 
     def get(name: str) -> Any:

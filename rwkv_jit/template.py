@@ -61,10 +61,7 @@ class Template:
     headers: tuple[tuple[str, str], ...]
 
     def render(self, parameters: Mapping[str, Parameter]) -> Rendered:
-        """Write `parameters` as typed constants above the text.
-
-        Raises ValueError or TypeError for a value that cannot be a parameter.
-        """
+        """Write `parameters` as typed constants above the text; raises ValueError or TypeError for what can be none."""
         lines = [_line(parameter, parameters[parameter]) for parameter in sorted(parameters)]
         head = "\n".join(['#include "types.cuh"', *lines, f'#line 1 "{self.name}.cu"'])
         return Rendered(self.name, f"{head}\n{self.body}", self.headers)

@@ -217,10 +217,7 @@ def _choice(record: Any) -> Choice:
 
 
 def store(measured: Mapping[Key, Choice | None]) -> None:
-    """Write what was measured into the user's file: a choice for a key, or None where there shall be none.
-
-    Raises CacheError where the file cannot be written.
-    """
+    """Write a measured choice for a key, or None for none, into the user's file; raises CacheError where that fails."""
     root = env.cache_dir()
     try:
         files.make_directory(root)

@@ -328,10 +328,7 @@ def run_once(
 
 
 def beside(case: Case, contestant: Contestant, given: Given) -> tuple[Tensor | None, dict[str, Any]]:
-    """Return the state that a contestant begins with, and what else it is given beside the inputs.
-
-    An update changes the state, so it is a copy.
-    """
+    """Return the state a contestant begins with, a copy as updates change it, and what else it is given with inputs."""
     if given.slots is not None and given.state is not None:
         if contestant.takes_pools:
             return given.state.clone(), {"state_indices": given.slots, "out": torch.empty_like(given.dy)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import time
 import timeit
@@ -201,6 +202,12 @@ def copy_tb_per_s() -> float:
     source = torch.ones(size, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * size / median_ms(lambda: target.copy_(source)) * 1e-9
+
+
+def use_one_thread() -> None:
+    """Without a GPU, and unless OMP_NUM_THREADS is set, work on one thread: more wait for each other for long."""
+    if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
 
 
 def cpu_ms(function: Callable[[], Any], runs: int = 7) -> list[float]:

@@ -220,10 +220,7 @@ def _say(error: OSError, root: Path, untrusted: str, otherwise: str) -> None:
 
 
 def source_folder(kind: str) -> Path:
-    """Return a folder for sources in the user's directory.
-
-    Raises OSError where there is none to write to, or not to be trusted.
-    """
+    """Return a folder for sources in the user's directory; raises OSError where none can be written to or trusted."""
     if not env.cache_is_on():
         raise FileNotFoundError("the cache is off")
     folder = _root() / kind

@@ -156,10 +156,7 @@ def _check_member(member: zipfile.ZipInfo) -> None:
 
 
 def write(path: Path, entries: Iterable[tuple[str, bytes]]) -> int:
-    """Write a bundle and return its size; the whole file appears at once.
-
-    Raises CacheError where it cannot be written.
-    """
+    """Write a bundle, all at once, and return its size; raises CacheError where it cannot be written."""
     data = pack(dict(entries))
     try:
         _check_table(io.BytesIO(data))

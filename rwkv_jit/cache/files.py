@@ -213,10 +213,7 @@ def _file_mode(folder: Path) -> int:
 
 
 def write(path: Path, data: bytes, mode: int | None = None) -> None:
-    """Write a file into a directory that is there: readers see the whole file or none.
-
-    Raises OSError where it cannot be written; nothing of it is left behind.
-    """
+    """Write a file, at once or not at all, into a directory there is; raises OSError where it cannot be written."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".rwkvjit-", suffix=".tmp")
     with _removed_after_an_error(temporary):
         _fill(handle, data)
@@ -225,10 +222,7 @@ def write(path: Path, data: bytes, mode: int | None = None) -> None:
 
 
 def publish(path: Path, data: bytes) -> None:
-    """Write a file into the cache, as `write` does; an empty directory in its place makes way.
-
-    Raises OSError where it cannot be written; nothing of it is left behind.
-    """
+    """Write a file into the cache as `write` does, with its OSError; an empty directory in its place makes way."""
     if path.is_dir() and not path.is_symlink():
         try:
             path.rmdir()
@@ -238,10 +232,7 @@ def publish(path: Path, data: bytes) -> None:
 
 
 def create(path: Path, data: bytes) -> None:
-    """Write a file where there is none; of several processes that try, one does it.
-
-    Raises FileExistsError where there is one, and OSError where it cannot be written.
-    """
+    """Write a file where there is none, which one process does; raises FileExistsError, or OSError where it cannot."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with _removed_after_an_error(path):
         _fill(handle, data)

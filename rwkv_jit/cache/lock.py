@@ -65,10 +65,7 @@ def _unescaped(point: str) -> str:
 
 @contextmanager
 def held(digest: str, what: str) -> Iterator[bool]:
-    """Hold a kernel's lock, or none: after a bounded wait, and where locks do not work (with one warning).
-
-    Yields whether it is held.
-    """
+    """Hold a kernel's lock, yield True; False after a bounded wait, or, with one warning, where locks do not work."""
     try:
         handle = _wait(digest, what)
     except OSError as error:

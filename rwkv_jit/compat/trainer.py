@@ -133,10 +133,7 @@ def _mix_gradients(grads: Sequence[Tensor], x: Tensor, parameters: Sequence[Tens
 
 @_alone
 def rate_forward(a0: Tensor, a12: Tensor) -> Tensor:
-    """Return sigmoid(a0 + a12): how much the state learns of a token.
-
-    `prepare_keys` makes it on its way, whatever the keys are.
-    """
+    """Return sigmoid(a0 + a12), how much the state learns of a token; `prepare_keys` makes it, of any keys."""
     _check(a12=a12, a0=a0)
     heads, start = _any_heads(a12), a0.reshape(-1)
     inputs = {"k": heads, "v": heads, "rate": heads, "k_k": start, "k_a": start, "a0": start}
@@ -146,10 +143,7 @@ def rate_forward(a0: Tensor, a12: Tensor) -> Tensor:
 
 @_alone
 def rate_backward(grad_out: Tensor, a0: Tensor, a12: Tensor) -> list[Tensor]:
-    """Return the gradients of a0 and a12.
-
-    `prepare_keys` of keys that are 1 returns the rate for them, where k_a is 1 and k_k is 0.
-    """
+    """Return the gradients of a0 and a12: `prepare_keys` of keys of 1 returns the rate for them, at k_a 1 and k_k 0."""
     _check(a12=a12, a0=a0, grad_out=grad_out)
     heads = _any_heads(a12)
     ones, rows = torch.ones_like(heads), torch.ones_like(a0).reshape(-1)

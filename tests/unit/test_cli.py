@@ -91,6 +91,10 @@ def test_help_of_a_command(names, capsys):
         (["cache"], ["rwkv-jit cache", "required", "command"]),
         (["cache", "dance"], ["'dance'", "verify"]),
         (["build", "--head-size", "64"], ["rwkv-jit build", "--op", "required"]),
+        (["build", "wkv7"], ["rwkv-jit build: ", "required; did you mean --op wkv7?"]),
+        (["warm", "--head-size", "64", "gla"], ["rwkv-jit warm: ", "did you mean --op gla?"]),
+        (["build", "--op", "kda"], ["kda", "name --op wkv7 --decay log --state-layout kv in its place"]),
+        (["warm", "--op", "wkv7,hgrn2"], ["hgrn2", "name --op gla --state-layout kv in its place"]),
         (["build", "--op", "wkv7", "--arch", "sm_90"], ["--head-size", "wkv7 needs some"]),
         (["build", "--op", "timex", "--arch", "sm_90"], ["build: --tokens: expected a number for timex"]),
         (["build", "--op", "wkv4", "--head-size", "8", "--arch", "sm_90"], ["--head-size: wkv4 has none, got 8"]),
@@ -423,6 +427,23 @@ def test_verify_names_what_is_damaged_in_any_layer(data, run, tmp_path, monkeypa
     assert code == 1
     assert f"{damaged}: damaged\n" in printed
     assert printed.endswith("4 kernels (disk 3, shared 1) read, 5 faults\n")
+
+
+@pytest.mark.parametrize("number", [None, "2"])
+@pytest.mark.parametrize("arguments", [["demo"], ["bench"], ["bench", "--shape", "1,8,2,8"]])
+def test_small_tensors_are_computed_on_one_thread(arguments, number, run, monkeypatch):
+    torch = pytest.importorskip("torch")
+    threads = []
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if number:
+        monkeypatch.setenv("OMP_NUM_THREADS", number)
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for module in ("rwkv_jit.demo", "rwkv_jit.bench"):
+        monkeypatch.setattr(f"{module}.run", lambda *_: {})
+        monkeypatch.setattr(f"{module}.show", lambda _: None)
+    assert run(*arguments)[0] == 0
+    assert threads == ([] if number or "--shape" in arguments else [1])
 
 
 def test_prune_deletes_an_imported_bundle_that_is_damaged(run, fresh_service, tmp_path):
