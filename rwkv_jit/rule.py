@@ -136,7 +136,7 @@ def choose(backend: str, case: Case, gpu: Callable[[], Gpu]) -> tuple[str, int |
 
 
 def _takes_large(case: Case, gpu: Callable[[], Gpu]) -> bool:
-    """Return whether heads that blocks hold are faster in kernels for large ones; not with gradients: they keep more."""
+    """Return whether heads blocks can hold are faster in kernels for large ones; not with gradients: they keep more."""
     multiprocessors = case.multiprocessors and case.multiprocessors()
     if case.training or multiprocessors is None or not (case.chunk_len is None and case.num_threads is None):
         return False
