@@ -342,7 +342,7 @@ _dtype = _one_of(*_DTYPES)
 
 def _op(text: str) -> str:
     if text in _BUILT_AS:
-        raise argparse.ArgumentTypeError(f"{text} runs the kernels of another op: name {_BUILT_AS[text]} in its place")
+        raise argparse.ArgumentTypeError(f"{text} runs the kernels of another op; name {_BUILT_AS[text]} instead")
     return _one_of(*_OPS)(text)
 
 
