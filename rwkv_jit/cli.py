@@ -19,7 +19,7 @@ _CHUNKED_OPS = tuple(name for name, op in OPS.items() if op.has_heads)
 _OPS = tuple(OPS)
 _GATED = "--op wkv7 --decay log --state-layout kv"
 _BUILT_AS = dict.fromkeys(("kda", "gated_delta_rule", "gated_delta_rule2", "delta_rule"), _GATED)
-_BUILT_AS |= dict.fromkeys(("simple_gla", "ssd", "hgrn2"), "--op gla --state-layout kv")
+_BUILT_AS |= {"simple_gla": "--op gla", "hgrn2": "--op gla", "ssd": "--op gla --state-layout vk"}
 _BACKENDS = ("auto", "recurrent", "chunked", "split", "tiles", "transforms", "fft")
 _PHASES = ("forward", "backward", "forward+backward", "decode", "prefill", "update")
 _KINDS = (
@@ -298,9 +298,7 @@ def _add_cache(commands: Any) -> None:
     show = _add(commands, "show", "print everything that is stored about a kernel")
     show.add_argument("name", help="start of the name, key or file of one or more kernels")
     _add(commands, "verify", "read every kernel and say which are damaged")
-    prune = _add(
-        commands, "prune", "delete damaged kernels and bundles, then the least recently used ones above the limit"
-    )
+    prune = _add(commands, "prune", "delete what is damaged, then the least recently used kernels above the limit")
     prune.add_argument("--max-mb", type=_megabytes, metavar="N", help="default: RWKVJIT_CACHE_MAX_MB, or 512")
     _add(commands, "clear", "delete all kernels of the user's directory")
     export = _add(commands, "export", "write kernels into a bundle")
@@ -342,7 +340,9 @@ _dtype = _one_of(*_DTYPES)
 
 def _op(text: str) -> str:
     if text in _BUILT_AS:
-        raise argparse.ArgumentTypeError(f"{text} runs the kernels of another op; name {_BUILT_AS[text]} instead")
+        raise argparse.ArgumentTypeError(
+            f"{text} cannot be named here; what of it runs through another op can: {_BUILT_AS[text]}"
+        )
     return _one_of(*_OPS)(text)
 
 

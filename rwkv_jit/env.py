@@ -44,15 +44,14 @@ def check() -> None:
 
 
 def _readers() -> tuple[Callable[[], object], ...]:
-    others = cache_is_shared, assert_cached, lineinfo, keep_source, runs_fla, runs_compat
-    return cache_is_on, *others, cache_max_bytes, log_level
+    switches = cache_is_on, cache_is_shared, assert_cached, lineinfo, keep_source, runs_fla, runs_compat
+    return *switches, cache_max_bytes, log_level
 
 
 def faults() -> dict[str, str]:
     """Return the variables that are set to something they cannot be, and what is wrong with each."""
     found = {}
-    readers: tuple[Callable[[], object], ...] = (*_readers(), checks_indices)
-    for read in readers:
+    for read in (*_readers(), checks_indices):
         try:
             read()
         except ValueError as error:
