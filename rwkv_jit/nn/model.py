@@ -73,9 +73,6 @@ class RWKV5(LanguageModel):
 class RWKV6(LanguageModel):
     """The RWKV-6 language model: its state dict has the names and shapes of the official checkpoints.
 
-    B is the batch, T the tokens, C the channels, N the number of sequences: B, or one less than the length of
-    `cu_seqlens`.
-
     Parameters
     ----------
     vocabulary, width, layers, hidden, checkpointing, device, dtype
