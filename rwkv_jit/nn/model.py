@@ -75,10 +75,8 @@ class RWKV6(LanguageModel):
 
     Parameters
     ----------
-    vocabulary, width, layers, hidden, checkpointing, device, dtype
-        As in `RWKV5`.
-    head_size : int, default 64
-        K and V of `wkv6`.
+    vocabulary, width, layers, head_size, hidden, checkpointing, device, dtype
+        As in `RWKV5`, with K and V of `wkv6`.
 
     Raises
     ------
