@@ -51,7 +51,8 @@ def _readers() -> tuple[Callable[[], object], ...]:
 def faults() -> dict[str, str]:
     """Return the variables that are set to something they cannot be, and what is wrong with each."""
     found = {}
-    for read in (*_readers(), checks_indices):
+    readers: tuple[Callable[[], object], ...] = (*_readers(), checks_indices)
+    for read in readers:
         try:
             read()
         except ValueError as error:
