@@ -129,8 +129,8 @@ def rwkv5_backward(
 def _rwkv5a(r: Any, k: Any, v: Any, w1: Any, u1: Any, w2: Any, u2: Any, decay: Any, **_: Any) -> tuple[Tensor, None]:
     """Return y of RWKV-5 with decays and bonuses of values (w2, u2) beside those of keys, both [H, N].
 
-    Each value has decays and a bonus of its own then: it is a head of `wkv5` with one value. A few at a time, as each
-    has copies of r and k.
+    Each value then has separate decays and a separate bonus, as a head of `wkv5` with one value. A few run at a time,
+    as each has copies of r and k.
     """
     N, y = r.shape[3], []
     for i in range(0, N, _VALUES):
