@@ -1,6 +1,6 @@
 """Calls that reach every template, small enough for compute-sanitizer, which watches what they do to memory.
 
-    compute-sanitizer --tool memcheck python tests/gpu/sanitize.py [PART/PARTS]
+    PYTHONPATH=.:tests compute-sanitizer --tool memcheck python tests/gpu/sanitize.py [PART/PARTS]
 
 prints each call with the templates that it launched. Without a part it fails where a template was left out. What the
 tools say of these calls stands in kernel_templates/README.md.
@@ -12,6 +12,7 @@ from functools import partial
 import comparing
 import derived_cases
 import layer_cases
+import test_parallel
 import torch
 
 import rwkv_jit
@@ -96,6 +97,37 @@ def update(name, batch, tokens, heads, head_size, value_size, state=FP32, layout
     slots[-1] = -1
     function = getattr(rwkv_jit, f"{name}_update")
     function(pool, *given.values(), state_indices=slots, state_layout=layout, **options)
+
+
+def varlen(name, lengths, heads, head_size, index=torch.int64, **options):
+    """Sequences of any lengths over a pool, one of which has no slot and one no tokens."""
+    inputs = comparing.make_inputs(name, BF16, 1, sum(lengths), heads, head_size)
+    tokens = {key: x.detach()[0] if x.ndim == 4 else x.detach() for key, x in inputs.items()}  # [tokens, heads, ...]
+    pool = torch.randn(len(lengths) + 3, heads, head_size, head_size, device="cuda")
+    slots = torch.randperm(len(lengths) + 3, device="cuda")[: len(lengths)].to(index)
+    slots[-1] = -1
+    ends = torch.tensor([0, *lengths], device="cuda").cumsum(0).to(index)  # [sequences + 1]
+    function = getattr(rwkv_jit, f"{name}_varlen")
+    function(pool, *tokens.values(), cu_seqlens=ends, state_indices=slots, **options)
+
+
+def replay(heads, head_size, dtype, batch=5):
+    """Tokens that leave entries beside states, a draft that is accepted in part, and the entries into the states."""
+    ring = rwkv_jit.ReplayRing(batch + 3, "wkv7", heads, head_size, drafts=3, dtype=dtype)
+    pool = torch.randn(batch + 3, heads, head_size, head_size, device="cuda")
+    slots = torch.randperm(batch + 3, device="cuda")[:batch].to(torch.int32)
+    slots[-1] = -1
+    for function in (rwkv_jit.wkv7_replay, rwkv_jit.wkv7_verify):
+        tokens = comparing.make_inputs("wkv7", dtype, batch, 3, heads, head_size)
+        function(pool, ring, *(x.detach() for x in tokens.values()), state_indices=slots)
+    rwkv_jit.replay_commit(pool, ring, torch.arange(batch, device="cuda", dtype=torch.int32) % 4, state_indices=slots)
+    rwkv_jit.replay_flush(pool, ring)
+
+
+def shards(name, lengths, heads, head_size):
+    """A sequence in parts, as several processes would have them."""
+    inputs = comparing.make_inputs(name, BF16, 2, sum(lengths), heads, head_size, decay="raw")
+    test_parallel.check(name, inputs, lengths)
 
 
 def layer(rows, heads, head_size, dtype=BF16, texts=None):
@@ -197,6 +229,7 @@ CALLS = [
     partial(head_decays, "delta_rule", "norm", (80, 40, 1, 2, 64, 64), chunk_len=16),
     partial(head_decays, "simple_gla", "", (1, 33, 2, 2, 33, 65)),
     partial(head_decays, "ssd", "D softplus", (1, 70, 1, 4, 128, 64)),
+    partial(head_decays, "gated_delta_rule", "norm", (1, 200, 1, 2, 64, 64)),
     partial(head_decays, "gated_delta_rule", "norm", (1, 300, 1, 2, 64, 64), [0, 100, 100, 300]),
     partial(head_decays, "ssd", "", (1, 130, 2, 2, 64, 128), [0, 0, 1, 66, 130, 130], chunk_len=16),
     partial(head_decays, "gated_delta_rule", "", (1, 70, 1, 2, 128, 64), chunk_len=16),
@@ -258,6 +291,13 @@ CALLS = [
         )
     ),
     partial(update, "gla", 300, 1, 2, 128, 128, layout="kv"),
+    *(
+        partial(varlen, name, lengths, 2, head_size, index)
+        for name in (*GATED, "wkv7")
+        for lengths, head_size, index in (((0, 1, 9, 70), 64, torch.int64), ((40, 1, 0), 40, torch.int32))
+    ),
+    *(partial(replay, 2, head_size, dtype) for head_size in (64, 40) for dtype in (FP32, BF16)),
+    *(partial(shards, name, (64, 1, 128), 2, 64) for name in (*GATED, "wkv7")),
     *(partial(layer, 5, *sizes, dtype=dtype) for sizes in ((4, 64), (3, 33), (1, 1000)) for dtype in (BF16, FP32)),
     partial(layer, 9, 32, 64, texts=(4, 4, 5, 9)),
     *(partial(loss, classes, dtype=dtype) for classes in (3, 1001, 4096) for dtype in (BF16, FP32)),
