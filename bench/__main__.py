@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from bench import curves, history, plot, processes, record, service, suites, training, warm_fla
-from rwkv_jit import bench, cli, stats
-from rwkv_jit.bench import measure, timing
-from rwkv_jit.errors import RwkvJitError
+from rwkv_jit.desk import bench, cli
+from rwkv_jit.desk.bench import measure, timing
+from rwkv_jit.kernels import stats
+from rwkv_jit.kernels.errors import RwkvJitError
 
 Outcome = tuple[dict[str, Any], Callable[[dict[str, Any]], None]]
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from bench import rwkv7_models, training
 from bench.rwkv7_models import Loss, Sizes
-from rwkv_jit import bench, report
-from rwkv_jit.bench import measure
+from rwkv_jit.desk import bench, terminal
+from rwkv_jit.desk.bench import measure
 from rwkv_jit.nn import RWKV7
 
 SIZES = Sizes(24, 1024, 8, 512, 256)
@@ -210,7 +210,7 @@ def run(parsed: argparse.Namespace) -> dict[str, Any]:
 
 def show(result: dict[str, Any]) -> None:
     """Print where curves end, and how far they are apart."""
-    report.say(bench.machine(result["env"]) if result["device"] == "cuda" else bench.CPU_NOTE)
+    terminal.say(bench.machine(result["env"]) if result["device"] == "cuda" else bench.CPU_NOTE)
     nothing = {"largest": None, "end": None}
     rows = [
         {
@@ -226,9 +226,9 @@ def show(result: dict[str, Any]) -> None:
             "by": "{by}", "first loss": "{first:.4f}", f"last {_WINDOW}": "{last:.4f}",
             "largest difference": "{largest:.4f}", "in the last quarter": "{end:+.4f}",
         }  # fmt: skip
-        report.records(columns, rows)
+        terminal.records(columns, rows)
     if result["logits_apart"] is not None:
-        report.say(f"logits of FLA's model with our trained parameters: {result['logits_apart']:.2e} from ours")
+        terminal.say(f"logits of FLA's model with our trained parameters: {result['logits_apart']:.2e} from ours")
     for name, why in result["skipped"].items():
-        report.say(f"  skipped: {name}: {why}")
-    report.say(f"\n{METHODS}")
+        terminal.say(f"  skipped: {name}: {why}")
+    terminal.say(f"\n{METHODS}")

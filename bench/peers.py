@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from rwkv_jit.bench import measure
-from rwkv_jit.bench.cases import UPDATE, Case, rates_of
-from rwkv_jit.bench.measure import Contestant, Inputs, swapped
-from rwkv_jit.reference import SIGMOID_RATE
+from rwkv_jit.desk.bench import measure
+from rwkv_jit.desk.bench.cases import UPDATE, Case, rates_of
+from rwkv_jit.desk.bench.measure import Contestant, Inputs, swapped
+from rwkv_jit.plain.reference import SIGMOID_RATE
 
 
 def peers_of(case: Case) -> list[Contestant]:

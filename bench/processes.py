@@ -30,10 +30,10 @@ import torch
 from filelock import FileLock, Timeout
 
 from bench import ROOT, peers
-from rwkv_jit import report
-from rwkv_jit.bench import cases, measure
-from rwkv_jit.bench.cases import Case
-from rwkv_jit.bench.measure import Entry
+from rwkv_jit.desk import terminal
+from rwkv_jit.desk.bench import cases, measure
+from rwkv_jit.desk.bench.cases import Case
+from rwkv_jit.desk.bench.measure import Entry
 
 PATIENCE = 900  # seconds, after which a process is ended; it waits for its turns meanwhile
 _ROOM, _MOST = 16 << 30, 8  # bytes of a GPU for each that tunes itself beside others, and how many of them
@@ -275,14 +275,14 @@ def obstacles(entries: Iterable[Entry], minutes: float | None = None) -> dict[At
             return error
 
         try:
-            with report.progress("trying peers") as tell:
+            with terminal.progress("trying peers") as tell:
                 for some in (first, [attempt for attempt in attempts if attempt not in first]):
                     asked = [attempt for attempt in some if attempt in first or not _ran(attempt, first, known)]
                     for done, (attempt, error) in enumerate(zip(asked, pool.map(attempted, asked), strict=True), 1):
                         if error is not None:
                             known[attempt] = error
                         case, *by = attempt
-                        report.note(f"tried {done} of {len(asked)}: {case.op} {case.phase} by {' '.join(by)}")
+                        terminal.note(f"tried {done} of {len(asked)}: {case.op} {case.phase} by {' '.join(by)}")
                         if tell:
                             tell(done, len(asked))
         except KeyboardInterrupt:

@@ -15,8 +15,8 @@ from typing import Any
 
 from bench import ROOT, plot
 from bench.tables import PICTURE, Row, blocks, contestant, gpu_of, machine, milliseconds, shape_of
-from rwkv_jit import report
-from rwkv_jit.bench.cases import DERIVED, UPDATE
+from rwkv_jit.desk import terminal
+from rwkv_jit.desk.bench.cases import DERIVED, UPDATE
 
 FORMAT = 3
 FILE = ROOT / "bench.json"
@@ -170,7 +170,7 @@ def stale(result: Mapping[str, Any]) -> dict[str, Any]:
 
 def show_stale(result: dict[str, Any]) -> None:
     """Print what is stale, a line for each suite, GPU and commit."""
-    report.table(("suite", "GPU", "commit", "rows", "stale"), [
+    terminal.table(("suite", "GPU", "commit", "rows", "stale"), [
         (each["suite"], each["gpu"], _brief(each["commit"]), str(each["rows"]), str(each["stale"] or ""))
         for each in result["suites"]
     ])  # fmt: skip
@@ -296,9 +296,9 @@ def show_comparison(result: dict[str, Any]) -> None:
     """Print a comparison."""
     for condition in result["differs"]:
         what, before, now = condition["what"].replace("_", " "), _brief(condition["a"]), _brief(condition["b"])
-        report.say(f"{what}: {before} before, {now} now")
+        terminal.say(f"{what}: {before} before, {now} now")
     if result["rows"]:
-        report.table(
+        terminal.table(
             ("case", "by", "before ms", "now ms", "now / before", "verdict"),
             [
                 (
@@ -311,11 +311,11 @@ def show_comparison(result: dict[str, Any]) -> None:
         )  # fmt: skip
     for title, names in (("Only before", result["only_a"]), ("Only now", result["only_b"])):
         for name in names:
-            report.say(f"{title}: {name}")
+            terminal.say(f"{title}: {name}")
     verdicts = [row["verdict"] for row in result["rows"]]
     counts = [f"{verdicts.count(verdict)} {verdict}" for verdict in ("faster", "slower", "the same", "unknown")]
     apart = f"medians over {_BETWEEN_RUNS - 1:.0%} apart"
-    report.say(f"\n{', '.join(counts)}. Faster and slower: no overlap of quartiles, and {apart}.")
+    terminal.say(f"\n{', '.join(counts)}. Faster and slower: no overlap of quartiles, and {apart}.")
 
 
 def _brief(value: object) -> str:

@@ -20,10 +20,11 @@ from typing import Any
 import torch
 
 from bench import ROOT, record
-from rwkv_jit import bench, env, machine, report
-from rwkv_jit.bench import timing
-from rwkv_jit.errors import RwkvJitError
-from rwkv_jit.ops import known_calls
+from rwkv_jit.call import prepared
+from rwkv_jit.desk import bench, terminal, versions
+from rwkv_jit.desk.bench import timing
+from rwkv_jit.kernels import env
+from rwkv_jit.kernels.errors import RwkvJitError
 
 PROCESSES = 16
 REPEATS = 3  # of first calls from disk
@@ -43,11 +44,11 @@ print(json.dumps([1e3 * (package - started), 1e3 * (time.perf_counter() - starte
 
 _COMPILE = """
 import json, sys
-from rwkv_jit import kernel
-from rwkv_jit.algorithms import recurrent
-from rwkv_jit.gpu import Gpu
-from rwkv_jit.ops.table import OPS
-from rwkv_jit.problem import Problem
+from rwkv_jit.kernels import kernel
+from rwkv_jit.schedules import recurrent
+from rwkv_jit.kernels.gpu import Gpu
+from rwkv_jit.schedules.table import OPS
+from rwkv_jit.schedules.problem import Problem
 op, gpu = OPS["wkv7"], Gpu(sys.argv[1])
 problems = [
     Problem(op, gpu, dict.fromkeys(op.names, "bf16"), K=n, V=n, decay=op.decay) for n in json.loads(sys.argv[2])
@@ -120,7 +121,7 @@ call()
 torch.cuda.synchronize()
 first = time.perf_counter() - started
 assert is_right()
-from rwkv_jit.bench import timing
+from rwkv_jit.desk.bench import timing
 print([first * 1e3, timing.host_us([call])], flush=True)
 os._exit(0)
 """
@@ -130,8 +131,8 @@ _WKV7 = (
     _OF_RWKV_JIT,
     """
 import platformdirs, rwkv_jit
-from rwkv_jit import cuda
-from rwkv_jit.bench import make_inputs
+from rwkv_jit.kernels import cuda
+from rwkv_jit.desk.bench import make_inputs
 cuda.driver()
 given = make_inputs("wkv7", (1, 64, 4, 64), torch.bfloat16)
 x = torch.ones(8, 8, device="cuda", requires_grad=True)
@@ -160,7 +161,7 @@ _LOADERS = {
         _OF_RWKV_JIT,
         """
 import platformdirs, rwkv_jit
-from rwkv_jit import cuda
+from rwkv_jit.kernels import cuda
 rwkv_jit.Template, cuda.driver()
 file = Path(sys.argv[1], 'add_one.cu')
 file.write_text(source)
@@ -241,7 +242,7 @@ def run() -> dict[str, Any]:
         sizes = json.dumps(_KERNELS)
         _child(_FROM_DISK, _ARCH, sizes, '["compiled"]', environment=cache)
         from_disk = [_child(_FROM_DISK, _ARCH, sizes, '["disk"]', environment=cache) for _ in range(5)]
-    on_gpu = machine.is_available()
+    on_gpu = versions.is_available()
     return {
         "env": bench.environment(),
         "commit": record.commit(),
@@ -359,7 +360,7 @@ def host_us() -> dict[str, float]:
     given = bench.make_inputs("wkv7", (1, 1, 4, 64), torch.bfloat16)
     constants = [x.detach() for x in given]
     wkv7(*constants)
-    known = next(reversed(known_calls.calls.values()))
+    known = next(reversed(prepared.calls.values()))
     x = torch.ones(64, device="cuda")
     calls: dict[str, Callable[[], Any]] = {
         "wkv7": lambda: wkv7(*constants),
@@ -380,8 +381,8 @@ def host_us() -> dict[str, float]:
 def show(result: dict[str, Any]) -> None:
     """Print a measurement."""
     added = f"{result['import_ms']:.1f} ms to import torch, its first op {result['op_import_ms']:.1f} ms"
-    report.say(f"import rwkv_jit adds {added}.\n")
-    report.table(
+    terminal.say(f"import rwkv_jit adds {added}.\n")
+    terminal.table(
         ("a kernel from disk, in a fresh process", "first us", "each other us"),
         [
             (name, f"{times[0]:.0f}", f"{statistics.median(times[1:]):.0f}")
@@ -389,15 +390,15 @@ def show(result: dict[str, Any]) -> None:
         ],
     )
     together = result["together"]
-    report.say(
+    terminal.say(
         f"{together['processes']} processes want one kernel that is nowhere: {together['compiled']} compiled; the "
         f"slowest had it after {together['slowest_s']:.2f} s, a process alone after {together['alone_s']:.2f} s.\n"
     )
     if result["host_us"]:
-        report.table(("host time of a call", "us"), [(name, f"{us:.1f}") for name, us in result["host_us"].items()])
+        terminal.table(("host time of a call", "us"), [(name, f"{us:.1f}") for name, us in result["host_us"].items()])
     if result["first_call"]:
         one_line = {f"a kernel of one line, {name}": times for name, times in result["one_line"].items()}
-        report.table(
+        terminal.table(
             ("calls in a new process", "first, empty cache ms", "first, from disk ms", "a later one, host us"),
             [
                 (name, f"{times['compiled_ms']:.0f}", f"{times['from_disk_ms']:.1f}", f"{times['call_us']:.1f}")

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from rwkv_jit.bench import USUAL_PHASES as BOTH
-from rwkv_jit.bench.cases import Case, shape_of
-from rwkv_jit.bench.measure import Entry
+from rwkv_jit.desk.bench import USUAL_PHASES as BOTH
+from rwkv_jit.desk.bench.cases import Case, shape_of
+from rwkv_jit.desk.bench.measure import Entry
 
 _Sizes = Sequence[tuple[int, ...]]
 

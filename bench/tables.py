@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bench import suites
-from rwkv_jit.bench.cases import DERIVED, KINDS_OF_SUITES, OPS, UPDATE
-from rwkv_jit.bench.measure import OURS, is_host_bound
+from rwkv_jit.desk.bench.cases import DERIVED, KINDS_OF_SUITES, OPS, UPDATE
+from rwkv_jit.desk.bench.measure import OURS, is_host_bound
 
 Row = Mapping[str, Any]
 Case = tuple[Any, ...]

@@ -27,8 +27,8 @@ from torch.multiprocessing.spawn import spawn
 
 from bench import rwkv7_models
 from bench.rwkv7_models import HEAD_SIZE, Loss, Sizes
-from rwkv_jit import bench, report
-from rwkv_jit.bench import measure, timing
+from rwkv_jit.desk import bench, terminal
+from rwkv_jit.desk.bench import measure, timing
 from rwkv_jit.nn import RWKV7, RWKV7TimeMix
 
 LARGE, SMALL = Sizes(24, 1024, 8, 4096, 65536), Sizes(2, 64, 2, 32, 256)  # the small ones without a GPU
@@ -413,16 +413,16 @@ _LAYER = {
 
 def show(result: dict[str, Any]) -> None:
     """Print a table of each part, and what was left out."""
-    report.say(bench.machine(result["env"]) if result["device"] == "cuda" else bench.CPU_NOTE)
+    terminal.say(bench.machine(result["env"]) if result["device"] == "cuda" else bench.CPU_NOTE)
     rows = [row | {"peak_gib": row["peak_mib"] and row["peak_mib"] / 1024} for row in result["rows"]]
     for part, columns in (("steps", _STEPS), ("layer", _LAYER)):
         done = [row for row in rows if row["part"] == part and row["skipped"] is None]
         if done:
             first = done[0]
             of_model = f"{first['layers']} layers, vocabulary {first['vocabulary']}, " if part == "steps" else ""
-            report.say(f"\n{part}: {of_model}width {first['width']}, ({first['batch']}, {first['tokens']}) tokens")
-            report.records(columns, done, ("quartiles",))
+            terminal.say(f"\n{part}: {of_model}width {first['width']}, ({first['batch']}, {first['tokens']}) tokens")
+            terminal.records(columns, done, ("quartiles",))
     for row in rows:
         if row["skipped"] is not None:
-            report.say(f"  skipped: {row['part']}, {row['by']}: {row['skipped']}")
-    report.say(f"\n{METHODS}")
+            terminal.say(f"  skipped: {row['part']}, {row['by']}: {row['skipped']}")
+    terminal.say(f"\n{METHODS}")

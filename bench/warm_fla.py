@@ -22,7 +22,7 @@ import torch
 
 from bench import curves, training
 from bench.rwkv7_models import Sizes
-from rwkv_jit import bench, report
+from rwkv_jit.desk import bench, terminal
 
 _LAYERS = 2  # the first one has no mix of values
 _NEVER = [float("inf")] * 3
@@ -134,4 +134,4 @@ def run(parsed: argparse.Namespace) -> dict[str, Any]:
 def show(result: dict[str, Any]) -> None:
     """Print how long it took."""
     late = f"; {result['late']} of them did not end in time" if result["late"] else ""
-    report.say(f"{result['processes']} processes took {result['seconds']:.0f} s{late}")
+    terminal.say(f"{result['processes']} processes took {result['seconds']:.0f} s{late}")

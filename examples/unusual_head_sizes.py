@@ -20,7 +20,7 @@ import torch
 from torch.nn.functional import normalize, softplus
 
 import rwkv_jit
-from rwkv_jit import kernel
+from rwkv_jit.kernels import kernel
 
 try:
     import matplotlib

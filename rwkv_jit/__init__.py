@@ -7,9 +7,8 @@ programs load.
 
 from __future__ import annotations
 
-from rwkv_jit import after, lazy
-
-__version__ = "0.1.0"
+from rwkv_jit.kernels import __version__ as __version__
+from rwkv_jit.kernels import lazy, on_import
 
 # The public names of each module. Type checkers read __init__.pyi, which tools/stubs.py makes of these.
 _MODULES = lazy.modules({
@@ -17,46 +16,46 @@ _MODULES = lazy.modules({
     "ops.linear_attention": "linear_attention",
     "ops.timex": "timex",
     "ops.wkv4": "wkv4",
-    "inference.wkv4": "wkv4_update",
+    "pool.wkv4": "wkv4_update",
     "ops.wkv5": "wkv5",
     "ops.wkv6": "wkv6",
     "ops.wkv7": "wkv7",
-    "inference.update": "gla_update linear_attention_update wkv5_update wkv6_update wkv7_update",
-    "inference.varlen": "gla_varlen linear_attention_varlen wkv5_varlen wkv6_varlen wkv7_varlen",
+    "pool.update": "gla_update linear_attention_update wkv5_update wkv6_update wkv7_update",
+    "pool.varlen": "gla_varlen linear_attention_varlen wkv5_varlen wkv6_varlen wkv7_varlen",
     "derived.delta": "kda gated_delta_rule delta_rule gated_delta_rule2",
     "derived.diagonal": "simple_gla hgrn2 ssd",
     "derived.delta_pooled":
         "kda_update gated_delta_rule_update delta_rule_update gated_delta_rule2_update kda_varlen "
         "gated_delta_rule_varlen delta_rule_varlen gated_delta_rule2_varlen",
     "derived.diagonal_pooled": "simple_gla_update hgrn2_update ssd_update simple_gla_varlen hgrn2_varlen ssd_varlen",
-    "derived.reference":
+    "plain.derived_references":
         "kda_ref gated_delta_rule_ref delta_rule_ref gated_delta_rule2_ref simple_gla_ref hgrn2_ref ssd_ref",
     "layers.functions": "activate gated gated_norm norm_shift prepare_keys shift_mix token_shift",
-    "layers.reference":
+    "plain.layer_references":
         "activate_ref causal_conv1d_ref gated_ref gated_norm_ref norm_shift_ref prepare_keys_ref token_shift_ref",
     "layers.convolution": "causal_conv1d causal_conv1d_update",
     "layers.loss": "cross_entropy linear_cross_entropy",
-    "reference": "gla_ref linear_attention_ref timex_ref wkv4_ref wkv5_ref wkv6_ref wkv7_ref",
-    "ops.options": "CallOptions DecayOptions",
-    "inference.options":
+    "plain.reference": "gla_ref linear_attention_ref timex_ref wkv4_ref wkv5_ref wkv6_ref wkv7_ref",
+    "call.options": "CallOptions DecayOptions",
+    "pool.options":
         "PoolOptions UpdateOptions DecayUpdateOptions VarlenOptions DecayVarlenOptions ReplayOptions FlushOptions",
-    "inference.replay":
+    "pool.replay":
         "gla_replay gla_verify linear_attention_replay linear_attention_verify wkv5_replay wkv5_verify wkv6_replay "
         "wkv6_verify wkv7_replay wkv7_verify replay_commit replay_flush",
-    "inference.ring": "ReplayRing",
-    "custom": "Template",
-    "inference.pool": "StatePool",
-    "inference.states": "StateSpec",
-    "ahead": "specialize compile_async warm",
-    "machine": "is_available env_report cache_info clear_cache",
-    "stats": "add_hook",
-    "modes": "set_batch_invariant set_bfloat16_precision get_bfloat16_precision is_batch_invariant",
-    "errors": "RwkvJitError CompileError NvrtcNotFoundError UnsupportedConfigError CacheError",
+    "pool.ring": "ReplayRing",
+    "call.custom": "Template",
+    "pool.state_pool": "StatePool",
+    "pool.states": "StateSpec",
+    "ahead.warm": "specialize compile_async warm",
+    "desk.versions": "is_available env_report cache_info clear_cache",
+    "kernels.stats": "add_hook",
+    "call.switches": "set_batch_invariant set_bfloat16_precision get_bfloat16_precision is_batch_invariant",
+    "kernels.errors": "RwkvJitError CompileError NvrtcNotFoundError UnsupportedConfigError CacheError",
 })  # fmt: skip
 _ROOMS = ("compat", "nn", "parallel")  # with names of their own
 __all__ = sorted(_MODULES)
 __getattr__, __dir__ = lazy.members(globals(), _ROOMS)
 
 
-for _ops in ("ops", "inference", "layers"):
-    after.imported(["torch"], then=f"rwkv_jit.{_ops}.registry")
+for _room in ("call", "pool", "layers"):
+    on_import.imported(["torch"], then=f"rwkv_jit.{_room}.registry")

@@ -5,18 +5,18 @@
 # fmt: off
 
 from math import inf
-from rwkv_jit.ops.options import CallOptions, DecayOptions
-from rwkv_jit.tensors import SupportsDLPack
+from rwkv_jit.call.options import CallOptions, DecayOptions
+from rwkv_jit.call.tensors import SupportsDLPack
 from torch import Tensor
 from typing import Any, Literal, overload
 from typing_extensions import Unpack
 from rwkv_jit import compat as compat
 from rwkv_jit import nn as nn
 from rwkv_jit import parallel as parallel
-from rwkv_jit.ahead import compile_async as compile_async
-from rwkv_jit.ahead import specialize as specialize
-from rwkv_jit.ahead import warm as warm
-from rwkv_jit.custom import Template as Template
+from rwkv_jit.ahead.warm import compile_async as compile_async
+from rwkv_jit.ahead.warm import specialize as specialize
+from rwkv_jit.ahead.warm import warm as warm
+from rwkv_jit.call.custom import Template as Template
 from rwkv_jit.derived.delta_pooled import delta_rule_update as delta_rule_update
 from rwkv_jit.derived.delta_pooled import delta_rule_varlen as delta_rule_varlen
 from rwkv_jit.derived.delta_pooled import gated_delta_rule2_update as gated_delta_rule2_update
@@ -31,44 +31,44 @@ from rwkv_jit.derived.diagonal_pooled import simple_gla_update as simple_gla_upd
 from rwkv_jit.derived.diagonal_pooled import simple_gla_varlen as simple_gla_varlen
 from rwkv_jit.derived.diagonal_pooled import ssd_update as ssd_update
 from rwkv_jit.derived.diagonal_pooled import ssd_varlen as ssd_varlen
-from rwkv_jit.errors import CacheError as CacheError
-from rwkv_jit.errors import CompileError as CompileError
-from rwkv_jit.errors import NvrtcNotFoundError as NvrtcNotFoundError
-from rwkv_jit.errors import RwkvJitError as RwkvJitError
-from rwkv_jit.errors import UnsupportedConfigError as UnsupportedConfigError
-from rwkv_jit.inference.options import DecayUpdateOptions as DecayUpdateOptions
-from rwkv_jit.inference.options import DecayVarlenOptions as DecayVarlenOptions
-from rwkv_jit.inference.options import FlushOptions as FlushOptions
-from rwkv_jit.inference.options import PoolOptions as PoolOptions
-from rwkv_jit.inference.options import ReplayOptions as ReplayOptions
-from rwkv_jit.inference.options import UpdateOptions as UpdateOptions
-from rwkv_jit.inference.options import VarlenOptions as VarlenOptions
-from rwkv_jit.inference.pool import StatePool as StatePool
-from rwkv_jit.inference.replay import gla_replay as gla_replay
-from rwkv_jit.inference.replay import gla_verify as gla_verify
-from rwkv_jit.inference.replay import linear_attention_replay as linear_attention_replay
-from rwkv_jit.inference.replay import linear_attention_verify as linear_attention_verify
-from rwkv_jit.inference.replay import replay_commit as replay_commit
-from rwkv_jit.inference.replay import replay_flush as replay_flush
-from rwkv_jit.inference.replay import wkv5_replay as wkv5_replay
-from rwkv_jit.inference.replay import wkv5_verify as wkv5_verify
-from rwkv_jit.inference.replay import wkv6_replay as wkv6_replay
-from rwkv_jit.inference.replay import wkv6_verify as wkv6_verify
-from rwkv_jit.inference.replay import wkv7_replay as wkv7_replay
-from rwkv_jit.inference.replay import wkv7_verify as wkv7_verify
-from rwkv_jit.inference.ring import ReplayRing as ReplayRing
-from rwkv_jit.inference.states import StateSpec as StateSpec
-from rwkv_jit.inference.update import gla_update as gla_update
-from rwkv_jit.inference.update import linear_attention_update as linear_attention_update
-from rwkv_jit.inference.update import wkv5_update as wkv5_update
-from rwkv_jit.inference.update import wkv6_update as wkv6_update
-from rwkv_jit.inference.update import wkv7_update as wkv7_update
-from rwkv_jit.inference.varlen import gla_varlen as gla_varlen
-from rwkv_jit.inference.varlen import linear_attention_varlen as linear_attention_varlen
-from rwkv_jit.inference.varlen import wkv5_varlen as wkv5_varlen
-from rwkv_jit.inference.varlen import wkv6_varlen as wkv6_varlen
-from rwkv_jit.inference.varlen import wkv7_varlen as wkv7_varlen
-from rwkv_jit.inference.wkv4 import wkv4_update as wkv4_update
+from rwkv_jit.kernels.errors import CacheError as CacheError
+from rwkv_jit.kernels.errors import CompileError as CompileError
+from rwkv_jit.kernels.errors import NvrtcNotFoundError as NvrtcNotFoundError
+from rwkv_jit.kernels.errors import RwkvJitError as RwkvJitError
+from rwkv_jit.kernels.errors import UnsupportedConfigError as UnsupportedConfigError
+from rwkv_jit.pool.options import DecayUpdateOptions as DecayUpdateOptions
+from rwkv_jit.pool.options import DecayVarlenOptions as DecayVarlenOptions
+from rwkv_jit.pool.options import FlushOptions as FlushOptions
+from rwkv_jit.pool.options import PoolOptions as PoolOptions
+from rwkv_jit.pool.options import ReplayOptions as ReplayOptions
+from rwkv_jit.pool.options import UpdateOptions as UpdateOptions
+from rwkv_jit.pool.options import VarlenOptions as VarlenOptions
+from rwkv_jit.pool.state_pool import StatePool as StatePool
+from rwkv_jit.pool.replay import gla_replay as gla_replay
+from rwkv_jit.pool.replay import gla_verify as gla_verify
+from rwkv_jit.pool.replay import linear_attention_replay as linear_attention_replay
+from rwkv_jit.pool.replay import linear_attention_verify as linear_attention_verify
+from rwkv_jit.pool.replay import replay_commit as replay_commit
+from rwkv_jit.pool.replay import replay_flush as replay_flush
+from rwkv_jit.pool.replay import wkv5_replay as wkv5_replay
+from rwkv_jit.pool.replay import wkv5_verify as wkv5_verify
+from rwkv_jit.pool.replay import wkv6_replay as wkv6_replay
+from rwkv_jit.pool.replay import wkv6_verify as wkv6_verify
+from rwkv_jit.pool.replay import wkv7_replay as wkv7_replay
+from rwkv_jit.pool.replay import wkv7_verify as wkv7_verify
+from rwkv_jit.pool.ring import ReplayRing as ReplayRing
+from rwkv_jit.pool.states import StateSpec as StateSpec
+from rwkv_jit.pool.update import gla_update as gla_update
+from rwkv_jit.pool.update import linear_attention_update as linear_attention_update
+from rwkv_jit.pool.update import wkv5_update as wkv5_update
+from rwkv_jit.pool.update import wkv6_update as wkv6_update
+from rwkv_jit.pool.update import wkv7_update as wkv7_update
+from rwkv_jit.pool.varlen import gla_varlen as gla_varlen
+from rwkv_jit.pool.varlen import linear_attention_varlen as linear_attention_varlen
+from rwkv_jit.pool.varlen import wkv5_varlen as wkv5_varlen
+from rwkv_jit.pool.varlen import wkv6_varlen as wkv6_varlen
+from rwkv_jit.pool.varlen import wkv7_varlen as wkv7_varlen
+from rwkv_jit.pool.wkv4 import wkv4_update as wkv4_update
 from rwkv_jit.layers.convolution import causal_conv1d_update as causal_conv1d_update
 from rwkv_jit.layers.functions import activate as activate
 from rwkv_jit.layers.functions import gated as gated
@@ -79,25 +79,25 @@ from rwkv_jit.layers.functions import shift_mix as shift_mix
 from rwkv_jit.layers.functions import token_shift as token_shift
 from rwkv_jit.layers.loss import cross_entropy as cross_entropy
 from rwkv_jit.layers.loss import linear_cross_entropy as linear_cross_entropy
-from rwkv_jit.layers.reference import activate_ref as activate_ref
-from rwkv_jit.layers.reference import gated_norm_ref as gated_norm_ref
-from rwkv_jit.layers.reference import gated_ref as gated_ref
-from rwkv_jit.layers.reference import norm_shift_ref as norm_shift_ref
-from rwkv_jit.layers.reference import prepare_keys_ref as prepare_keys_ref
-from rwkv_jit.layers.reference import token_shift_ref as token_shift_ref
-from rwkv_jit.machine import cache_info as cache_info
-from rwkv_jit.machine import clear_cache as clear_cache
-from rwkv_jit.machine import env_report as env_report
-from rwkv_jit.machine import is_available as is_available
-from rwkv_jit.modes import get_bfloat16_precision as get_bfloat16_precision
-from rwkv_jit.modes import is_batch_invariant as is_batch_invariant
-from rwkv_jit.modes import set_batch_invariant as set_batch_invariant
-from rwkv_jit.modes import set_bfloat16_precision as set_bfloat16_precision
-from rwkv_jit.ops.options import CallOptions as CallOptions
-from rwkv_jit.ops.options import DecayOptions as DecayOptions
+from rwkv_jit.plain.layer_references import activate_ref as activate_ref
+from rwkv_jit.plain.layer_references import gated_norm_ref as gated_norm_ref
+from rwkv_jit.plain.layer_references import gated_ref as gated_ref
+from rwkv_jit.plain.layer_references import norm_shift_ref as norm_shift_ref
+from rwkv_jit.plain.layer_references import prepare_keys_ref as prepare_keys_ref
+from rwkv_jit.plain.layer_references import token_shift_ref as token_shift_ref
+from rwkv_jit.desk.versions import cache_info as cache_info
+from rwkv_jit.desk.versions import clear_cache as clear_cache
+from rwkv_jit.desk.versions import env_report as env_report
+from rwkv_jit.desk.versions import is_available as is_available
+from rwkv_jit.call.switches import get_bfloat16_precision as get_bfloat16_precision
+from rwkv_jit.call.switches import is_batch_invariant as is_batch_invariant
+from rwkv_jit.call.switches import set_batch_invariant as set_batch_invariant
+from rwkv_jit.call.switches import set_bfloat16_precision as set_bfloat16_precision
+from rwkv_jit.call.options import CallOptions as CallOptions
+from rwkv_jit.call.options import DecayOptions as DecayOptions
 from rwkv_jit.ops.timex import timex as timex
-from rwkv_jit.reference import timex_ref as timex_ref
-from rwkv_jit.stats import add_hook as add_hook
+from rwkv_jit.plain.reference import timex_ref as timex_ref
+from rwkv_jit.kernels.stats import add_hook as add_hook
 
 __version__: str
 

@@ -2,6 +2,6 @@
 
 import sys
 
-from rwkv_jit.cli import main
+from rwkv_jit.desk.cli import main
 
 sys.exit(main())

@@ -124,8 +124,8 @@ def temporaries(tmp_path_factory):
 @pytest.fixture
 def fresh_service(tmp_path, temporaries, monkeypatch):
     """An empty cache and locks of the test's own, and a process that has compiled, counted and said nothing yet."""
-    from rwkv_jit import cuda, env, identity, kernel, stats
-    from rwkv_jit.cache import installed
+    from rwkv_jit.kernels import cuda, env, identity, kernel, stats
+    from rwkv_jit.kernels.cache import installed
 
     for name in env.DESCRIPTIONS:
         monkeypatch.delenv(name, raising=False)
@@ -156,7 +156,7 @@ def fresh_service(tmp_path, temporaries, monkeypatch):
 @pytest.fixture
 def nothing_known():
     """No call has come before, and none of this test comes before another."""
-    from rwkv_jit import signatures
+    from rwkv_jit.kernels import signatures
 
     signatures.forget()
     yield
@@ -166,7 +166,7 @@ def nothing_known():
 @pytest.fixture
 def own_templates(tmp_path, monkeypatch):
     """Makes the service read its templates from a copy, which is returned and may be changed."""
-    from rwkv_jit import template
+    from rwkv_jit.kernels import template
 
     copy = tmp_path / "templates"
     shutil.copytree(template.directory(), copy)
@@ -180,7 +180,7 @@ def own_templates(tmp_path, monkeypatch):
 @pytest.fixture
 def tiny(tmp_path):
     """Makes requests for a kernel of one line, which compiles in no time."""
-    from rwkv_jit import kernel, template
+    from rwkv_jit.kernels import kernel, template
 
     def make(size=1, arch="sm_90", name="tiny", text='extern "C" __global__ void fill(float* x) { *x = SIZE; }\n'):
         path = tmp_path / f"{name}.cu"
@@ -193,7 +193,7 @@ def tiny(tmp_path):
 @pytest.fixture
 def make_entry():
     """Makes name and bytes of an entry, and what it holds; numbers tell entries apart."""
-    from rwkv_jit import cache
+    from rwkv_jit.kernels import cache
 
     def make(number=0, size=100, name="made_up", arch="sm_90", compiler="12.9 0123abcd"):
         digest = sha256(f"{number} {name} {arch} {compiler}".encode()).hexdigest()
@@ -275,7 +275,7 @@ def run_main(capsys):
 @pytest.fixture
 def run(run_main):
     """Runs a command of `rwkv-jit` in this process; returns its exit code, what it printed and what it said."""
-    from rwkv_jit import cli
+    from rwkv_jit.desk import cli
 
     return functools.partial(run_main, cli.main)
 

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import torch
 
-from rwkv_jit import reference, template
-from rwkv_jit.algorithms import parts, whole
-from rwkv_jit.ops import registry, torch_op
-from rwkv_jit.problem import Op
-from rwkv_jit.schedule import Schedule, Step
+from rwkv_jit.call import registry, torch_op
+from rwkv_jit.kernels import template
+from rwkv_jit.plain import reference
+from rwkv_jit.schedules import common, directions
+from rwkv_jit.schedules.problem import Op
+from rwkv_jit.schedules.schedule import Schedule, Step
 
 MADE_UP = Op(
     "made_up", dict(q="BTGK", k="BTGK", v="BTHV", g="BTH", d="H"), "made up", decay="none", scale=None, wide=("g",)
@@ -74,26 +75,26 @@ def forward(p):
     """Return the forward."""
     left = kept(p) if p.training else {}
     step = _step(p, "made_up_forward", {} if p.training else {"states": None})
-    return Schedule((step,), parts.forward_results(p), left)
+    return Schedule((step,), common.forward_results(p), left)
 
 
 def backward(p):
     """Return the backward: heads that share a key head leave a row each, and these are added up."""
-    bind = {"dq": "dq_heads", "dk": "dk_heads", **parts.to_sequence_gradients(p)}
+    bind = {"dq": "dq_heads", "dk": "dk_heads", **common.to_sequence_gradients(p)}
     sharing, width = p.H // max(p.G, 1), p.B * p.T * p.G * p.K
-    sums = [parts.sum_rows(f"d{name}_heads", f"d{name}", 1, sharing, width, p.types[name]) for name in ("q", "k")]
+    sums = [common.sum_rows(f"d{name}_heads", f"d{name}", 1, sharing, width, p.types[name]) for name in ("q", "k")]
     scratch = {
         "dq_heads": 4 * sharing * width, "dk_heads": 4 * sharing * width, "grad_states": 4 * p.N * p.H * p.V * p.K,
-        **parts.sequence_gradients(p),
+        **common.sequence_gradients(p),
     }  # fmt: skip
-    return Schedule((_step(p, "made_up_backward", bind), *sums), parts.backward_results(p), scratch=scratch)
+    return Schedule((_step(p, "made_up_backward", bind), *sums), common.backward_results(p), scratch=scratch)
 
 
 def _step(p, entry, bind):
     parameters = {
-        "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "NUM_THREADS": p.num_threads or 64, **parts.types(p, "DECAY")
+        "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "NUM_THREADS": p.num_threads or 64, **common.types(p, "DECAY")
     }  # fmt: skip
-    return Step(TEMPLATE, entry, parameters, (p.N * p.H, 1, 1), {**parts.given(p), **bind})
+    return Step(TEMPLATE, entry, parameters, (p.N * p.H, 1, 1), {**common.given(p), **bind})
 
 
 def nearest(step, argument, value):
@@ -102,7 +103,7 @@ def nearest(step, argument, value):
 
 
 registry.register(MADE_UP)
-whole.ALGORITHMS[MADE_UP.family] = {"recurrent": sys.modules[__name__]}
+directions.ALGORITHMS[MADE_UP.family] = {"recurrent": sys.modules[__name__]}
 OP = torch_op.define(MADE_UP, made_up_ref)
 
 

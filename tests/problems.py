@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 
-from rwkv_jit.algorithms import whole
-from rwkv_jit.gpu import Gpu
-from rwkv_jit.ops.table import OPS
-from rwkv_jit.problem import Problem
+from rwkv_jit.kernels.gpu import Gpu
+from rwkv_jit.schedules import directions
+from rwkv_jit.schedules.problem import Problem
+from rwkv_jit.schedules.table import OPS
 
 MANY = 1 << 20  # multiprocessors, of which any number of heads leaves some idle
 
@@ -59,7 +59,7 @@ def is_by_halves(template, parameters):
 
 def requests(direction, given, by_halves=False):
     """Return the kernels of a direction of a problem, in frames or by halves, by the names of their templates."""
-    schedule = whole.forward(given) if direction == "forward" else whole.backward(given)
+    schedule = directions.forward(given) if direction == "forward" else directions.backward(given)
     return {
         request.template.name: request for request in schedule.requests(given.gpu)
         if is_by_halves(request.template.name, request.parameters) == by_halves

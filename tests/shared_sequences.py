@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 import rwkv_jit
 from rwkv_jit import parallel
-from rwkv_jit.ops.table import OPS
+from rwkv_jit.schedules.table import OPS
 
 NAMES = ("wkv7", "wkv6", "wkv5", "gla", "linear_attention")
 HEADS = 2

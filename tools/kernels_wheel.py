@@ -28,9 +28,12 @@ sys.path.insert(0, str(ROOT))  # what is built is this checkout's
 import torch  # noqa: E402
 
 import rwkv_jit  # noqa: E402
-from rwkv_jit import ahead, ahead_requests, demo, identity, report  # noqa: E402
-from rwkv_jit.cache import bundle, installed  # noqa: E402
-from rwkv_jit.kernel import Kernel, Request  # noqa: E402
+from rwkv_jit.ahead import requests as ahead_requests
+from rwkv_jit.ahead import warm
+from rwkv_jit.desk import demo, terminal
+from rwkv_jit.kernels import identity  # noqa: E402
+from rwkv_jit.kernels.cache import bundle, installed  # noqa: E402
+from rwkv_jit.kernels.kernel import Kernel, Request  # noqa: E402
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -78,8 +81,8 @@ def requests(arch: str, calls: Iterable[Calls] = CALLS) -> list[Request]:
 
 def build(arch: str, calls: Iterable[Calls] = CALLS) -> list[Kernel]:
     """Compile the kernels of calls on all cores. What was tuned or stored on this machine decides nothing."""
-    with demo.empty_cache(), report.progress(f"compiling for {arch}") as progress:
-        return ahead.compile_all(requests(arch, calls), progress)
+    with demo.empty_cache(), terminal.progress(f"compiling for {arch}") as progress:
+        return warm.compile_all(requests(arch, calls), progress)
 
 
 def write(arch: str, kernels: Iterable[Kernel], folder: Path) -> Path:

@@ -40,7 +40,7 @@ sys.path.insert(0, str(ROOT))  # the suites are this checkout's
 import torch  # noqa: E402
 
 from bench import peers, suites  # noqa: E402
-from rwkv_jit.bench import cases, measure  # noqa: E402
+from rwkv_jit.desk.bench import cases, measure  # noqa: E402
 
 # What FLA and Triton ask of a GPU before they choose kernels, as an H100 answers.
 NAME, CAPABILITY, SMS, SHARED = "NVIDIA H100 80GB HBM3", (9, 0), 132, 232448

@@ -18,7 +18,7 @@ from inspect import Parameter
 from pathlib import Path
 from typing import Any, get_args
 
-from rwkv_jit import legal
+from rwkv_jit.schedules import legal
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("rwkv_jit", "rwkv_jit.nn", "rwkv_jit.parallel")
@@ -31,8 +31,9 @@ HEAD = '''"""{doc}"""
 WIDTH = 120
 # Where the names of annotations are from, but for those of `legal`, whose values stand there themselves.
 SOURCES = {
-    "Any": "typing", "CallOptions": "rwkv_jit.ops.options", "DecayOptions": "rwkv_jit.ops.options", "Literal": "typing",
-    "Shard": "rwkv_jit.parallel.shard", "SupportsDLPack": "rwkv_jit.tensors", "Tensor": "torch",
+    "Any": "typing", "CallOptions": "rwkv_jit.call.options", "DecayOptions": "rwkv_jit.call.options",
+    "Literal": "typing",
+    "Shard": "rwkv_jit.parallel.shard", "SupportsDLPack": "rwkv_jit.call.tensors", "Tensor": "torch",
     "Unpack": "typing_extensions", "inf": "math", "overload": "typing",
 }  # fmt: skip
 FLAG, PAIR = "output_final_state", "normalize"

@@ -16,19 +16,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rwkv_jit import bench, kernel, machine, report, template, tensors
-from rwkv_jit.algorithms import whole
-from rwkv_jit.bench import cases, measure, timing
-from rwkv_jit.bench.cases import Case
-from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.gpu import Gpu
-from rwkv_jit.launch import Launch, Value
+from rwkv_jit.call import tensors, torch_op
+from rwkv_jit.call.prepared import Known
+from rwkv_jit.desk import bench, terminal, versions
+from rwkv_jit.desk.bench import cases, measure, timing
+from rwkv_jit.desk.bench.cases import Case
+from rwkv_jit.kernels import kernel, template
+from rwkv_jit.kernels.errors import UnsupportedConfigError
+from rwkv_jit.kernels.gpu import Gpu
+from rwkv_jit.kernels.launch import Launch, Value
+from rwkv_jit.kernels.template import Parameter
 from rwkv_jit.ops import timex as timex_module
-from rwkv_jit.ops import torch_op
-from rwkv_jit.ops.known_calls import Known
-from rwkv_jit.ops.table import OPS
-from rwkv_jit.problem import Problem
-from rwkv_jit.template import Parameter
+from rwkv_jit.schedules import directions
+from rwkv_jit.schedules.problem import Problem
+from rwkv_jit.schedules.table import OPS
 
 Shape = tuple[int, ...]
 _OF_KERNEL = {
@@ -127,7 +128,7 @@ def _wkv5_of_backend(backend: str, given: Sequence[Tensor]) -> Form:
     options = torch_op.chosen(op, given, None, _LEAST_LOG_DECAY, options, training=False)
     problem = torch_op.problem_of(op, given, None, None, options, False, False, gpu)
     known = Known(problem, (*given, None, None), {})
-    (compiled,) = kernel.get_all(whole.forward(problem).requests(gpu))  # one kernel, as the decays are bounded
+    (compiled,) = kernel.get_all(directions.forward(problem).requests(gpu))  # one kernel, as the decays are bounded
     leaves, dy = [x.detach().requires_grad_() for x in given], torch.randn_like(given[2])
 
     def both() -> Any:
@@ -202,7 +203,7 @@ def _timex_of_backend(backend: Any, given: Sequence[Tensor]) -> Form:
         timex_module.choose(backend, k.dtype, batch, tokens, lambda: gpu)
         types = {"w": tensors.STORAGE[w.dtype], "k": tensors.STORAGE[k.dtype]}
         problem = Problem(OPS["timex"], gpu, types, B=batch, T=tokens, C=channels, backend=backend)
-        compiled = kernel.get_all(whole.forward(problem).requests(gpu))[0]
+        compiled = kernel.get_all(directions.forward(problem).requests(gpu))[0]
     leaves, dy = [x.detach().requires_grad_() for x in given], torch.randn_like(k)
 
     def both() -> Any:
@@ -291,7 +292,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     dtype = bench.DTYPES[arguments.dtype]
     measured = [(op, sizes) for op in ops for sizes in ([shape] if shape else HISTORIES[op].shapes)]
     rows = [row for op, sizes in measured for row in _measure(op, sizes, dtype)]
-    return {"env": machine.env_report(), "rows": rows}
+    return {"env": versions.env_report(), "rows": rows}
 
 
 def _measure(op: str, shape: Shape, dtype: torch.dtype) -> list[dict[str, Any]]:
@@ -341,7 +342,7 @@ def _time(call: Callable[[], Any], in_graph: bool) -> tuple[float, bool]:
 
 def show(result: dict[str, Any]) -> None:
     """Print a measurement."""
-    report.say(bench.machine(result["env"]))
+    terminal.say(bench.machine(result["env"]))
     head = (
         "step", "what is new", "forward ms", "in a graph", "speedup", "to the first", "fwd + bwd ms", "error",
         "registers", "spill B", "shared B",
@@ -349,12 +350,12 @@ def show(result: dict[str, Any]) -> None:
     cases = dict.fromkeys((row["op"], tuple(row["shape"]), row["dtype"]) for row in result["rows"])
     for op, shape, dtype in cases:
         rows = [row for row in result["rows"] if (row["op"], tuple(row["shape"]), row["dtype"]) == (op, shape, dtype)]
-        report.say(f"\n{op} ({', '.join(map(str, shape))}) {dtype}")
-        report.table(head, [(row["step"], row["change"], *_cells(row)) for row in rows if row["obstacle"] is None])
+        terminal.say(f"\n{op} ({', '.join(map(str, shape))}) {dtype}")
+        terminal.table(head, [(row["step"], row["change"], *_cells(row)) for row in rows if row["obstacle"] is None])
         for row in rows:
             if row["obstacle"] is not None:
-                report.say(f"Left out: {row['step']}, {row['change']}: {row['obstacle']}")
-    report.say(
+                terminal.say(f"Left out: {row['step']}, {row['change']}: {row['obstacle']}")
+    terminal.say(
         "\nSpeedup of the forward to the step before, and to the first. Error of y: relative L2 against float64."
     )
 

@@ -14,8 +14,8 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from rwkv_jit import after, lazy
 from rwkv_jit.compat import alias, replacing
+from rwkv_jit.kernels import lazy, on_import
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -126,7 +126,7 @@ def install() -> None:
     with replacing.LOCK:
         is_installed = True
         alias.add()
-    after.imported(_REPLACED, _take_over)
+    on_import.imported(_REPLACED, _take_over)
 
 
 def uninstall() -> None:
@@ -134,7 +134,7 @@ def uninstall() -> None:
     global is_installed
     with replacing.LOCK:
         is_installed = False
-        after.forget(_take_over)
+        on_import.forget(_take_over)
         alias.remove()
         replacing.undo()
         for name in ("deepspeed", "loading"):

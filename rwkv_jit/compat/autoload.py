@@ -26,7 +26,7 @@ def _import_from(folder: str) -> None:
 
 
 def _install() -> None:
-    env, compat, fla = (import_module(f"rwkv_jit.{name}") for name in ("env", "compat", "compat.fla"))
+    env, compat, fla = (import_module(f"rwkv_jit.{name}") for name in ("kernels.env", "compat", "compat.fla"))
     for is_wanted, owner in ((env.runs_fla, fla), (env.runs_compat, compat)):
         try:
             if is_wanted():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from rwkv_jit.ops import recording
+from rwkv_jit.call import recording
 
 
 def heads(batch: int, tokens: int, number: int, *rows: Tensor) -> list[Tensor]:

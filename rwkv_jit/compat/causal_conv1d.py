@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rwkv_jit import tensors
+from rwkv_jit.call import checks, tensors
 from rwkv_jit.compat.naming import named
-from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.inference import arguments
+from rwkv_jit.kernels.errors import UnsupportedConfigError
 from rwkv_jit.layers import convolution
-from rwkv_jit.layers.convolution_steps import MOST_STATE_LEN
-from rwkv_jit.legal import Activation
-from rwkv_jit.ops import checks
+from rwkv_jit.pool import arguments
+from rwkv_jit.schedules.convolution import MOST_STATE_LEN
+from rwkv_jit.schedules.legal import Activation
 
 
 @named(initial_state="initial_states")

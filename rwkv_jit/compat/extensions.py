@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rwkv_jit.compat import channels, counts, delta, diagonal, trainer, wind
-from rwkv_jit.errors import brief
+from rwkv_jit.kernels.errors import brief
 
 _SUFFIX = r"(_(op|cuda|infer|runner|eval|ref|for|h100|alt|vcoll|bf16|fp16|f?p?32|v?\d\w*))*\.(cpp|cu|cuh|h|hip)"
 _SIZES, _CHANNELS = "int B, int T, int C, int H", "int B, int T, int C"

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rwkv_jit.errors import UnsupportedConfigError
+from rwkv_jit.kernels.errors import UnsupportedConfigError
 
 _log = logging.getLogger("rwkv_jit")
 _said: set[tuple[str, str]] = set()

@@ -11,7 +11,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from rwkv_jit import tensors
+from rwkv_jit.call import tensors
 from rwkv_jit.compat import buffers, rows
 from rwkv_jit.compat.naming import named
 from rwkv_jit.compat.scripts import scriptable

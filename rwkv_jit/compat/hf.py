@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from rwkv_jit.compat import hf_models, replacing
-from rwkv_jit.errors import brief
+from rwkv_jit.kernels.errors import brief
 from rwkv_jit.ops.wkv5 import wkv5
 from rwkv_jit.ops.wkv6 import wkv6
 

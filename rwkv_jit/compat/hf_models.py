@@ -19,7 +19,7 @@ from torch import nn
 from rwkv_jit import compat
 from rwkv_jit.compat import replacing
 from rwkv_jit.compat.falling_back import with_fallback
-from rwkv_jit.errors import UnsupportedConfigError
+from rwkv_jit.kernels.errors import UnsupportedConfigError
 
 
 class Function(NamedTuple):

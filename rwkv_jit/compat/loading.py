@@ -12,7 +12,7 @@ import torch
 
 from rwkv_jit import compat
 from rwkv_jit.compat import extensions, replacing
-from rwkv_jit.errors import RwkvJitError, brief
+from rwkv_jit.kernels.errors import RwkvJitError, brief
 
 _log = logging.getLogger("rwkv_jit")
 _torch_load: Any = None

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rwkv_jit import tensors
+from rwkv_jit.call import tensors
 from rwkv_jit.compat.naming import named
 from rwkv_jit.derived.arguments import of_value_heads
 from rwkv_jit.derived.diagonal import ssd
 from rwkv_jit.derived.diagonal_pooled import ssd_update, with_own
-from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.inference import arguments
-from rwkv_jit.inference.update import gla_update
+from rwkv_jit.kernels.errors import UnsupportedConfigError
+from rwkv_jit.pool import arguments
+from rwkv_jit.pool.update import gla_update
 
 __all__ = ["mamba_chunk_scan_combined", "selective_state_update"]
 

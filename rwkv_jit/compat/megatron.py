@@ -10,7 +10,7 @@ from rwkv_jit.compat import replacing
 from rwkv_jit.compat.falling_back import with_fallback
 from rwkv_jit.compat.fla import family
 from rwkv_jit.compat.naming import named
-from rwkv_jit.errors import brief
+from rwkv_jit.kernels.errors import brief
 
 __all__ = ["gated_delta_rule", "patch"]
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rwkv_jit import tensors
-from rwkv_jit.ops import checks
+from rwkv_jit.call import checks, tensors
 
 
 def by_size(size: Any, **rows: Any) -> list[Tensor]:

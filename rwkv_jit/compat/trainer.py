@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from rwkv_jit import tensors
-from rwkv_jit.inference import arguments
+from rwkv_jit.call import tensors
 from rwkv_jit.layers import calls, functions, placed, registry
-from rwkv_jit.layers.gradient_steps import RESULTS
-from rwkv_jit.layers.steps import OPS, SHIFTS
+from rwkv_jit.pool import arguments
+from rwkv_jit.schedules.layer_gradients import RESULTS
+from rwkv_jit.schedules.layers import OPS, SHIFTS
 
 _EPS_OF_HEADS = 64e-5
 _L2_WRAP, _IGNORED = 1e-4, -100

@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rwkv_jit import tensors
-from rwkv_jit.inference import arguments
-from rwkv_jit.inference.options import UpdateOptions, VarlenOptions
-from rwkv_jit.ops import checks, sharding, torch_op
-from rwkv_jit.ops.options import Tail, complete
-from rwkv_jit.problem import Op
+from rwkv_jit.call import checks, sharding, tensors, torch_op
+from rwkv_jit.call.options import Tail, complete
+from rwkv_jit.pool import arguments
+from rwkv_jit.pool.options import UpdateOptions, VarlenOptions
+from rwkv_jit.schedules.problem import Op
 
 Result = tuple[Tensor, Tensor | None]
 

@@ -8,15 +8,15 @@ from typing import Any
 
 from torch import Tensor
 
-from rwkv_jit import tensors
-from rwkv_jit.algorithms.parts import Case
-from rwkv_jit.derived import arguments, channel_steps, operands, own_kernels
+from rwkv_jit.call import checks, tensors
+from rwkv_jit.derived import arguments, operands, own_kernels
 from rwkv_jit.derived.arguments import Result, Sequences
 from rwkv_jit.derived.own_kernels import Kernels, Known
-from rwkv_jit.derived.table import RATE_MAPS, ChannelCore
-from rwkv_jit.ops import checks
+from rwkv_jit.kernels.signatures import BySignature
 from rwkv_jit.ops.wkv7 import wkv7
-from rwkv_jit.signatures import BySignature
+from rwkv_jit.schedules import channel_decay
+from rwkv_jit.schedules.common import Case
+from rwkv_jit.schedules.derived_table import RATE_MAPS, ChannelCore
 
 LEAST_BLOCKS = 1 / 5  # heads of all sequences for a multiprocessor: fewer leave it idle, and go in segments elsewhere
 
@@ -31,7 +31,7 @@ def is_here(call: Sequences, parameters: Sequence[Tensor | None]) -> bool:
         return False
     op, sizes = ChannelCore().op, (q.shape[-1], v.shape[-1], v.shape[1])
     case = Case(op, tensors.STORAGE[v.dtype], *sizes, op.decay, None, call.tail.chunk_len, training=training)
-    return channel_steps.why_not(case, lambda: tensors.gpu(v.device.index)) is None
+    return channel_decay.why_not(case, lambda: tensors.gpu(v.device.index)) is None
 
 
 def _elsewhere(
@@ -73,11 +73,11 @@ def of_kda(
     fixed[1:] = (x.reshape(heads, head_size) for x in fixed[1:])
     bound = float(lower_bound or 0.0)
     kernels = Kernels(
-        partial(channel_steps.forward, lower_bound=bound), partial(channel_steps.backward, lower_bound=bound),
-        channel_steps.kept, partial(_elsewhere, core, bound),
+        partial(channel_decay.forward, lower_bound=bound), partial(channel_decay.backward, lower_bound=bound),
+        channel_decay.kept, partial(_elsewhere, core, bound),
     )  # fmt: skip
     training = own_kernels.wants_gradients(call, parameters)
     return own_kernels.run(
-        _calls, kernels, core.op, (*call.inputs, *fixed), call, channel_steps.CHUNK_LEN, training, output_final_state,
+        _calls, kernels, core.op, (*call.inputs, *fixed), call, channel_decay.CHUNK_LEN, training, output_final_state,
         bound,
     )  # fmt: skip

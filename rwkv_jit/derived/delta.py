@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from rwkv_jit.call.tensors import Array
 from rwkv_jit.derived import arguments, channel_decays, head_decays
 from rwkv_jit.derived.operands import of_delta_rule
-from rwkv_jit.derived.table import OPS
-from rwkv_jit.legal import BetaMap
 from rwkv_jit.ops.wkv7 import wkv7
-from rwkv_jit.tensors import Array
+from rwkv_jit.schedules.derived_table import OPS
+from rwkv_jit.schedules.legal import BetaMap
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from rwkv_jit.ops.options import CallOptions, DecayOptions
+    from rwkv_jit.call.options import CallOptions, DecayOptions
 
 
 def kda(

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from rwkv_jit.call.tensors import Array
 from rwkv_jit.derived import arguments
 from rwkv_jit.derived.operands import of_delta_rule
-from rwkv_jit.derived.table import OPS
-from rwkv_jit.inference.options import UpdateOptions, VarlenOptions
-from rwkv_jit.inference.update import wkv7_update
-from rwkv_jit.inference.varlen import wkv7_varlen
-from rwkv_jit.legal import BetaMap
-from rwkv_jit.tensors import Array
+from rwkv_jit.pool.options import UpdateOptions, VarlenOptions
+from rwkv_jit.pool.update import wkv7_update
+from rwkv_jit.pool.varlen import wkv7_varlen
+from rwkv_jit.schedules.derived_table import OPS
+from rwkv_jit.schedules.legal import BetaMap
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

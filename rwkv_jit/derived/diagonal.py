@@ -9,18 +9,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rwkv_jit import tensors
+from rwkv_jit.call import checks, tensors
+from rwkv_jit.call.tensors import Array
 from rwkv_jit.derived import arguments, head_decays
 from rwkv_jit.derived.operands import for_heads
-from rwkv_jit.derived.table import OPS, Core
-from rwkv_jit.ops import checks
 from rwkv_jit.ops.gla import gla
-from rwkv_jit.tensors import Array
+from rwkv_jit.schedules.derived_table import OPS, Core
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from rwkv_jit.ops.options import CallOptions, DecayOptions
+    from rwkv_jit.call.options import CallOptions, DecayOptions
 
 
 # ---- sequences ---------------------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rwkv_jit import tensors
+from rwkv_jit.call import tensors
+from rwkv_jit.call.tensors import Array
 from rwkv_jit.derived import arguments
 from rwkv_jit.derived.diagonal import (
     behind,
@@ -20,11 +21,10 @@ from rwkv_jit.derived.diagonal import (
     with_keys,
 )
 from rwkv_jit.derived.operands import for_heads
-from rwkv_jit.derived.table import OPS
-from rwkv_jit.inference.options import UpdateOptions, VarlenOptions
-from rwkv_jit.inference.update import gla_update
-from rwkv_jit.inference.varlen import gla_varlen
-from rwkv_jit.tensors import Array
+from rwkv_jit.pool.options import UpdateOptions, VarlenOptions
+from rwkv_jit.pool.update import gla_update
+from rwkv_jit.pool.varlen import gla_varlen
+from rwkv_jit.schedules.derived_table import OPS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -10,16 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rwkv_jit import tensors
-from rwkv_jit.algorithms.parts import Case
-from rwkv_jit.derived import arguments, operands, own_kernels, steps
+from rwkv_jit.call import checks, tensors
+from rwkv_jit.derived import arguments, operands, own_kernels
 from rwkv_jit.derived.arguments import Result, Sequences
 from rwkv_jit.derived.own_kernels import Kernels, Known
-from rwkv_jit.derived.table import RATE_MAPS, Core
-from rwkv_jit.ops import checks
+from rwkv_jit.kernels.signatures import BySignature
 from rwkv_jit.ops.gla import gla
 from rwkv_jit.ops.wkv7 import wkv7
-from rwkv_jit.signatures import BySignature
+from rwkv_jit.schedules import head_decay
+from rwkv_jit.schedules.common import Case
+from rwkv_jit.schedules.derived_table import RATE_MAPS, Core
 
 LEAST_BLOCKS = 1 / 5  # heads of all sequences for a multiprocessor: fewer leave it idle, and go in segments elsewhere
 
@@ -42,9 +42,9 @@ def way(call: Sequences, q: Tensor, v: Tensor, has_delta: bool, *parameters: Any
     op, gpu, chunk_len = Core(has_delta).op, tensors.gpu(v.device.index), call.tail.chunk_len
     sizes = q.shape[-1], v.shape[-1], v.shape[1]
     case = Case(op, tensors.STORAGE[v.dtype], *sizes, op.decay, None, chunk_len, training=training)
-    if steps.why_not(case, lambda: gpu) is not None:
+    if head_decay.why_not(case, lambda: gpu) is not None:
         return None
-    return Way(chunk_len or steps.default_chunk_len(case, gpu), training)
+    return Way(chunk_len or head_decay.default_chunk_len(case, gpu), training)
 
 
 def _of_other_kernels(core: Core, arrays: Sequence[Tensor]) -> tuple[Callable[..., Result], Sequence[Tensor]]:
@@ -82,7 +82,7 @@ _calls: BySignature[Known] = BySignature()
 
 def run(core: Core, arrays: Sequence[Tensor], call: Sequences, how: Way, output_final_state: bool) -> Result:
     """Run a call as `way` says; `arrays` are the inputs of the core."""
-    kernels = Kernels(steps.forward, steps.backward, steps.kept, partial(_of_other_kernels, core))
+    kernels = Kernels(head_decay.forward, head_decay.backward, head_decay.kept, partial(_of_other_kernels, core))
     return own_kernels.run(_calls, kernels, core.op, arrays, call, how.chunk_len, how.training, output_final_state)
 
 

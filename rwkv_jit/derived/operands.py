@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rwkv_jit.call import checks
 from rwkv_jit.derived import arguments
 from rwkv_jit.layers import calls
 from rwkv_jit.layers.gradients import record
-from rwkv_jit.layers.steps import BETA_MAPS, MOST_VALUE_HEADS
-from rwkv_jit.ops import checks
+from rwkv_jit.schedules.layers import BETA_MAPS, MOST_VALUE_HEADS
 
 
 def of_delta_rule(

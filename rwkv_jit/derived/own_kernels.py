@@ -8,15 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rwkv_jit import modes, tensors
-from rwkv_jit.algorithms.parts import MOST_HEADS
+from rwkv_jit.call import switches, tensors, torch_op
+from rwkv_jit.call.plan import Plan
+from rwkv_jit.call.rule import LEAST_TOKENS
 from rwkv_jit.derived.arguments import Result, Sequences
-from rwkv_jit.ops import torch_op
-from rwkv_jit.plan import Plan
-from rwkv_jit.problem import Op, Problem
-from rwkv_jit.rule import LEAST_TOKENS
-from rwkv_jit.schedule import Schedule
-from rwkv_jit.signatures import BySignature, forget_with
+from rwkv_jit.kernels.signatures import BySignature, forget_with
+from rwkv_jit.schedules.common import MOST_HEADS
+from rwkv_jit.schedules.problem import Op, Problem
+from rwkv_jit.schedules.schedule import Schedule
 
 _MOST_BACKWARDS = 16  # of a call: they differ in the strides of the gradients of its results
 
@@ -33,7 +32,7 @@ def may_take(call: Sequences, v: Tensor, parameters: Sequence[Tensor | None], le
         return False
     if tail.backend != "auto" or tail.num_threads is not None:
         return False
-    narrow, is_batch_invariant = modes.current()
+    narrow, is_batch_invariant = switches.current()
     if tensors.STORAGE[v.dtype] in narrow:
         return False
     batch, tokens, heads, _ = v.shape
@@ -68,7 +67,7 @@ def problem_of(
     assert v is not None
     options = torch_op.Options(
         tail.scale, op.decay, tail.state_layout, tail.checkpoint_interval, chunk_len, None, "chunked",
-        is_batch_invariant=modes.is_batch_invariant(),
+        is_batch_invariant=switches.is_batch_invariant(),
     )  # fmt: skip
     gpu = tensors.gpu(v.device.index)
     inputs = [x for x in arrays if x is not None]
@@ -172,7 +171,7 @@ def run(
     """Run a call, of whose prepared ones these are kept; `more` is what else tells them apart."""
     given = given_to(call, arrays)
     tail = call.tail, chunk_len, training, output_final_state, *more
-    key = op.name, modes.is_batch_invariant(), tail, tensors.signature(given)
+    key = op.name, switches.is_batch_invariant(), tail, tensors.signature(given)
     known = calls.get(key)
     if known is None:
         problem = problem_of(op, given, call, chunk_len, output_final_state, training)

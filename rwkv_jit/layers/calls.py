@@ -9,15 +9,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rwkv_jit import env, tensors
-from rwkv_jit.inference import arguments
-from rwkv_jit.inference.calls import ADDRESS_BITS, one_slot
-from rwkv_jit.layers import placed, plain, registry, steps
-from rwkv_jit.layers.steps import GATES, KINDS, MOST_MIXES, MOST_PARTS, NORMS, OPS, SHIFTS, Given, Sequences
-from rwkv_jit.ops import checks, sharding, torch_op
-from rwkv_jit.plan import Plan
-from rwkv_jit.schedule import Result, Schedule
-from rwkv_jit.signatures import BySignature
+from rwkv_jit.call import checks, sharding, tensors, torch_op
+from rwkv_jit.call.plan import Plan
+from rwkv_jit.kernels import env
+from rwkv_jit.kernels.signatures import BySignature
+from rwkv_jit.layers import placed, registry
+from rwkv_jit.plain import layers as plain
+from rwkv_jit.pool import arguments
+from rwkv_jit.pool.calls import ADDRESS_BITS, one_slot
+from rwkv_jit.schedules import layers as steps
+from rwkv_jit.schedules.layers import GATES, KINDS, MOST_MIXES, MOST_PARTS, NORMS, OPS, SHIFTS, Given, Sequences
+from rwkv_jit.schedules.schedule import Result, Schedule
 
 # What calls have beside the inputs of their op, and what they write, in the order of plans.
 _BESIDE = {

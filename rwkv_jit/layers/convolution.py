@@ -10,18 +10,19 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from rwkv_jit import tensors
-from rwkv_jit.inference import arguments
-from rwkv_jit.inference.calls import one_slot
-from rwkv_jit.layers import convolution_steps, plain, registry
-from rwkv_jit.layers.convolution_steps import LEAST_WIDTH, MOST_STATE_LEN, MOST_WIDTH
-from rwkv_jit.layers.steps import Given, Sequences
-from rwkv_jit.legal import Activation
-from rwkv_jit.ops import checks, recording, sharding, torch_op
-from rwkv_jit.plan import Plan
-from rwkv_jit.schedule import Result
-from rwkv_jit.signatures import BySignature
-from rwkv_jit.tensors import Array
+from rwkv_jit.call import checks, recording, sharding, tensors, torch_op
+from rwkv_jit.call.plan import Plan
+from rwkv_jit.call.tensors import Array
+from rwkv_jit.kernels.signatures import BySignature
+from rwkv_jit.layers import registry
+from rwkv_jit.plain import layers
+from rwkv_jit.pool import arguments
+from rwkv_jit.pool.calls import one_slot
+from rwkv_jit.schedules import convolution
+from rwkv_jit.schedules.convolution import LEAST_WIDTH, MOST_STATE_LEN, MOST_WIDTH
+from rwkv_jit.schedules.layers import Given, Sequences
+from rwkv_jit.schedules.legal import Activation
+from rwkv_jit.schedules.schedule import Result
 
 _ACTIVATIONS = {None: "identity", "silu": "silu"}  # as the kernels call them
 _INPUTS = ("x", "weight", "bias", "initial_state")
@@ -127,7 +128,7 @@ def causal_conv1d(
         arguments.check_shape("initial_state", initial_state, (texts, channels, width - 1))
         arguments.check_dtype("initial_state", initial_state, (x.dtype,), x)
     y = registry.find("causal_conv1d_fwd")(x, weight, bias, initial_state, cu_seqlens, chosen, True)
-    return y, plain.last_windows(x, initial_state, cu_seqlens, width - 1) if wants_state else None
+    return y, layers.last_windows(x, initial_state, cu_seqlens, width - 1) if wants_state else None
 
 
 def causal_conv1d_update(
@@ -302,19 +303,19 @@ def _plan(direction: str, named: Mapping[str, Tensor | None], activation: str, w
     if plan is None:
         x, cu_seqlens = named["x"], named["cu_seqlens"]
         assert x is not None
-        given = _given(named, convolution_steps.OPS[direction].inputs)
+        given = _given(named, convolution.OPS[direction].inputs)
         if cu_seqlens is None:
             texts = Sequences(*x.shape[:2])
         else:
             texts = Sequences(cu_seqlens.shape[0] - 1, x.shape[1], cu_seqlens.element_size())
         if direction == "forward":
             given = given._replace(results={"y": Result(tuple(x.shape), given.types["x"])})
-            schedule = convolution_steps.forward(given, texts, activation)
+            schedule = convolution.forward(given, texts, activation)
         else:
             there = {own: y for own, y in named.items() if own in _INPUTS and y is not None}
             results = {f"d{own}": Result(tuple(y.shape), given.types[own]) for own, y in there.items()}
-            schedule = convolution_steps.backward(given._replace(results=results), texts, activation, wanted)
-        plan = _plans.keep(key, Plan(schedule, convolution_steps.problem(direction, given), named))
+            schedule = convolution.backward(given._replace(results=results), texts, activation, wanted)
+        plan = _plans.keep(key, Plan(schedule, convolution.problem(direction, given), named))
     return plan
 
 
@@ -332,15 +333,15 @@ def _plan_of_update(named: Mapping[str, Tensor | None], null_index: int, activat
     key = "update", alignment, null_index, activation, tensors.signature([*named.values()])
     plan = _plans.get(key)
     if plan is None:
-        given = _given(named, [*convolution_steps.OPS["update"].inputs, "conv_state"])._replace(alignment=alignment)
+        given = _given(named, [*convolution.OPS["update"].inputs, "conv_state"])._replace(alignment=alignment)
         index_bytes = 4 if indices is None else indices.element_size()
         rows = Sequences(y.shape[0], y.shape[1], 0, slots, stride, index_bytes, null_index)
         is_last = _has_channels_last(pool)
         ring = named["cache_seqlens"] is not None
-        schedule = convolution_steps.update(given, rows, pool.shape[2], is_last, activation, ring)
+        schedule = convolution.update(given, rows, pool.shape[2], is_last, activation, ring)
         slot = one_slot(pool)
         bound = {**named, "conv_state": slot.t() if is_last else slot}
-        plan = _plans.keep(key, Plan(schedule, convolution_steps.problem("update", given), bound))
+        plan = _plans.keep(key, Plan(schedule, convolution.problem("update", given), bound))
     return plan
 
 
@@ -372,7 +373,7 @@ def causal_conv1d_fwd_run(
     if cu_seqlens is not None:
         tensors.packing(cu_seqlens, x.shape[1])  # a compiled call has not looked at it yet
     with tensors.exactly(x), torch.no_grad():
-        return plain.causal_conv1d(x, weight, bias, initial_state, cu_seqlens, activation)
+        return layers.causal_conv1d(x, weight, bias, initial_state, cu_seqlens, activation)
 
 
 def causal_conv1d_fwd_fake(x: Tensor, *_: Any) -> Tensor:
@@ -399,7 +400,7 @@ def _forward() -> Callable[..., Any]:
     def plainly(*arguments: Any) -> Any:
         if arguments[0].is_cuda:
             recording.refuse_forward_mode("causal_conv1d")
-        return plain.causal_conv1d(*arguments[:-1])
+        return layers.causal_conv1d(*arguments[:-1])
 
     return recording.forward(registry.find("causal_conv1d_fwd"), setup, backward, plainly)
 
@@ -422,7 +423,7 @@ def causal_conv1d_bwd_run(
                 name: None if y is None else y.detach().requires_grad_(name in names)
                 for name, y in zip(_INPUTS, inputs, strict=True)
             }
-            y = plain.causal_conv1d(**leaves, cu_seqlens=cu_seqlens, activation=activation)
+            y = layers.causal_conv1d(**leaves, cu_seqlens=cu_seqlens, activation=activation)
             several = recording.gradients([y], [grad], [leaves[name] for name in names])
     made = dict(zip(names, several, strict=True))
     return tuple(made[name] if name in made else x.new_empty(0) for name in _INPUTS)
@@ -470,7 +471,7 @@ def causal_conv1d_update_run(
         return
     torch_op.say_reference("causal_conv1d_update", x)
     with tensors.exactly(x), torch.no_grad():
-        plain.causal_conv1d_update(
+        layers.causal_conv1d_update(
             x, conv_state, weight, bias, cache_seqlens, state_indices, num_active, y, null_index, activation
         )  # fmt: skip
 

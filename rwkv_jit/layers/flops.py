@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rwkv_jit.ops.flops import register
+from rwkv_jit.call.flops import register
 
 
 def _count(

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rwkv_jit import tensors
+from rwkv_jit.call import tensors
+from rwkv_jit.call.tensors import Array
 from rwkv_jit.layers import calls
 from rwkv_jit.layers.gradients import record
-from rwkv_jit.legal import Gate, Kind, Norm, RateMap
-from rwkv_jit.tensors import Array
+from rwkv_jit.schedules.legal import Gate, Kind, Norm, RateMap
 
 _EPS, _EPS_OF_HEADS = 1e-5, 64e-5
 

@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rwkv_jit import tensors
-from rwkv_jit.layers import calls, gradient_steps, registry
+from rwkv_jit.call import recording, tensors, torch_op
+from rwkv_jit.call.plan import Plan
+from rwkv_jit.kernels.signatures import BySignature, forget_with
+from rwkv_jit.layers import calls, registry
 from rwkv_jit.layers.calls import Call
-from rwkv_jit.layers.gradient_steps import KEPT, OPTIONAL, RESULTS, Options
-from rwkv_jit.layers.steps import MOST_MIXES, OPS, SHIFTS
-from rwkv_jit.ops import recording, torch_op
-from rwkv_jit.plan import Plan
-from rwkv_jit.schedule import Result
-from rwkv_jit.signatures import BySignature, forget_with
+from rwkv_jit.schedules import layer_gradients
+from rwkv_jit.schedules.layer_gradients import KEPT, OPTIONAL, RESULTS, Options
+from rwkv_jit.schedules.layers import MOST_MIXES, OPS, SHIFTS
+from rwkv_jit.schedules.schedule import Result
 
 _plans: BySignature[Plan] = BySignature()
 
@@ -324,8 +324,8 @@ def _plan(call: Call, named: dict[str, Any], wanted: tuple[str, ...]) -> Plan:
         options = Options(call.eps, call.kinds)
         if name in SHIFTS:
             options = options._replace(texts=calls.texts_of(call.lead, named["cu_seqlens"]))
-        schedule = gradient_steps.backward(name, given, options, wanted)
-        plan = _plans.keep(key, Plan(schedule, gradient_steps.problem(name, given), named))
+        schedule = layer_gradients.backward(name, given, options, wanted)
+        plan = _plans.keep(key, Plan(schedule, layer_gradients.problem(name, given), named))
     return plan
 
 

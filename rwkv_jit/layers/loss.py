@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from rwkv_jit import tensors
-from rwkv_jit.errors import brief
-from rwkv_jit.inference import arguments
-from rwkv_jit.layers import loss_steps, placed, registry
-from rwkv_jit.layers.loss_steps import MOST_COLUMNS, Given
+from rwkv_jit.call import checks, sharding, tensors, torch_op
+from rwkv_jit.call.plan import Plan
+from rwkv_jit.call.tensors import Array
+from rwkv_jit.kernels.errors import brief
+from rwkv_jit.kernels.signatures import BySignature
+from rwkv_jit.layers import placed, registry
 from rwkv_jit.layers.placed import REDUCTIONS
-from rwkv_jit.legal import Reduction, Total
-from rwkv_jit.ops import checks, sharding, torch_op
-from rwkv_jit.plan import Plan
-from rwkv_jit.signatures import BySignature
-from rwkv_jit.tensors import Array
+from rwkv_jit.pool import arguments
+from rwkv_jit.schedules import loss as loss_steps
+from rwkv_jit.schedules.legal import Reduction, Total
+from rwkv_jit.schedules.loss import MOST_COLUMNS, Given
 
 _IGNORED = -100
 _CHUNK_BYTES = 2**28  # of a chunk's logits, by default

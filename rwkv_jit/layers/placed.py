@@ -9,9 +9,9 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from rwkv_jit.layers.steps import OPS, SHIFTS, makes_decays
-from rwkv_jit.legal import Reduction
-from rwkv_jit.ops import checks, sharding
+from rwkv_jit.call import checks, sharding
+from rwkv_jit.schedules.layers import OPS, SHIFTS, makes_decays
+from rwkv_jit.schedules.legal import Reduction
 
 REDUCTIONS: tuple[str, ...] = get_args(Reduction)
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rwkv_jit import after
+from rwkv_jit.kernels import on_import
 
 
 class Entry(NamedTuple):
@@ -121,4 +121,4 @@ def _register(name: str, entry: Entry) -> None:
 
 for _name, _entry in _OPS.items():
     _register(_name, _entry)
-after.imported(["torch.utils.flop_counter"], then="rwkv_jit.layers.flops")  # which nobody but those who count needs
+on_import.imported(["torch.utils.flop_counter"], then="rwkv_jit.layers.flops")  # which nobody but those who count needs

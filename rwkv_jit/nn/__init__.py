@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rwkv_jit import lazy
+from rwkv_jit.kernels import lazy
 
 _MODULES = lazy.modules({
     "nn.delta": "GatedDeltaNet KimiDeltaAttention",

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rwkv_jit.inference.arguments import count
-from rwkv_jit.nn.parts import check_tokens, is_plain_norm, norm_heads, under_autocast
+from rwkv_jit.nn.common import check_tokens, is_plain_norm, norm_heads, under_autocast
 from rwkv_jit.ops.gla import gla
 from rwkv_jit.ops.linear_attention import linear_attention
+from rwkv_jit.pool.arguments import count
 
 _EPS, _GATE_RANK, _GATE_DIVISOR = 1e-5, 16, 16
 

@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from rwkv_jit.cache.files import path_of
+from rwkv_jit.kernels.cache.files import path_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # that weights may have
 

@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor, nn
 
-from rwkv_jit.inference.arguments import count
-from rwkv_jit.nn.parts import check_tokens
+from rwkv_jit.nn.common import check_tokens
 from rwkv_jit.ops.timex import timex
+from rwkv_jit.pool.arguments import count
 
 
 class TimeX(nn.Module):

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from rwkv_jit.derived.arguments import check_bound
 from rwkv_jit.derived.delta import gated_delta_rule, kda
-from rwkv_jit.inference.arguments import count
-from rwkv_jit.nn import parts
+from rwkv_jit.nn import common
+from rwkv_jit.pool.arguments import count
 
 
 class _DeltaNet(nn.Module):
@@ -45,7 +45,7 @@ class _DeltaNet(nn.Module):
         """Return the parts of a state."""
         of_taps = 2 * self.key_width + self.value_width, self.conv_width - 1
         of_text = self.value_heads, self.key_size, self.value_size
-        return parts.check_both_states(state, x, cu_seqlens, of_taps, of_text)
+        return common.check_both_states(state, x, cu_seqlens, of_taps, of_text)
 
     def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values by their heads."""
@@ -160,7 +160,7 @@ class KimiDeltaAttention(_DeltaNet):
             nn.Linear(width, size, bias=False, **place) for size in (keys, keys, values)
         )
         self.q_conv1d, self.k_conv1d, self.v_conv1d = (
-            parts.short_convolution(size, conv_width, False, place) for size in (keys, keys, values)
+            common.short_convolution(size, conv_width, False, place) for size in (keys, keys, values)
         )
         self.f_proj = nn.Sequential(
             nn.Linear(width, value_size, bias=False, **place),
@@ -178,9 +178,9 @@ class KimiDeltaAttention(_DeltaNet):
 
     @torch.no_grad()
     def _fill(self) -> None:
-        parts.fill_steps(self.dt_bias)
+        common.fill_steps(self.dt_bias)
         if self.lower_bound is None:
-            parts.fill_rates(self.A_log, 1)
+            common.fill_rates(self.A_log, 1)
         else:
             self.A_log.zero_()
 
@@ -206,11 +206,11 @@ class KimiDeltaAttention(_DeltaNet):
             The last tokens that the convolution reads, of queries, keys and values, and the state of `kda`. It is not
             detached.
         """
-        x = parts.under_autocast(parts.check_tokens(x, self.width))
+        x = common.under_autocast(common.check_tokens(x, self.width))
         before, state_before = self._states(state, x, cu_seqlens)
         made = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
         sizes = {"q_conv1d": self.key_width, "k_conv1d": self.key_width, "v_conv1d": self.value_width}
-        mixed, last = parts.convolve(self, made, sizes, before, cu_seqlens)
+        mixed, last = common.convolve(self, made, sizes, before, cu_seqlens)
         g = self.f_proj(x).unflatten(-1, (self.value_heads, self.key_size))
         y, final = kda(
             *self._heads(mixed), g, self.b_proj(x), state_before, True, cu_seqlens, A_log=self.A_log,
@@ -218,7 +218,7 @@ class KimiDeltaAttention(_DeltaNet):
             beta_map="twice_sigmoid" if self.allow_neg_eigval else "sigmoid",
         )  # fmt: skip
         assert final is not None
-        return self.o_proj(parts.norm_heads(self.o_norm, nn.RMSNorm, y, self.g_proj(x), "sigmoid")), (last, final)
+        return self.o_proj(common.norm_heads(self.o_norm, nn.RMSNorm, y, self.g_proj(x), "sigmoid")), (last, final)
 
 
 class GatedDeltaNet(_DeltaNet):
@@ -298,7 +298,7 @@ class GatedDeltaNet(_DeltaNet):
         super().__init__(width, key_heads, value_heads, key_size, value_size, conv_width)
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         keys, values = self.key_width, self.value_width
-        self.conv1d = parts.short_convolution(2 * keys + values, conv_width, False, place)
+        self.conv1d = common.short_convolution(2 * keys + values, conv_width, False, place)
         self.in_proj_qkvz = nn.Linear(width, 2 * (keys + values), bias=False, **place)
         self.in_proj_ba = nn.Linear(width, 2 * value_heads, bias=False, **place)
         self.dt_bias = nn.Parameter(torch.empty(value_heads, **place))
@@ -310,7 +310,7 @@ class GatedDeltaNet(_DeltaNet):
     @torch.no_grad()
     def _fill(self) -> None:
         self.dt_bias.fill_(1)
-        parts.fill_rates(self.A_log, 0.01)
+        common.fill_rates(self.A_log, 0.01)
 
     def forward(
         self, x: Tensor, state: tuple[Tensor, Tensor] | None = None, cu_seqlens: Tensor | None = None
@@ -331,17 +331,17 @@ class GatedDeltaNet(_DeltaNet):
         y, state
             As there.
         """
-        x = parts.under_autocast(parts.check_tokens(x, self.width))
+        x = common.under_autocast(common.check_tokens(x, self.width))
         before, state_before = self._states(state, x, cu_seqlens)
         shared = self.value_heads // self.key_heads
         sizes = [self.key_size, self.key_size, shared * self.value_size, shared * self.value_size]
         *made, z = self.in_proj_qkvz(x).unflatten(-1, (self.key_heads, sum(sizes))).split(sizes, -1)
         b, a = self.in_proj_ba(x).unflatten(-1, (self.key_heads, 2 * shared)).split([shared, shared], -1)
         mixed = torch.cat([each.flatten(2) for each in made], -1)
-        mixed, last = parts.convolve(self, mixed, {"conv1d": mixed.shape[2]}, before, cu_seqlens)
+        mixed, last = common.convolve(self, mixed, {"conv1d": mixed.shape[2]}, before, cu_seqlens)
         y, final = gated_delta_rule(
             *self._heads(mixed), a.flatten(2), b.flatten(2), state_before, True, cu_seqlens, A_log=self.A_log,
             dt_bias=self.dt_bias, qk_norm=True, beta_map="sigmoid",
         )  # fmt: skip
         assert final is not None
-        return self.out_proj(parts.norm_heads(self.norm, nn.RMSNorm, y, z.flatten(2), "silu")), (last, final)
+        return self.out_proj(common.norm_heads(self.norm, nn.RMSNorm, y, z.flatten(2), "silu")), (last, final)

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rwkv_jit.errors import brief
-from rwkv_jit.inference import arguments
-from rwkv_jit.inference.pool import StatePool
-from rwkv_jit.inference.states import StateSpec
+from rwkv_jit.call import checks
+from rwkv_jit.kernels.errors import brief
 from rwkv_jit.layers.loss import cross_entropy, linear_cross_entropy
-from rwkv_jit.nn import checkpoints, parts
-from rwkv_jit.ops import checks
+from rwkv_jit.nn import checkpoints, common
+from rwkv_jit.pool import arguments
+from rwkv_jit.pool.state_pool import StatePool
+from rwkv_jit.pool.states import StateSpec
 
 Model = TypeVar("Model", bound="LanguageModel")
 
@@ -67,7 +67,7 @@ class LanguageModel(nn.Module):
         nn.init.uniform_(self.emb.weight, -1e-4, 1e-4)
         self.ln_out.reset_parameters()
         vocabulary, width = self.head.weight.shape
-        parts.fill_orthogonal(self.head.weight, 0.5 * max(vocabulary / width, 1) ** 0.5)
+        common.fill_orthogonal(self.head.weight, 0.5 * max(vocabulary / width, 1) ** 0.5)
 
     # ---- training ------------------------------------------------------------------------------------------------
 
@@ -136,7 +136,7 @@ class LanguageModel(nn.Module):
     def _loss(self, hidden: Tensor, targets: Tensor, l2_wrap: float) -> Tensor:
         """Return the mean loss of what the head reads."""
         head: Any = self.head
-        if parts.is_plain(head, nn.Linear):
+        if common.is_plain(head, nn.Linear):
             return linear_cross_entropy(hidden, head.weight, targets, bias=head.bias, l2_wrap=l2_wrap)
         return cross_entropy(head(hidden), targets, l2_wrap=l2_wrap)
 
@@ -264,7 +264,7 @@ class LanguageModel(nn.Module):
         for layer, block in enumerate(self.blocks):
             own: Any = getattr(block, "_orig_mod", block)  # of one that is compiled
             states = self._State(*(pool[name][layer] for name in self._State._fields))
-            step = own.step if parts.is_plain(own, self._Block) and parts.is_plain_block(own) else partial(_step, own)
+            step = own.step if common.is_plain(own, self._Block) and common.is_plain_block(own) else partial(_step, own)
             made = step(*between, states, slots, null_index)
             between = made if isinstance(made, tuple) else (made,)
         return self.head(self.ln_out(between[0]))  # type: ignore[no-any-return]
@@ -386,7 +386,7 @@ class LanguageModel(nn.Module):
 
 
 def _check_tokens(tokens: Any, *dims: str) -> None:
-    if parts.tensor_of("tokens", tokens).dim() != len(dims):
+    if common.tensor_of("tokens", tokens).dim() != len(dims):
         raise ValueError(f"tokens: expected shape [{', '.join(dims)}], got {list(tokens.shape)}")
     if tokens.dtype not in arguments.INDEX_TYPES:
         raise TypeError(f"tokens: expected torch.int64 or torch.int32, got {tokens.dtype}")

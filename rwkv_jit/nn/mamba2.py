@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rwkv_jit.derived.diagonal import ssd
-from rwkv_jit.inference.arguments import count
-from rwkv_jit.nn import parts
-from rwkv_jit.reference import STRONGEST_RAW
+from rwkv_jit.nn import common
+from rwkv_jit.plain.reference import STRONGEST_RAW
+from rwkv_jit.pool.arguments import count
 
 
 class Mamba2(nn.Module):
@@ -113,7 +113,7 @@ class Mamba2(nn.Module):
         self.sizes = inner, inner + 2 * groups * state_size, heads
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.in_proj = nn.Linear(width, sum(self.sizes), bias=False, **place)
-        self.conv1d = parts.short_convolution(self.sizes[1], conv_width, True, place)
+        self.conv1d = common.short_convolution(self.sizes[1], conv_width, True, place)
         self.dt_bias, self.A_log, self.D = (nn.Parameter(torch.empty(heads, **place)) for _ in range(3))
         self.norm = nn.RMSNorm(inner, eps=eps, **place)
         self.out_proj = nn.Linear(inner, width, bias=False, **place)
@@ -127,8 +127,8 @@ class Mamba2(nn.Module):
 
     @torch.no_grad()
     def _fill(self) -> None:
-        parts.fill_steps(self.dt_bias)
-        parts.fill_rates(self.A_log, 1)
+        common.fill_steps(self.dt_bias)
+        common.fill_rates(self.A_log, 1)
         self.D.fill_(1)
 
     def forward(
@@ -152,12 +152,12 @@ class Mamba2(nn.Module):
         state : tuple of two torch.Tensor
             The last tokens that the convolution reads, and the state of `ssd`. It is not detached.
         """
-        x = parts.under_autocast(parts.check_tokens(x, self.width))
+        x = common.under_autocast(common.check_tokens(x, self.width))
         inner, channels, _ = self.sizes
         of_taps, of_text = (channels, self.conv_width - 1), (self.heads, self.head_size, self.state_size)
-        before, state_before = parts.check_both_states(state, x, cu_seqlens, of_taps, of_text)
+        before, state_before = common.check_both_states(state, x, cu_seqlens, of_taps, of_text)
         z, mixed, dt = self.in_proj(x).split(self.sizes, -1)
-        mixed, last = parts.convolve(self, mixed, {"conv1d": channels}, before, cu_seqlens)
+        mixed, last = common.convolve(self, mixed, {"conv1d": channels}, before, cu_seqlens)
         keys = self.groups * self.state_size
         values, B, C = mixed.split([inner, keys, keys], -1)
         B, C = (each.unflatten(-1, (self.groups, self.state_size)) for each in (B, C))
@@ -173,7 +173,7 @@ class Mamba2(nn.Module):
         """Return the norms of what is behind the gate. `gated_norm` has the gate behind the norm."""
         wide = torch.promote_types(y.dtype, torch.float32)
         gated = y.to(wide) * F.silu(z.to(wide))
-        if self.norm_groups == 1 and not parts.is_plain_norm(self.norm, nn.RMSNorm, y.shape[-1]):
+        if self.norm_groups == 1 and not common.is_plain_norm(self.norm, nn.RMSNorm, y.shape[-1]):
             return self.norm(gated).to(y.dtype)  # type: ignore[no-any-return]
         gated = gated.unflatten(-1, (self.norm_groups, -1))
         normed = F.rms_norm(gated, gated.shape[-1:], None, self.norm.eps).flatten(2)

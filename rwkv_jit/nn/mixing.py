@@ -7,10 +7,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from rwkv_jit.inference.arguments import count
 from rwkv_jit.layers.functions import activate, gated, shift_mix, token_shift
-from rwkv_jit.layers.plain import last_tokens
-from rwkv_jit.nn.parts import (
+from rwkv_jit.nn.common import (
     before_texts,
     check_heads,
     check_place,
@@ -20,6 +18,8 @@ from rwkv_jit.nn.parts import (
     tensors_of,
     under_autocast,
 )  # fmt: skip
+from rwkv_jit.plain.layers import last_tokens
+from rwkv_jit.pool.arguments import count
 
 _HEAD_SIZE_DIVISOR = 8  # of the official models, which divide what the recurrence returns by it before its norm
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rwkv_jit.inference.arguments import count
 from rwkv_jit.layers.functions import gated, token_shift
-from rwkv_jit.layers.plain import last_tokens
+from rwkv_jit.nn.common import fill_orthogonal, tensors_of
 from rwkv_jit.nn.mixing import ChannelMix, Mix
-from rwkv_jit.nn.parts import fill_orthogonal, tensors_of
 from rwkv_jit.ops.wkv4 import wkv4
+from rwkv_jit.plain.layers import last_tokens
+from rwkv_jit.pool.arguments import count
 
 
 class RWKV4TimeMix(Mix):

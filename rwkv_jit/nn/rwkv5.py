@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rwkv_jit.inference.update import wkv5_update
 from rwkv_jit.layers.functions import token_shift
-from rwkv_jit.layers.plain import last_tokens
+from rwkv_jit.nn.common import before_texts, in_files, recur, tensors_of
 from rwkv_jit.nn.mixing import Block, ChannelMix, TimeMixOfHeads
-from rwkv_jit.nn.parts import before_texts, in_files, recur, tensors_of
 from rwkv_jit.ops.wkv5 import wkv5
+from rwkv_jit.plain.layers import last_tokens
+from rwkv_jit.pool.update import wkv5_update
 
 
 @in_files

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rwkv_jit.inference.update import wkv6_update
 from rwkv_jit.layers.functions import activate, token_shift
-from rwkv_jit.layers.plain import last_tokens
+from rwkv_jit.nn.common import before_texts, in_files, recur, tensors_of, under_autocast
 from rwkv_jit.nn.mixing import Block, ChannelMix, TimeMixOfHeads
-from rwkv_jit.nn.parts import before_texts, in_files, recur, tensors_of, under_autocast
 from rwkv_jit.ops.wkv6 import wkv6
+from rwkv_jit.plain.layers import last_tokens
+from rwkv_jit.pool.update import wkv6_update
 
 _WIDE = 4096  # from which width on the low-rank matrices have twice the rank
 

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rwkv_jit.errors import brief
-from rwkv_jit.inference import arguments
-from rwkv_jit.inference.update import wkv7_update
+from rwkv_jit.kernels.errors import brief
 from rwkv_jit.layers.functions import activate, norm_shift, prepare_keys, shift_mix, token_shift
-from rwkv_jit.layers.plain import last_tokens
-from rwkv_jit.nn import parts
+from rwkv_jit.nn import common
 from rwkv_jit.nn.mixing import Layer
 from rwkv_jit.ops.wkv7 import wkv7
+from rwkv_jit.plain.layers import last_tokens
+from rwkv_jit.pool import arguments
+from rwkv_jit.pool.update import wkv7_update
 
 _EPS_OF_HEADS = 64e-5
 # The ranks of the low-rank matrices are these times the square root of the width, in steps of 32.
@@ -24,7 +24,7 @@ _RANKS = {"w": 2.5, "a": 2.5, "v": 1.7, "g": 5.0}
 _SLOPES = {"x_r": 0.2, "x_w": 0.9, "x_k": 0.7, "x_v": 0.7, "x_a": 0.9, "x_g": 0.2}
 
 
-@parts.in_files
+@common.in_files
 class RWKV7State(NamedTuple):
     """What a layer of RWKV-7 remembers of N sequences, by the names of `StatePool.rwkv7`.
 
@@ -118,9 +118,9 @@ class RWKV7TimeMix(nn.Module):
         device: Any = None, dtype: torch.dtype | None = None,
     ):  # fmt: skip
         super().__init__()
-        self.layer, self.layers = parts.check_place(layer, layers)
+        self.layer, self.layers = common.check_place(layer, layers)
         self.is_first = layer == 0  # so that compiled code of one layer is that of others
-        self.heads = parts.check_heads(width, head_size)
+        self.heads = common.check_heads(width, head_size)
         self.width, self.head_size = width, head_size
         self.ranks = _ranks(width, {} if ranks is None else ranks)
 
@@ -165,11 +165,11 @@ class RWKV7TimeMix(nn.Module):
                 parameter.zero_()
             elif name.endswith("2"):
                 rows, columns = parameter.shape
-                parts.fill_orthogonal(parameter, 0.1 * max(rows / columns, 1) ** 0.5)
+                common.fill_orthogonal(parameter, 0.1 * max(rows / columns, 1) ** 0.5)
         self.k_a.fill_(1.02)
         self.r_k.fill_(-0.04)
         for matrix, gain in ((self.receptance, 1.0), (self.key, 0.1), (self.value, 1.0)):
-            parts.fill_orthogonal(matrix.weight, gain)
+            common.fill_orthogonal(matrix.weight, gain)
         self.output.weight.zero_()
         self.ln_x.weight.fill_(((1 + self.layer) / self.layers) ** 0.7)
         self.ln_x.bias.zero_()
@@ -202,9 +202,9 @@ class RWKV7TimeMix(nn.Module):
         state : tuple of two torch.Tensor
             That after the last tokens. It is not detached.
         """
-        x = parts.under_autocast(x)
-        last, before = parts.tensors_of(state)
-        x, first, cu_seqlens = parts.before_texts(x, None if last is None else last.to(x.dtype), cu_seqlens, shard)
+        x = common.under_autocast(x)
+        last, before = common.tensors_of(state)
+        x, first, cu_seqlens = common.before_texts(x, None if last is None else last.to(x.dtype), cu_seqlens, shard)
         mixed = token_shift(x, self.mixes(), first=first, cu_seqlens=cu_seqlens)
         y, v_first, after = self.of_mixed(mixed, v_first, before, cu_seqlens, shard)
         return y, v_first, (last_tokens(x, first, cu_seqlens), after)
@@ -215,7 +215,7 @@ class RWKV7TimeMix(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return the results for tokens that have been mixed by `mixes`: six tensors [B, T, C]."""
         inputs, gate, v_first, (bonus,) = self._inputs(mixed, v_first, {"r_k": self.r_k})
-        y, after = parts.recur(wkv7, inputs, state, cu_seqlens, shard, decay="sigmoid")
+        y, after = common.recur(wkv7, inputs, state, cu_seqlens, shard, decay="sigmoid")
         return self._output(y, gate, bonus=bonus), v_first, after
 
     def step(
@@ -263,7 +263,7 @@ class RWKV7TimeMix(nn.Module):
         return w0 + hidden @ self.w2
 
     def _output(self, y: Tensor, gate: Tensor, **bonus: Any) -> Tensor:
-        y = parts.norm_heads(self.ln_x, nn.GroupNorm, y, gate, "identity", **bonus)
+        y = common.norm_heads(self.ln_x, nn.GroupNorm, y, gate, "identity", **bonus)
         return self.output(y)  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
@@ -316,7 +316,7 @@ class RWKV7ChannelMix(nn.Module):
         dtype: torch.dtype | None = None,
     ):  # fmt: skip
         super().__init__()
-        self.layer, self.layers = parts.check_place(layer, layers)
+        self.layer, self.layers = common.check_place(layer, layers)
         self.width = arguments.count("width", width, 1)
         hidden = 4 * width if hidden is None else arguments.count("hidden", hidden, 1)
         self.x_k = nn.Parameter(torch.empty(1, 1, width, device=device, dtype=dtype))
@@ -329,7 +329,7 @@ class RWKV7ChannelMix(nn.Module):
         """Give all parameters their initial values: those that the official trainer begins with."""
         place = torch.arange(self.width, dtype=torch.float32, device=self.x_k.device)
         self.x_k.copy_((1 - (place / self.width) ** (1 - self.layer / self.layers) ** 4).expand_as(self.x_k))
-        parts.fill_orthogonal(self.key.weight, 1.0)
+        common.fill_orthogonal(self.key.weight, 1.0)
         self.value.weight.zero_()
 
     def forward(
@@ -355,9 +355,9 @@ class RWKV7ChannelMix(nn.Module):
         state : torch.Tensor, shape (N, C)
             The last tokens. It is not detached.
         """
-        x = parts.under_autocast(x)
-        first = None if state is None else parts.tensor_of("state", state).to(x.dtype)
-        x, first, cu_seqlens = parts.before_texts(x, first, cu_seqlens, shard)
+        x = common.under_autocast(x)
+        first = None if state is None else common.tensor_of("state", state).to(x.dtype)
+        x, first, cu_seqlens = common.before_texts(x, first, cu_seqlens, shard)
         (mixed,) = token_shift(x, self.mixes(), first=first, cu_seqlens=cu_seqlens)
         return self.of_mixed(mixed), last_tokens(x, first, cu_seqlens)
 
@@ -450,14 +450,14 @@ class RWKV7Block(Layer):
         """
         if self.ln0 is not None:
             x = self.ln0(x)
-        wkv, time_shift, channel_shift = parts.tensors_of(state, 3)
-        if not parts.is_plain_block(self):
+        wkv, time_shift, channel_shift = common.tensors_of(state, 3)
+        if not common.is_plain_block(self):
             of_time = None if state is None else (time_shift, wkv)
             y, v_first, (time_shift, wkv) = self.att(self.ln1(x), v_first, of_time, cu_seqlens, shard)
             x = x + y
             y, channel_shift = self.ffn(self.ln2(x), channel_shift, cu_seqlens, shard)
             return x + y, v_first, RWKV7State(wkv, time_shift, channel_shift)
-        cu_seqlens = parts.bounds_of(x, cu_seqlens, shard)
+        cu_seqlens = common.bounds_of(x, cu_seqlens, shard)
         x, mixed, time_shift = self._begin(x, None, self.ln1, self.att.mixes(), time_shift, cu_seqlens, shard)
         y, v_first, wkv = self.att.of_mixed(mixed, v_first, wkv, cu_seqlens, shard)
         x, mixed, channel_shift = self._begin(x, y, self.ln2, self.ffn.mixes(), channel_shift, cu_seqlens, shard)
@@ -469,10 +469,10 @@ class RWKV7Block(Layer):
         cu_seqlens: Tensor | None, shard: Any,
     ) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:  # fmt: skip
         """Return the residual, what a half of the layer reads of its norm, and the last token of that."""
-        dtype = parts.dtype_under_autocast(x)
+        dtype = common.dtype_under_autocast(x)
         first = None if first is None else first.to(dtype)
         if shard is not None:
-            x, add, first = parts.normed_before_texts(x, add, norm, first, shard)
+            x, add, first = common.normed_before_texts(x, add, norm, first, shard)
         more: dict[str, Any] = {"add": add, "first": first, "cu_seqlens": cu_seqlens, "eps": norm.eps, "dtype": dtype}
         return norm_shift(x, norm.weight, norm.bias, mixes, **more)
 

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rwkv_jit import tensors
-from rwkv_jit.ops import checks, sharding, torch_op, wide_keys
-from rwkv_jit.ops.options import complete
-from rwkv_jit.ops.table import OPS
-from rwkv_jit.reference import linear_attention_ref
-from rwkv_jit.tensors import Array
+from rwkv_jit.call import checks, sharding, tensors, torch_op
+from rwkv_jit.call.options import complete
+from rwkv_jit.call.tensors import Array
+from rwkv_jit.ops import wide_keys
+from rwkv_jit.plain.reference import linear_attention_ref
+from rwkv_jit.schedules.table import OPS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from rwkv_jit.ops.options import CallOptions
+    from rwkv_jit.call.options import CallOptions
 
 OP = torch_op.define(OPS["linear_attention"], linear_attention_ref)
 

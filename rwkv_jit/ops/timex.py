@@ -9,21 +9,20 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from rwkv_jit import modes, tensors
-from rwkv_jit.algorithms import timex_tiles, timex_transforms, whole
-from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.gpu import Gpu
-from rwkv_jit.legal import TimexBackend
-from rwkv_jit.ops import checks, known_calls, recording, registry, sharding, torch_op
-from rwkv_jit.ops.table import OPS
-from rwkv_jit.plan import Plan
-from rwkv_jit.problem import Problem
-from rwkv_jit.reference import timex_ref
-from rwkv_jit.signatures import BySignature, forget_with
-from rwkv_jit.tensors import Array
+from rwkv_jit.call import checks, prepared, recording, registry, sharding, switches, tensors, torch_op
+from rwkv_jit.call.plan import Plan
+from rwkv_jit.call.tensors import Array
+from rwkv_jit.kernels.errors import UnsupportedConfigError
+from rwkv_jit.kernels.gpu import Gpu
+from rwkv_jit.kernels.signatures import BySignature, forget_with
+from rwkv_jit.plain.reference import timex_ref
+from rwkv_jit.schedules import directions, timex_tiles, timex_transforms
+from rwkv_jit.schedules.legal import TimexBackend
+from rwkv_jit.schedules.problem import Problem
+from rwkv_jit.schedules.table import OPS
 
 _OP = OPS["timex"]
-_OWN = whole.ALGORITHMS["timex"]  # the backends that are kernels of this library
+_OWN = directions.ALGORITHMS["timex"]  # the backends that are kernels of this library
 # Tokens up to which tiles are faster than transforms of a length on an H200, by direction and the bytes of a number,
 # for eight rows of a channel or more. The work of tiles grows with T^2, that of transforms with their length.
 MOST_TOKENS: dict[str, dict[int, dict[int, int]]] = {
@@ -119,7 +118,7 @@ def _problem(backend: str, w: Tensor, k: Tensor, vectors: tuple[int, ...], eps: 
     types = {"w": tensors.STORAGE[w.dtype], "k": tensors.STORAGE[k.dtype]}
     return Problem(
         _OP, gpu, types, B=batch, T=tokens, C=channels, backend=backend, eps=eps, vectors=vectors,
-        is_batch_invariant=modes.is_batch_invariant(),
+        is_batch_invariant=switches.is_batch_invariant(),
     )  # fmt: skip
 
 
@@ -138,11 +137,11 @@ def _find_backward(
     g: Tensor, w: Tensor, k: Tensor, vectors: tuple[int, ...], backend: str, wanted: tuple[str, ...]
 ) -> _Backward:
     """Return a backward, prepared where it comes for the first time."""
-    key = (modes.is_batch_invariant(), backend, wanted, vectors, tensors.signature((w, k, g)))
+    key = (switches.is_batch_invariant(), backend, wanted, vectors, tensors.signature((w, k, g)))
     known = _backwards.get(key)
     if known is None:
         problem = _problem(backend, w, k, vectors)._replace(wanted=wanted)
-        plan = Plan(whole.backward(problem), problem, {"w": w, "k": k, "dy": g})
+        plan = Plan(directions.backward(problem), problem, {"w": w, "k": k, "dy": g})
         known = _backwards.keep(key, _Backward(plan, vectors, tensors.likeness((w, k, g))))
     return known
 
@@ -179,8 +178,8 @@ class _Known:
         soon = []
         if self.backward in _OWN:
             later = problem._replace(backend=self.backward, vectors=(*vectors, vectors[1]))
-            soon = whole.backward(later).requests(later.gpu)
-        return Plan(whole.forward(problem), problem, {"w": w, "k": k}, soon=soon)
+            soon = directions.backward(later).requests(later.gpu)
+        return Plan(directions.forward(problem), problem, {"w": w, "k": k}, soon=soon)
 
     def differentiate(self, g: Tensor, w: Tensor, k: Tensor, wanted: tuple[str, ...]) -> list[Tensor]:
         """Return the gradients that are wanted."""
@@ -220,7 +219,7 @@ def _prepare(asked: tuple[Any, ...], w: Tensor, k: Tensor, eps: float, backend: 
     def prepare() -> Any:
         return _Known(eps, backend, backward)
 
-    return cast("_Known", known_calls.find_or_keep(asked, backward is not None, (w, k), None, None, prepare, _OP.lead))
+    return cast("_Known", prepared.find_or_keep(asked, backward is not None, (w, k), None, None, prepare, _OP.lead))
 
 
 def _wanted(want_w: bool, want_k: bool) -> tuple[str, ...]:
@@ -235,7 +234,7 @@ def _forward(w: Tensor, k: Tensor, eps: float, backend: str, save: bool) -> Tens
     backward = _taken(backend, k, "backward") if save else None
     backend = _taken(backend, k, "forward")
     if backend in _OWN and k.numel():
-        asked = "timex_fwd", eps, backend, backward, modes.is_batch_invariant()
+        asked = "timex_fwd", eps, backend, backward, switches.is_batch_invariant()
         return _prepare(asked, w, k, eps, backend, backward).run(w, k)
     if backend == "fft" or backend in _OWN:  # where there is nothing to compute, these do the same
         with tensors.exactly(k):
@@ -351,7 +350,7 @@ def _taken(backend: str, k: Tensor, direction: str) -> str:
     if not k.is_cuda:
         return "reference" if backend == "auto" else backend
     batch, _, tokens = k.shape
-    if modes.is_batch_invariant():
+    if switches.is_batch_invariant():
         batch = timex_tiles.LARGEST_BATCH
     return choose(backend, k.dtype, batch, tokens, lambda: tensors.gpu(k.device.index), direction)
 
@@ -447,8 +446,8 @@ def timex(w: Array, k: Array, eps: float = 0.0, backend: TimexBackend = "auto") 
     >>> out.shape
     torch.Size([4, 96, 1000])
     """
-    asked = ("timex", eps, backend, modes.is_batch_invariant(), torch.is_grad_enabled())
-    before, training = known_calls.find(asked, (w, k), None, None, _OP.lead)
+    asked = ("timex", eps, backend, switches.is_batch_invariant(), torch.is_grad_enabled())
+    before, training = prepared.find(asked, (w, k), None, None, _OP.lead)
     known = cast("_Known | None", before)
     if known is None:
         if sharding.any_distributed((w, k)):

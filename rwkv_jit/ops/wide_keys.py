@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rwkv_jit import modes, rule, tensors
-from rwkv_jit.algorithms import diagonal_groups, diagonal_large
-from rwkv_jit.algorithms.parts import Case
-from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.gpu import Gpu
-from rwkv_jit.ops import checks, torch_op
-from rwkv_jit.ops.options import Tail
-from rwkv_jit.ops.torch_op import TorchOp
+from rwkv_jit.call import checks, rule, switches, tensors, torch_op
+from rwkv_jit.call.options import Tail
+from rwkv_jit.call.torch_op import TorchOp
+from rwkv_jit.kernels.errors import UnsupportedConfigError
+from rwkv_jit.kernels.gpu import Gpu
+from rwkv_jit.schedules import diagonal_groups, diagonal_large
+from rwkv_jit.schedules.common import Case
 
 
 def in_parts(
@@ -39,7 +38,7 @@ def in_parts(
     checks.check_options(op, *tail)
     backend, layout = tail.backend, tail.state_layout
     given, state, cu_seqlens = checks.check_tensors(op, arrays, initial_state, cu_seqlens, layout, backend)
-    options = torch_op.asked_options(tail, given[0].dtype, modes.current())
+    options = torch_op.asked_options(tail, given[0].dtype, switches.current())
     is_direct = tensors.is_eager()
     case = torch_op.case_of(
         op, given, cu_seqlens, options, tail.decay_bound, training=True, is_direct=is_direct, is_fake=not is_direct

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rwkv_jit.legal import Wkv4Backend, Wkv4Decay
-from rwkv_jit.ops import torch_op
-from rwkv_jit.ops.table import OPS
-from rwkv_jit.reference import wkv4_ref
-from rwkv_jit.tensors import Array
+from rwkv_jit.call import torch_op
+from rwkv_jit.call.tensors import Array
+from rwkv_jit.plain.reference import wkv4_ref
+from rwkv_jit.schedules.legal import Wkv4Backend, Wkv4Decay
+from rwkv_jit.schedules.table import OPS
 
 
 def _reference(

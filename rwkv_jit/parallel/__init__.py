@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from rwkv_jit import lazy
+from rwkv_jit.kernels import lazy
 
 _MODULES = lazy.modules({
     "parallel.shard": "Shard",
     "parallel.summaries": "compose merge neutral",
     "parallel.recurrences": "gla linear_attention summary wkv5 wkv6 wkv7",
-    "parallel.tensor": "tensor_parallel",
+    "nn.tensor_parallel": "tensor_parallel",
     "parallel.shifting": "token_shift",
 })  # fmt: skip
 __all__ = sorted(_MODULES)

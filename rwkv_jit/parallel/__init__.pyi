@@ -4,9 +4,9 @@
 # ruff: noqa
 # fmt: off
 
-from rwkv_jit.ops.options import CallOptions, DecayOptions
+from rwkv_jit.call.options import CallOptions, DecayOptions
 from rwkv_jit.parallel.shard import Shard
-from rwkv_jit.tensors import SupportsDLPack
+from rwkv_jit.call.tensors import SupportsDLPack
 from torch import Tensor
 from typing import Literal, overload
 from typing_extensions import Unpack
@@ -16,7 +16,7 @@ from rwkv_jit.parallel.shifting import token_shift as token_shift
 from rwkv_jit.parallel.summaries import compose as compose
 from rwkv_jit.parallel.summaries import merge as merge
 from rwkv_jit.parallel.summaries import neutral as neutral
-from rwkv_jit.parallel.tensor import tensor_parallel as tensor_parallel
+from rwkv_jit.nn.tensor_parallel import tensor_parallel as tensor_parallel
 
 __all__ = [
     "Shard", "compose", "gla", "linear_attention", "merge", "neutral", "summary", "tensor_parallel", "token_shift",

@@ -13,22 +13,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rwkv_jit import modes, tensors
-from rwkv_jit.ops import checks, torch_op
-from rwkv_jit.ops.options import complete
-from rwkv_jit.ops.table import OPS
-from rwkv_jit.parallel import parts, two_phases
+from rwkv_jit.call import checks, switches, tensors, torch_op
+from rwkv_jit.call.options import complete
+from rwkv_jit.call.tensors import Array
+from rwkv_jit.kernels.signatures import BySignature
+from rwkv_jit.parallel import paused
 from rwkv_jit.parallel import shard as shards
+from rwkv_jit.parallel import shards as parts
+from rwkv_jit.parallel.paused import Call, Way
 from rwkv_jit.parallel.shard import Shard
-from rwkv_jit.parallel.two_phases import Call, Way
-from rwkv_jit.problem import Op
-from rwkv_jit.signatures import BySignature
-from rwkv_jit.tensors import Array
+from rwkv_jit.schedules.problem import Op
+from rwkv_jit.schedules.table import OPS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from rwkv_jit.ops.options import CallOptions, DecayOptions
+    from rwkv_jit.call.options import CallOptions, DecayOptions
 
 
 class _Prepared(NamedTuple):
@@ -51,7 +51,7 @@ def _run(
             return _run(name, cast, shard, initial_state, output_final_state, options)
     records = torch.is_grad_enabled()
     wants = tuple([records and getattr(x, "requires_grad", False) for x in (*arrays, initial_state)])
-    asked = name, tuple(options.items()), output_final_state, modes.current(), wants, shard.texts
+    asked = name, tuple(options.items()), output_final_state, switches.current(), wants, shard.texts
     key = (*asked, tensors.signature((*arrays, initial_state)))
     try:
         prepared = _prepared.get(key) if key[-1] is not None else None
@@ -98,7 +98,7 @@ def _prepare(
         shape = tuple(like.mT.shape if tail.state_layout == "kv" else like.shape)
         wide = not checks.is_for_kernels(tail.backend, lead)
         checks.check_state(op, "initial_state", initial_state, (shape, shape[1:]), lead, wide)
-    way = two_phases.way_of(call, inputs, wants) if shard.texts == 1 else None
+    way = paused.way_of(call, inputs, wants) if shard.texts == 1 else None
     return inputs, initial_state, _Prepared(call, way)
 
 
@@ -152,7 +152,7 @@ def summary(op: str, *inputs: Any, **options: Any) -> Tensor:
     if len(inputs) != len(made.inputs):
         raise TypeError(f"inputs: expected {', '.join(made.public_names)} of {op}, got {len(inputs)} of them")
     given, call = _checked(made, inputs, options)
-    way = two_phases.way_of(call, given, [False] * (len(given) + 1))
+    way = paused.way_of(call, given, [False] * (len(given) + 1))
     with torch.no_grad():
         bias, transition = way.summary([x.detach() for x in given])
     if transition.shape[-2] != transition.shape[-1]:

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rwkv_jit import tensors
-from rwkv_jit.errors import brief
+from rwkv_jit.call import tensors
+from rwkv_jit.kernels.errors import brief
 
 _SAID = 480  # bytes of what a process says of a call, before the digest of all of it
 _MOST_CALLS = 1024  # that are known of a group

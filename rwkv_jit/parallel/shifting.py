@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rwkv_jit import tensors
+from rwkv_jit.call import tensors
+from rwkv_jit.call.tensors import Array
 from rwkv_jit.layers import functions
 from rwkv_jit.parallel import shard as shards
 from rwkv_jit.parallel.shard import Shard
-from rwkv_jit.tensors import Array
 
 
 def token_shift(x: Array, mixes: Array, amounts: Array | None = None, *, shard: Shard) -> tuple[Tensor, ...]:

@@ -26,18 +26,19 @@ def requests_of(op, arch):
     """Return the kernels that calls of an op may take."""
     import torch
 
-    from rwkv_jit import ahead_requests, modes
+    from rwkv_jit.ahead import requests
+    from rwkv_jit.call import switches
 
     # timex has no heads, but kernels for rows of either length.
     sizes = {"wkv4": [(None, None, None)], "timex": [(None, tokens, 8) for tokens in (256, 3000)]}
-    modes.set_bfloat16_precision("high" if op == "gla" else "medium")  # which takes a template more
+    switches.set_bfloat16_precision("high" if op == "gla" else "medium")  # which takes a template more
     return [
         request
         for head_size, tokens, batch in sizes.get(op, [(head_size, None, None) for head_size in HEAD_SIZES])
-        for direction in (*ahead_requests.DIRECTIONS, *([ahead_requests.UPDATE] if op in ("wkv4", "wkv7") else []))
-        for request in ahead_requests.call_requests(
+        for direction in (*requests.DIRECTIONS, *([requests.UPDATE] if op in ("wkv4", "wkv7") else []))
+        for request in requests.call_requests(
             op, head_size, torch.bfloat16, arch, direction, None, None, None, torch.float32, None, None, tokens, batch,
-            **({"width": 2048, "rings": [(4, 4)]} if (op, direction) == ("wkv7", ahead_requests.UPDATE) else {}),
+            **({"width": 2048, "rings": [(4, 4)]} if (op, direction) == ("wkv7", requests.UPDATE) else {}),
         )
     ]  # fmt: skip
 
@@ -48,7 +49,7 @@ def layer_requests(arch):
     import test_layer_convolution
     import test_layer_loss
 
-    from rwkv_jit.gpu import Gpu
+    from rwkv_jit.kernels.gpu import Gpu
 
     forwards = [
         test_layer.request(name, arch=arch) for name in ("gated", "token_shift", "norm_shift", "delta_operands")
@@ -67,20 +68,20 @@ def derived_requests(arch):
     """Return the kernels of derived ops in training."""
     import problems
 
-    from rwkv_jit.derived import channel_steps, steps
-    from rwkv_jit.derived.table import ChannelCore, Core
+    from rwkv_jit.schedules import channel_decay, head_decay
+    from rwkv_jit.schedules.derived_table import ChannelCore, Core
 
     given = problems.head_decays(Core(True, has_norm=True), arch, B=1, N=1, T=32768, training=True)
-    schedules = [steps.forward(given), steps.backward(given)]
+    schedules = [head_decay.forward(given), head_decay.backward(given)]
     if arch == "sm_90":
         channels = problems.channel_decays(ChannelCore("softplus", has_bias=True), training=True)
-        schedules += [channel_steps.forward(channels, 0.0), channel_steps.backward(channels, 0.0)]
+        schedules += [channel_decay.forward(channels, 0.0), channel_decay.backward(channels, 0.0)]
     return [request for schedule in schedules for request in schedule.requests(given.gpu)]
 
 
 def read(request):
     """Let NVRTC read a kernel's source and check its rules, which takes a twentieth of the time of a compile."""
-    from rwkv_jit import compiler, cuda
+    from rwkv_jit.kernels import compiler, cuda
 
     rendered = request.template.render(request.parameters)
     headers = zip(*((text.encode(), name.encode()) for name, text in rendered.headers), strict=True)
@@ -96,7 +97,7 @@ def read(request):
 def main(folder, version):
     """Compile for sm_80, and read for sm_90 too, whose kernels for warp groups are templates of their own."""
     load(Path(folder))
-    from rwkv_jit import identity, kernel
+    from rwkv_jit.kernels import identity, kernel
 
     assert version.startswith(f"{identity.version()}."), f"{identity.version()} was loaded for {version}"
     assert all(path.startswith(folder) for path in identity.libraries()), identity.libraries()

@@ -11,7 +11,8 @@ import pytest
 import torch
 from stub_driver import gpus, on_gpu  # noqa: F401, fixtures that take notes of launches
 
-from rwkv_jit import cache, compiler, cuda, tensors
+from rwkv_jit.call import tensors
+from rwkv_jit.kernels import cache, compiler, cuda
 
 
 @pytest.fixture(autouse=True)

@@ -9,12 +9,14 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit import ahead, ahead_requests, cache, compiler, env, kernel, stats, tensors, tuned
-from rwkv_jit.errors import CompileError, UnsupportedConfigError
-from rwkv_jit.ops import known_calls
-from rwkv_jit.ops.table import OPS
-from rwkv_jit.plan import DTYPES
-from rwkv_jit.schedule import floats
+from rwkv_jit.ahead import requests as ahead_requests
+from rwkv_jit.ahead import warm
+from rwkv_jit.call import prepared, tensors, tuned
+from rwkv_jit.call.plan import DTYPES
+from rwkv_jit.kernels import cache, compiler, env, kernel, stats
+from rwkv_jit.kernels.errors import CompileError, UnsupportedConfigError
+from rwkv_jit.schedules.schedule import floats
+from rwkv_jit.schedules.table import OPS
 
 
 @pytest.fixture
@@ -219,7 +221,7 @@ def call_all_ways(on_gpu, monkeypatch):
     """
     on_gpu.use("sm_90")
     monkeypatch.setattr(Noted, "kernels", {})
-    monkeypatch.setattr(known_calls, "Plan", Noted)
+    monkeypatch.setattr(prepared, "Plan", Noted)
     monkeypatch.setattr(tuned, "SHIPPED", ())  # they are for some GPUs
     monkeypatch.setattr(tensors, "also", lambda device: ())
 
@@ -331,7 +333,7 @@ def test_warm_raises_the_error_of_a_kernel(monkeypatch):
 def test_the_first_error_ends_a_warming(cores, tiny, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "6")
     with pytest.raises(CompileError):
-        ahead.compile_all([tiny(0, text="int broken = SIZE + missing;"), *(tiny(size) for size in range(1, 6))])
+        warm.compile_all([tiny(0, text="int broken = SIZE + missing;"), *(tiny(size) for size in range(1, 6))])
     kernel._process.workers.finish()
     assert stats.snapshot()["compiled"] <= 1  # what had begun
 
@@ -346,7 +348,7 @@ def test_progress_is_told_as_it_is_made(cores, tiny, monkeypatch):
         return compile(*arguments)
 
     monkeypatch.setattr(compiler, "compile", patient)
-    ahead.compile_all([tiny(size) for size in range(3)], lambda done, of: told[done].set())
+    warm.compile_all([tiny(size) for size in range(3)], lambda done, of: told[done].set())
     assert in_time == [True, True, True]
 
 
@@ -360,7 +362,7 @@ def test_progress_that_raises_stops_what_has_not_begun(cores, tiny, monkeypatch)
         go, compile = threading.Event(), compiler.compile
         patch.setattr(compiler, "compile", lambda *arguments: go.wait(5) and compile(*arguments))
         with pytest.raises(KeyboardInterrupt):
-            ahead.compile_all([tiny(size) for size in range(3)], stop)
+            warm.compile_all([tiny(size) for size in range(3)], stop)
         go.set()
         kernel._process.workers.finish()
     assert stats.snapshot()["compiled"] <= 1

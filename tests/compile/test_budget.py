@@ -12,12 +12,11 @@ from problems import problem, requests
 
 import rwkv_jit
 from bench import history
-from rwkv_jit import identity, kernel
-from rwkv_jit.gpu import Gpu
-from rwkv_jit.inference import steps
-from rwkv_jit.layers import gradient_steps
-from rwkv_jit.layers import steps as layer_steps
-from rwkv_jit.schedule import Result
+from rwkv_jit.kernels import identity, kernel
+from rwkv_jit.kernels.gpu import Gpu
+from rwkv_jit.schedules import layer_gradients, update
+from rwkv_jit.schedules import layers as layer_steps
+from rwkv_jit.schedules.schedule import Result
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
@@ -144,8 +143,8 @@ def operands(way, group, gate_of):
     else:
         grads = {**{f"grad_{x}": "bf16" for x in ("r", "new_k", "a", "b")}, "grad_w": "fp32"}
         results = {f"d{x}": Result((1,), storage) for x, storage in types.items()}
-        given, options = given._replace(types=types | grads, results=results), gradient_steps.Options(kinds=kinds)
-        made = gradient_steps.backward("delta_operands", given, options, [*types])
+        given, options = given._replace(types=types | grads, results=results), layer_gradients.Options(kinds=kinds)
+        made = layer_gradients.backward("delta_operands", given, options, [*types])
     return kernel.get(made.requests(given.gpu)[0])
 
 
@@ -163,7 +162,7 @@ def used(name):
     elif name in OPERANDS:
         made = operands(*OPERANDS[name])
     elif name in UPDATES:
-        (request,) = steps.schedule(UPDATES[name], steps.Pool(1, 0)).requests(UPDATES[name].gpu)
+        (request,) = update.schedule(UPDATES[name], update.Pool(1, 0)).requests(UPDATES[name].gpu)
         made = kernel.get(request)
     elif name in HISTORY:
         forms = history.requests("wkv5", (1, 54, 32, 64), torch.bfloat16, "sm_90")

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from rwkv_jit import stats
+from rwkv_jit.kernels import stats
 
 pytestmark = pytest.mark.usefixtures("listed_only")
 GLA = {"model_type": "gla", "hidden_size": 64, "num_heads": 2, "expand_k": 0.5, "expand_v": 1, "torch_dtype": "float16"}

@@ -7,13 +7,13 @@ import ptx_machine
 import pytest
 import torch
 
-from rwkv_jit import compiler, template
-from rwkv_jit.derived.channel_steps import CHUNK_LEN as CHUNK
-from rwkv_jit.derived.channel_steps import key_gradient_bytes
-from rwkv_jit.derived.reference import _log_decays, _rates
-from rwkv_jit.derived.table import GATES, RATE_MAPS
-from rwkv_jit.problem import LARGEST_DECAY
-from rwkv_jit.tensors import STORAGE
+from rwkv_jit.call.tensors import STORAGE
+from rwkv_jit.kernels import compiler, template
+from rwkv_jit.plain.derived_references import _log_decays, _rates
+from rwkv_jit.schedules.channel_decay import CHUNK_LEN as CHUNK
+from rwkv_jit.schedules.channel_decay import key_gradient_bytes
+from rwkv_jit.schedules.derived_table import GATES, RATE_MAPS
+from rwkv_jit.schedules.problem import LARGEST_DECAY
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 

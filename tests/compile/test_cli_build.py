@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit import cache, identity, kernel, stats, template
-from rwkv_jit.cache import bundle
+from rwkv_jit.kernels import cache, identity, kernel, stats, template
+from rwkv_jit.kernels.cache import bundle
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 

@@ -1,11 +1,11 @@
 """The CuPy of this environment: as much of it is imported as is needed, and a report names it."""
 
 import rwkv_jit
-from rwkv_jit import cuda, identity
+from rwkv_jit.kernels import cuda, identity
 
 LOAD_LIBRARIES = """
 import sys
-from rwkv_jit import cuda
+from rwkv_jit.kernels import cuda
 cuda.driver()
 assert cuda.nvrtc().getVersion() >= (12, 0)
 from cupy_backends.cuda._softlink import SoftLink

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit import cache, kernel
-from rwkv_jit.cache import bundle
-from rwkv_jit.errors import CompileError, UnsupportedConfigError
+from rwkv_jit.kernels import cache, kernel
+from rwkv_jit.kernels.cache import bundle
+from rwkv_jit.kernels.errors import CompileError, UnsupportedConfigError
 
 SCALE = """
 #include "rule.cuh"

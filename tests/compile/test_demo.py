@@ -6,8 +6,8 @@ import json
 import pytest
 import torch
 
-from rwkv_jit import demo
-from rwkv_jit.ops.table import OPS
+from rwkv_jit.desk import demo
+from rwkv_jit.schedules.table import OPS
 
 
 @pytest.mark.usefixtures("compiled_once", "compiled_quickly")

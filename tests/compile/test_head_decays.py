@@ -8,10 +8,10 @@ import re
 import pytest
 from problems import by_turns, head_decays
 
-from rwkv_jit import compiler, kernel, template
-from rwkv_jit.derived import steps
-from rwkv_jit.derived.table import Core
-from rwkv_jit.errors import UnsupportedConfigError
+from rwkv_jit.kernels import compiler, kernel, template
+from rwkv_jit.kernels.errors import UnsupportedConfigError
+from rwkv_jit.schedules import head_decay
+from rwkv_jit.schedules.derived_table import Core
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
@@ -35,7 +35,7 @@ MOST_IN_TRAINING = {"head_decay_forward": 192, "head_decay_backward": 128, "head
 
 def steps_of(given):
     """The launches of a call by their kernels: with gradients those of both directions."""
-    schedules = [steps.forward(given), *([steps.backward(given)] if given.training else [])]
+    schedules = [head_decay.forward(given), *([head_decay.backward(given)] if given.training else [])]
     return {step.entry: step for schedule in schedules for step in schedule.launches}
 
 
@@ -73,7 +73,7 @@ def test_odd_sizes(training, sizes, way):
 @pytest.mark.parametrize(("core", "arch"), by_turns(SHARED, ARCHS), ids=str)
 def test_sequences_that_blocks_share(core, arch):
     given = head_decays(core, arch, B=1, N=1, T=32768, training=True)
-    assert steps.segments(given) == 8
+    assert head_decay.segments(given) == 8
     spilled = spills(given)
     assert spilled.pop("head_decay_walks") == spilled.pop("sum_rows", 0) == 0
     assert all(spilled[entry] <= most for entry, most in MOST_IN_TRAINING.items()), spilled
@@ -102,7 +102,7 @@ def test_few_heads_have_blocks_of_fewer_rows(arch, least):
     ],
 )  # fmt: skip
 def test_forwards_by_warp_groups(arch, sizes, chunk_len, is_one):
-    (step,) = steps.forward(head_decays(Core(True), arch, sizes, chunk_len)).launches
+    (step,) = head_decay.forward(head_decays(Core(True), arch, sizes, chunk_len)).launches
     assert (step.template == "head_decay_group_forward", step.arch == "sm_90a") == (is_one, is_one)
 
 
@@ -156,7 +156,7 @@ def test_what_lies_between_kernels_has_the_sizes_that_they_say(arch, core, chunk
         launches = steps_of(given)
         length = launches["head_decay_key_gradients"].parameters["CHUNK_LEN"]
         lengths = {"states": length, "slopes": length, "matrices": chunk_len, "factors": chunk_len}
-        buffers = {**steps.kept(given), **steps.backward(given).scratch}
+        buffers = {**head_decay.kept(given), **head_decay.backward(given).scratch}
         for step in launches.values():
             source, checks = step.source(), []
             for argument in step.arguments():

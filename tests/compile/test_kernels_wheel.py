@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit import ahead_requests, identity, kernel
-from rwkv_jit.cache import bundle, installed
-from rwkv_jit.errors import CompileError
+from rwkv_jit.ahead import requests
+from rwkv_jit.kernels import identity, kernel
+from rwkv_jit.kernels.cache import bundle, installed
+from rwkv_jit.kernels.errors import CompileError
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
@@ -23,7 +24,8 @@ def libraries():
         return {line.split()[-1] for line in maps if "nvrtc" in line}
 of_torch = libraries()  # a build for CUDA loads its own
 import rwkv_jit
-from rwkv_jit import kernel_wheels, stats
+from rwkv_jit.ahead.warm import kernel_wheels
+from rwkv_jit.kernels import stats
 kernels = rwkv_jit.warm("wkv7", 8, torch.float32, arch="sm_80")
 one = rwkv_jit.specialize("wkv7", 8, dtype=torch.float32, arch="sm_80", direction="backward")
 print(sorted({each.origin for each in kernels}), one.origin, stats.snapshot()["bundle"], stats.snapshot()["compiled"])
@@ -94,7 +96,7 @@ def test_with_a_wheel_nothing_is_compiled_and_nvrtc_stays_away(wheel, child, tmp
 
 
 def test_wheel_serves_what_doctor_and_demo_must_compile_to_nobody(wheel, tmp_path, monkeypatch):
-    from rwkv_jit import demo
+    from rwkv_jit.desk import demo
 
     pip("install", "--quiet", "--no-deps", "--no-index", "--target", tmp_path / "site", wheel)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
@@ -119,8 +121,8 @@ def test_every_architecture_has_kernels_of_all_calls(arch, tool):
     for op, head_size, decay in (("wkv7", 64, None), ("wkv7", 64, "sigmoid"), ("wkv6", 64, None), ("gla", 128, None)):
         wanted = [
             request._replace(also=())
-            for direction in ahead_requests.DIRECTIONS
-            for request in ahead_requests.call_requests(
+            for direction in requests.DIRECTIONS
+            for request in requests.call_requests(
                 op, head_size, torch.bfloat16, arch, direction, decay, None, None, torch.float32, None
             )
         ]

@@ -5,13 +5,13 @@ import itertools
 import pytest
 from problems import by_turns
 
-from rwkv_jit import kernel
-from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.gpu import Gpu
-from rwkv_jit.layers import gradient_steps
-from rwkv_jit.layers import steps as layer_steps
-from rwkv_jit.layers.steps import Given, Sequences
-from rwkv_jit.schedule import Result
+from rwkv_jit.kernels import kernel
+from rwkv_jit.kernels.errors import UnsupportedConfigError
+from rwkv_jit.kernels.gpu import Gpu
+from rwkv_jit.schedules import layer_gradients
+from rwkv_jit.schedules import layers as layer_steps
+from rwkv_jit.schedules.layers import Given, Sequences
+from rwkv_jit.schedules.schedule import Result
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
@@ -86,13 +86,13 @@ def backward(
     results = {
         f"d{x}": Result(tuple(sizes[dim] for dim in OPS[name].inputs[x]), storage) for x, storage in given.types.items()
     }
-    grads = {f"grad_{x}": mixed or io for x in gradient_steps.RESULTS[name]} | dict.fromkeys(["grad_residual"], io)
+    grads = {f"grad_{x}": mixed or io for x in layer_gradients.RESULTS[name]} | dict.fromkeys(["grad_residual"], io)
     if name == "delta_operands":
         grads["grad_w"] = "fp32"
     texts = Sequences(ROWS // tokens, tokens, bound_bytes)
-    options = gradient_steps.Options(64e-5, kinds or KINDS.get(name, ()), texts)
+    options = layer_gradients.Options(64e-5, kinds or KINDS.get(name, ()), texts)
     given = given._replace(types=given.types | grads, results=results)
-    return gradient_steps.backward(name, given, options, [*OPS[name].inputs])
+    return layer_gradients.backward(name, given, options, [*OPS[name].inputs])
 
 
 def gradients(name, *sizes, arch="sm_90", **more):

@@ -5,12 +5,12 @@ import itertools
 import pytest
 from problems import by_turns
 
-from rwkv_jit import kernel
-from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.gpu import Gpu
-from rwkv_jit.layers import convolution_steps
-from rwkv_jit.layers.steps import Given, Sequences
-from rwkv_jit.schedule import Result
+from rwkv_jit.kernels import kernel
+from rwkv_jit.kernels.errors import UnsupportedConfigError
+from rwkv_jit.kernels.gpu import Gpu
+from rwkv_jit.schedules import convolution
+from rwkv_jit.schedules.layers import Given, Sequences
+from rwkv_jit.schedules.schedule import Result
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 DIRECTIONS = ("forward", "backward", "update")
@@ -27,17 +27,17 @@ def request(
     if direction == "update":
         given = given._replace(types={**types, "conv_state": kept or io})
         rows = Sequences(5, 1, slots=9, slot_stride=channels * (width - 1), index_bytes=4)
-        schedule = convolution_steps.update(given, rows, state_len or width - 1, channels_last, activation, ring)
+        schedule = convolution.update(given, rows, state_len or width - 1, channels_last, activation, ring)
         return schedule.launches[0].request(given.gpu)
     given = given._replace(types=types | ({"initial_state": io} if state else {}))
     texts = Sequences(5, 2 * TOKENS, bound_bytes) if bound_bytes else Sequences(2, TOKENS)
     if direction == "forward":
-        schedule = convolution_steps.forward(given, texts, activation)
+        schedule = convolution.forward(given, texts, activation)
     else:
         names = [*given.types]
         results = {f"d{x}": Result((channels,), given.types[x]) for x in names}
         given = given._replace(types={**given.types, "grad_y": io}, results=results)
-        schedule = convolution_steps.backward(given, texts, activation, names)
+        schedule = convolution.backward(given, texts, activation, names)
     return schedule.launches[0].request(given.gpu)
 
 

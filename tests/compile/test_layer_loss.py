@@ -3,11 +3,11 @@
 import pytest
 from problems import by_turns
 
-from rwkv_jit import kernel
-from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.gpu import Gpu
-from rwkv_jit.layers import loss_steps
-from rwkv_jit.layers.loss_steps import Given
+from rwkv_jit.kernels import kernel
+from rwkv_jit.kernels.errors import UnsupportedConfigError
+from rwkv_jit.kernels.gpu import Gpu
+from rwkv_jit.schedules import loss
+from rwkv_jit.schedules.loss import Given
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 DIRECTIONS = ("forward", "backward")
@@ -15,7 +15,7 @@ DIRECTIONS = ("forward", "backward")
 
 def request(direction, arch="sm_90", io="bf16", classes=65_536, target_bytes=8, l2_wrap=1e-4):
     given = Given(Gpu(arch), io, 3, classes, target_bytes, -100, l2_wrap)
-    schedule = loss_steps.forward(given) if direction == "forward" else loss_steps.backward(given, False)
+    schedule = loss.forward(given) if direction == "forward" else loss.backward(given, False)
     (step,) = schedule.launches
     return step.request(given.gpu)
 

@@ -3,12 +3,12 @@
 import made_up
 import pytest
 
-from rwkv_jit import kernel
-from rwkv_jit.algorithms import whole
-from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.gpu import Gpu
-from rwkv_jit.ops import known_calls
-from rwkv_jit.problem import Problem
+from rwkv_jit.call import prepared
+from rwkv_jit.kernels import kernel
+from rwkv_jit.kernels.errors import UnsupportedConfigError
+from rwkv_jit.kernels.gpu import Gpu
+from rwkv_jit.schedules import directions
+from rwkv_jit.schedules.problem import Problem
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
@@ -32,7 +32,7 @@ def problem(dtype, arch="sm_90", size=64, g_type="fp32", **changes):
 )
 def test_kernels_compile_without_spills(dtype, arch, size, g_type, changes):
     p = problem(dtype, arch, size, g_type, **changes)
-    kernels = kernel.get_all([*whole.forward(p).requests(p.gpu), *whole.backward(p).requests(p.gpu)])
+    kernels = kernel.get_all([*directions.forward(p).requests(p.gpu), *directions.backward(p).requests(p.gpu)])
     own = {one.name: one for one in kernels}
     assert {"made_up", "sum_rows"} <= set(own)
     assert set(own["made_up"].resources) == {"made_up_forward", "made_up_backward"}
@@ -41,8 +41,8 @@ def test_kernels_compile_without_spills(dtype, arch, size, g_type, changes):
 
 def test_illegal_block_is_refused_with_the_nearest_legal_one():
     p = problem("fp32", num_threads=100)
-    schedule = whole.forward(p)
+    schedule = directions.forward(p)
     with pytest.raises(UnsupportedConfigError, match="num_threads must be a multiple of 32 up to 1024") as refused:
         kernel.get_all(schedule.requests(p.gpu))
-    error = known_calls.with_nearest(refused.value, p, schedule, {"num_threads": 100, "chunk_len": 16})
+    error = prepared.with_nearest(refused.value, p, schedule, {"num_threads": 100, "chunk_len": 16})
     assert str(error).endswith("; nearest legal: num_threads=96")

@@ -14,12 +14,13 @@ from problems import problem, requests
 
 import rwkv_jit
 from bench import history
-from rwkv_jit import ahead_requests, cache, compiler, kernel
-from rwkv_jit.algorithms import parts, whole
-from rwkv_jit.cache.entry import unpack
-from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.gpu import Gpu
-from rwkv_jit.ops.table import OPS
+from rwkv_jit.ahead import requests as ahead_requests
+from rwkv_jit.kernels import cache, compiler, kernel
+from rwkv_jit.kernels.cache.entry import unpack
+from rwkv_jit.kernels.errors import UnsupportedConfigError
+from rwkv_jit.kernels.gpu import Gpu
+from rwkv_jit.schedules import common, directions
+from rwkv_jit.schedules.table import OPS
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
@@ -173,7 +174,7 @@ def problem_of(row, backend="large", **more):
 
 def of_algorithm(direction, *given):
     """The kernels of the algorithm itself for some problems, each once."""
-    schedules = [getattr(whole.algorithm(each), direction)(each).requests(each.gpu) for each in given]
+    schedules = [getattr(directions.algorithm(each), direction)(each).requests(each.gpu) for each in given]
     return {
         kernel.memory_key(request): request
         for request in itertools.chain(*schedules)
@@ -606,7 +607,7 @@ def check_small(steps, arch):
 
 @pytest.mark.parametrize("arch", ["sm_75", *ARCHS])
 def test_kernel_that_sums_rows(arch):
-    made = check_small([parts.sum_rows("rows", "sums", 1, 1, 1, storage) for storage in TYPES], arch)
+    made = check_small([common.sum_rows("rows", "sums", 1, 1, 1, storage) for storage in TYPES], arch)
     assert len({found.cubin for found in made}) == len(TYPES)
 
 
@@ -619,7 +620,7 @@ def test_kernel_that_copies_states_of_every_kind_to_every_other(arch, sizes):
     if sizes != (64, 64):  # the others in turn
         pairs = [(kinds[place], kinds[-1 - place]) for place in range(len(kinds))]
     check_small(
-        [parts.copy_states(given, "a", "b", a_type, b_type, a, b) for (a_type, a), (b_type, b) in pairs], arch
+        [common.copy_states(given, "a", "b", a_type, b_type, a, b) for (a_type, a), (b_type, b) in pairs], arch
     )  # fmt: skip
 
 
@@ -628,7 +629,7 @@ def test_kernels_around_ragged_segments(arch):
     given = problem(
         "wkv7", "bf16", K=64, arch=arch, backend="segments", chunk_len=16, is_packed=True, has_final_state=True,
     )  # fmt: skip
-    steps = [step for step in whole.forward(given).launches if step.template in ("cut_sequences", "copy_states")]
+    steps = [step for step in directions.forward(given).launches if step.template in ("cut_sequences", "copy_states")]
     _, copying = steps
     assert copying.parameters["RAGGED"]
     check_small(steps, arch)
@@ -646,7 +647,7 @@ def test_kernels_that_narrow_rows(arch, row):
         op, row["dtype"], K=size, arch=arch, backend="chunked", chunk_len=16, state_type="bf16", training=True,
         has_initial_state=True, has_final_state=True, is_narrow=True,
     )  # fmt: skip
-    steps = [step for way in (whole.forward, whole.backward) for step in way(given).launches]
+    steps = [step for way in (directions.forward, directions.backward) for step in way(given).launches]
     around = [step for step in steps if step.template == "narrow_rows"]
     made = kernel.get_all([step.request(Gpu(arch)) for step in around])
     assert {step.entry for step in around} == set(NARROWING)

@@ -6,14 +6,15 @@ import time
 
 import pytest
 
-from rwkv_jit import ahead, cache, env, kernel
-from rwkv_jit.cache import bundle
+from rwkv_jit.ahead import warm
+from rwkv_jit.kernels import cache, env, kernel
+from rwkv_jit.kernels.cache import bundle
 
 # Reads the template that is named, waits for a line if it shall, and tells where the kernel came from.
 GET = """
 import json, sys
 from pathlib import Path
-from rwkv_jit import kernel, stats, template
+from rwkv_jit.kernels import kernel, stats, template
 request = kernel.Request(template.read(Path(sys.argv[1])), {"SIZE": int(sys.argv[2])}, "sm_90")
 if len(sys.argv) > 3:
     print("ready", flush=True)
@@ -46,7 +47,7 @@ def stopping(module, name, when="True"):
     return imports + STOP.format(module=module, name=name, when=when) + "request =" + rest
 
 
-COMPILING = stopping("rwkv_jit.compiler", "compile")
+COMPILING = stopping("rwkv_jit.kernels.compiler", "compile")
 PUBLISHING = stopping("os", "replace", when='str(given[1]).endswith(".cubin")')
 
 
@@ -139,8 +140,8 @@ RANKS = 2  # of each node
 GET_SEVERAL = """
 import json, sys
 from pathlib import Path
-from rwkv_jit import cache, kernel, stats, template
-from rwkv_jit.cache import claim, lock
+from rwkv_jit.kernels import cache, kernel, stats, template
+from rwkv_jit.kernels.cache import claim, lock
 claim.MAX_WAIT_SECONDS = float(sys.argv[2])
 requests = [kernel.Request(template.read(Path(sys.argv[1])), {"SIZE": size}, "sm_90") for size in range(1, 4)]
 print("ready", flush=True)
@@ -231,15 +232,15 @@ def test_ranks_of_a_node_begin_at_different_kernels_and_return_them_in_order(var
     asked, really_get = [], kernel.get_async
     monkeypatch.setattr(kernel, "get_async", lambda request: asked.append(request) or really_get(request))
     requests = [tiny(size) for size in (1, 2, 3, 4)]
-    found = ahead.compile_all([*requests, requests[0]])
+    found = warm.compile_all([*requests, requests[0]])
     assert [each.parameters["SIZE"] for each in found] == [1, 2, 3, 4]
     assert asked == [*requests[begin:], *requests[:begin]]
 
 
 WARM = """
 import sys
-from rwkv_jit import cli, commands  # what takes long
-import torch, rwkv_jit.demo
+from rwkv_jit.desk import cli, commands  # what takes long
+import torch, rwkv_jit.desk.demo
 print("ready", flush=True)
 sys.stdin.readline()
 sys.exit(cli.main(sys.argv[1:]))
@@ -292,7 +293,7 @@ def test_without_a_home_kernels_are_kept_in_memory_and_one_message_says_so(get, 
 FORK = """
 import os, sys, threading
 from pathlib import Path
-from rwkv_jit import compiler, kernel, stats, template
+from rwkv_jit.kernels import compiler, kernel, stats, template
 def say(text):  # one write, as parent and child share the pipe
     os.write(1, f"{text}\\n".encode())
 request = kernel.Request(template.read(Path(sys.argv[1])), {"SIZE": 1}, "sm_90")
@@ -330,7 +331,7 @@ def test_child_forked_in_the_middle_of_a_compile_compiles_and_waits_as_any_proce
 FORK_IN_NVRTC = """
 import os, signal, sys, threading
 from pathlib import Path
-from rwkv_jit import cuda, kernel, template
+from rwkv_jit.kernels import cuda, kernel, template
 read = template.read(Path(sys.argv[1]))
 nvrtc = cuda.nvrtc()
 compile, inside, is_inside = nvrtc.compileProgram, threading.Event(), False

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rwkv_jit import compiler, cuda
-from rwkv_jit.errors import CompileError, UnsupportedConfigError
+from rwkv_jit.kernels import compiler, cuda
+from rwkv_jit.kernels.errors import CompileError, UnsupportedConfigError
 
 # The oldest of the extra cuda12, the newest of the extra cuda13.
 WHEELS = {
@@ -55,7 +55,7 @@ def test_nvrtc_compiles_a_kernel_of_every_op_and_reads_every_template(requiremen
 
 
 def test_kernel_that_an_old_nvrtc_refuses_is_its_fault(tiny, monkeypatch):
-    from rwkv_jit import kernel
+    from rwkv_jit.kernels import kernel
 
     broken = tiny(text="int x = SIZE; unknown words\n")
     with pytest.raises(CompileError, match="could not compile tiny for sm_90 with SIZE=1"):

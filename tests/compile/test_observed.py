@@ -13,10 +13,11 @@ import time
 
 import pytest
 
-from rwkv_jit import cache, compiler, cuda, demo, identity, kernel, stats
-from rwkv_jit.cache import bundle, lock
-from rwkv_jit.errors import CompileError, NvrtcNotFoundError
-from rwkv_jit.template import Template, read
+from rwkv_jit.desk import demo
+from rwkv_jit.kernels import cache, compiler, cuda, identity, kernel, stats
+from rwkv_jit.kernels.cache import bundle, lock
+from rwkv_jit.kernels.errors import CompileError, NvrtcNotFoundError
+from rwkv_jit.kernels.template import Template, read
 
 BROKEN = '#include "types.cuh"\nextern "C" __global__ void fill(float* x) {\n    *x = SIZE + missing;\n}\n'
 
@@ -232,8 +233,8 @@ def test_failed_compile_is_remembered_until_its_text_changes(text, mended, error
 FAIL = """
 import sys
 from pathlib import Path
-from rwkv_jit import kernel, template
-from rwkv_jit.errors import CompileError
+from rwkv_jit.kernels import kernel, template
+from rwkv_jit.kernels.errors import CompileError
 try:
     kernel.get(kernel.Request(template.read(Path(sys.argv[1])), {"SIZE": 1}, "sm_90"))
 except CompileError as error:
@@ -316,7 +317,7 @@ def test_a_thread_that_begins_late_leaves_the_work_to_who_has_begun_it(tiny, mon
 AT_EXIT = """
 import atexit, sys
 from pathlib import Path
-from rwkv_jit import kernel, template
+from rwkv_jit.kernels import kernel, template
 read = template.read(Path(sys.argv[1]))
 requests = [kernel.Request(read, {"SIZE": size}, "sm_90") for size in (1, 2)]
 atexit.register(lambda: print([each.origin for each in kernel.get_all(requests)]))

@@ -3,8 +3,8 @@
 import pytest
 from problems import by_turns, problem
 
-from rwkv_jit import kernel
-from rwkv_jit.algorithms import segments, whole
+from rwkv_jit.kernels import kernel
+from rwkv_jit.schedules import directions, segments
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
@@ -22,7 +22,7 @@ def test_kernels_of_shards_compile(op, sizes, arch):
         has_initial_state=True, has_final_state=True, state_layout="vk", wanted=("v",),
     )  # fmt: skip
     assert segments.takes_shard(p)
-    (pause,) = [place for place, step in enumerate(whole.forward(p).steps) if step == ()]
-    before = [step for step in whole.forward(p).steps[:pause] if hasattr(step, "template")]
+    (pause,) = [place for place, step in enumerate(directions.forward(p).steps) if step == ()]
+    before = [step for step in directions.forward(p).steps[:pause] if hasattr(step, "template")]
     made = kernel.get_all([step.request(p.gpu) for step in before])
     assert not any(each.spill_bytes for each in made if not each.name.endswith("_segment"))

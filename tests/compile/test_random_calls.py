@@ -6,7 +6,7 @@ import pytest
 import random_calls
 import torch
 
-from rwkv_jit import signatures
+from rwkv_jit.kernels import signatures
 
 # Sequences take most of the time, and no call of theirs changes a tensor in place.
 KINDS = [pytest.param(op, verb, marks=[pytest.mark.full] * (verb == "sequences")) for op, verb in random_calls.KINDS]

@@ -5,9 +5,9 @@ import itertools
 import pytest
 from problems import by_turns, problem
 
-from rwkv_jit import kernel
-from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.inference import replay_steps, steps
+from rwkv_jit.kernels import kernel
+from rwkv_jit.kernels.errors import UnsupportedConfigError
+from rwkv_jit.schedules import replay, update
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 # Multiples of an access, of a part of one, and of none.
@@ -20,8 +20,8 @@ def request(
     given = problem(
         op, K=sizes[0], V=sizes[1], T=tokens, arch=arch, state_layout=layout, state_type=state, few_heads=True
     )
-    ring = replay_steps.Ring(length, length + drafts, length, is_draft=drafts > 0 and tokens > 0)
-    (made,) = replay_steps.schedule(given, pool or steps.Pool(1, 0), ring, tokens).requests(given.gpu)
+    ring = replay.Ring(length, length + drafts, length, is_draft=drafts > 0 and tokens > 0)
+    (made,) = replay.schedule(given, pool or update.Pool(1, 0), ring, tokens).requests(given.gpu)
     return made
 
 
@@ -46,7 +46,7 @@ def test_any_sizes_rounding_and_indices(op, sizes):
     pools = list(itertools.product((16, 2), (4, 8), (False, True)))
     place = 3 * SIZES.index(sizes) + len(op)  # each size and op meets some of them
     alignment, index_bytes, is_stochastic = pools[place % len(pools)]
-    pool = steps.Pool(3, 1, alignment, index_bytes, is_stochastic=is_stochastic)
+    pool = update.Pool(3, 1, alignment, index_bytes, is_stochastic=is_stochastic)
     more = {"layout": ("vk", "kv")[place % 2], "tokens": (1, 2, 0)[place % 3], "drafts": (0, 3)[place % 2]}
     kernel.get(request(op, sizes, state="bf16", pool=pool, length=2, **more))
 

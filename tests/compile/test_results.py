@@ -18,13 +18,12 @@ import torch
 from comparing import relative
 
 import rwkv_jit
-from rwkv_jit import signatures, template
-from rwkv_jit.algorithms import segments
-from rwkv_jit.derived import channel_decays, head_decays, steps
-from rwkv_jit.layers import gradient_steps
-from rwkv_jit.ops.options import complete
-from rwkv_jit.ops.table import OPS
-from rwkv_jit.parallel import summaries, two_phases
+from rwkv_jit.call.options import complete
+from rwkv_jit.derived import channel_decays, head_decays
+from rwkv_jit.kernels import signatures, template
+from rwkv_jit.parallel import paused, summaries
+from rwkv_jit.schedules import head_decay, layer_gradients, segments
+from rwkv_jit.schedules.table import OPS
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LIMITS = {FP32: 2e-6, FP16: 2e-3, BF16: 1e-2}
@@ -73,8 +72,8 @@ def shard(name, sizes):
     given = comparing.make_inputs(name, BF16, *sizes)
     inputs = [x.detach() for x in given.values()]
     state = comparing.make_state(given, sizes[0]).detach()
-    call = two_phases.Call(OPS[name], complete(OPS[name], {}, inputs[0]))
-    bias, transition = two_phases.way_of(call, inputs, [False] * (len(inputs) + 1)).summary(inputs)
+    call = paused.Call(OPS[name], complete(OPS[name], {}, inputs[0]))
+    bias, transition = paused.way_of(call, inputs, [False] * (len(inputs) + 1)).summary(inputs)
     final = getattr(rwkv_jit, f"{name}_ref")(*(x.double() for x in inputs), state.double(), True)[1]
     is_close({"state": relative(summaries.after(state, bias, transition), final)}, LIMITS[BF16])
 
@@ -91,15 +90,15 @@ def derived(
         if of_own:
             patch.setattr(head_decays, "LEAST_BLOCKS", 0)
         if whole:
-            patch.setattr(steps, "rows_of_block", lambda value_size, *_: value_size)
+            patch.setattr(head_decay, "rows_of_block", lambda value_size, *_: value_size)
         if segment:
-            patch.setattr(steps, "_LEAST_SEGMENT", segment)
+            patch.setattr(head_decay, "_LEAST_SEGMENT", segment)
             g = case.inputs["g"]  # a head forgets at once, one hardly, others in between; and all do at one place
             g *= torch.tensor([2.0, 0.001, 0.6, 0.05])[: g.shape[2]]
             g[:, sizes[1] // 2 : sizes[1] // 2 + 20] *= 30
         results, grads, weights = derived_cases.differentiate(case, **options)
         if segment:  # what a block leaves out of the state before it is nothing to a float
-            patch.setattr(steps, "_LEAST_SEGMENT", 1 << 20)
+            patch.setattr(head_decay, "_LEAST_SEGMENT", 1 << 20)
             signatures.forget()
             alone, alone_grads, _ = derived_cases.differentiate(case, weights=weights, **options)
             pairs = zip((*results, *grads.values()), (*alone, *alone_grads.values()), strict=True)
@@ -203,7 +202,7 @@ def long_ago(name, how, is_batch_invariant=False):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(head_decays, "LEAST_BLOCKS", 0)
-        patch.setattr(steps, "_LEAST_SEGMENT", 64)
+        patch.setattr(head_decay, "_LEAST_SEGMENT", 64)
         rwkv_jit.set_batch_invariant(is_batch_invariant)
         try:
             wanted = run(weights)
@@ -229,7 +228,7 @@ def layer(name, how, rows=(7, 2, 16), dtype=BF16, few_sums=False):
     case = layer_cases.make(name, how, layer_cases.sizes_of(name, how, *rows), dtype, FP32)
     with pytest.MonkeyPatch.context() as patch:
         if few_sums:  # a thread has no room for those of the mixes
-            patch.setattr(gradient_steps, "_MOST_SUMS", 0)
+            patch.setattr(layer_gradients, "_MOST_SUMS", 0)
         results, grads, weights = layer_cases.differentiate(case, case.run)
     wanted, wanted_grads = layer_cases.exactly(case, weights)
     errors = {name: relative(x, wanted_grads[name]) for name, x in grads.items()}

@@ -15,16 +15,16 @@ import torch
 from problems import problem, requests
 
 import rwkv_jit
-from rwkv_jit import cache, compiler, cuda, identity, kernel, stats, template
-from rwkv_jit.algorithms.recurrent import VARIANTS
-from rwkv_jit.errors import CompileError, UnsupportedConfigError
+from rwkv_jit.kernels import cache, compiler, cuda, identity, kernel, stats, template
+from rwkv_jit.kernels.errors import CompileError, UnsupportedConfigError
+from rwkv_jit.schedules.recurrent import VARIANTS
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
 # What specialize() below asks for, without torch, which takes seconds to load.
 PRINT_KERNEL = """
 import hashlib, json, sys
-from rwkv_jit import kernel, template
+from rwkv_jit.kernels import kernel, template
 request = kernel.Request(template.library("wkv7_recurrent_forward"), json.loads(PARAMETERS), "sm_90")
 found = kernel.get(request)
 assert "torch" not in sys.modules
@@ -631,7 +631,7 @@ def test_identity_is_version_and_build_ids_of_the_files_that_compile():
 
 def test_identity_leaves_out_an_nvrtc_that_another_package_loaded(child, tmp_path):
     code = "import ctypes, sys\nfor path in sys.argv[1:]: ctypes.CDLL(path)\n"
-    code += "from rwkv_jit import identity\nprint(identity.identity())\n"
+    code += "from rwkv_jit.kernels import identity\nprint(identity.identity())\n"
     other = shutil.copy(cuda.nvrtc().__file__, tmp_path / "libnvrtc.so.11")  # any library by such a name
     assert child(code, other).stdout == child(code).stdout
 

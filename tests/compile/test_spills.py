@@ -8,7 +8,7 @@ import itertools
 import pytest
 from problems import problem, requests
 
-from rwkv_jit import kernel
+from rwkv_jit.kernels import kernel
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 

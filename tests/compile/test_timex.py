@@ -2,12 +2,12 @@
 
 import pytest
 
-from rwkv_jit import kernel
-from rwkv_jit.algorithms import whole
-from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.gpu import Gpu
-from rwkv_jit.ops.table import OPS
-from rwkv_jit.problem import Problem
+from rwkv_jit.kernels import kernel
+from rwkv_jit.kernels.errors import UnsupportedConfigError
+from rwkv_jit.kernels.gpu import Gpu
+from rwkv_jit.schedules import directions
+from rwkv_jit.schedules.problem import Problem
+from rwkv_jit.schedules.table import OPS
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
@@ -31,7 +31,7 @@ def requests(backend, arch, batch, tokens, w_type="fp32", k_type="fp32", vectors
     """The kernels of a call: the convolution, the gradient of w, and that of k."""
     types = {"w": w_type, "k": k_type}
     p = Problem(OPS["timex"], Gpu(arch), types, B=batch, T=tokens, C=1, backend=backend, vectors=vectors)
-    found = [each for way in (whole.forward, whole.backward) for each in way(p).requests(p.gpu)]
+    found = [each for way in (directions.forward, directions.backward) for each in way(p).requests(p.gpu)]
     return [each for i, each in enumerate(found) if each not in found[:i] and each.template.name != "sum_rows"]
 
 

@@ -5,9 +5,9 @@ import itertools
 import pytest
 from problems import by_turns, problem
 
-from rwkv_jit import kernel
-from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.inference import steps
+from rwkv_jit.kernels import kernel
+from rwkv_jit.kernels.errors import UnsupportedConfigError
+from rwkv_jit.schedules import update
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
@@ -21,7 +21,7 @@ def request(op, head_size=64, value_size=64, *, arch="sm_90", layout="vk", state
     given = problem(
         op, K=head_size, V=value_size, T=1, arch=arch, state_layout=layout, state_type=state, few_heads=True
     )
-    (made,) = steps.schedule(given, pool or steps.Pool(1, 0)).requests(given.gpu)
+    (made,) = update.schedule(given, pool or update.Pool(1, 0)).requests(given.gpu)
     return made
 
 
@@ -40,7 +40,7 @@ def test_any_sizes_rounding_and_indices(op, sizes):
     pools = list(itertools.product((16, 2), (4, 8), (False, True)))
     size, place = SIZES.index(sizes), OPS.index(op)  # each of them meets both layouts, and some of the pools
     alignment, index_bytes, is_stochastic = pools[(5 * size + 2 * place) % len(pools)]
-    pool = steps.Pool(3, 1, alignment, index_bytes, is_stochastic=is_stochastic)
+    pool = update.Pool(3, 1, alignment, index_bytes, is_stochastic=is_stochastic)
     kernel.get(request(op, *sizes, layout=("vk", "kv")[(size + place) % 2], state="bf16", pool=pool))
 
 

@@ -3,16 +3,16 @@
 import pytest
 from problems import by_turns, problem
 
-from rwkv_jit import kernel
-from rwkv_jit.inference import steps, varlen_steps
-from rwkv_jit.inference.varlen_steps import Varlen
+from rwkv_jit.kernels import kernel
+from rwkv_jit.schedules import update, varlen
+from rwkv_jit.schedules.varlen import Varlen
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
 
 def requests(op, call, arch="sm_90", size=64, pool=None, **more):
     given = problem(op, K=size, arch=arch, **{"T": 300, "backend": "chunked", "chunk_len": 32, **more})
-    schedule = varlen_steps.schedule(given, pool or steps.Pool(9, 1), call)
+    schedule = varlen.schedule(given, pool or update.Pool(9, 1), call)
     return {
         (made.template.name, made.parameters.get("BY_HALVES", False)): made for made in schedule.requests(given.gpu)
     }
@@ -81,7 +81,7 @@ def test_w0_takes_no_more_memory_for_registers_than_w_in_float32(op, size, more,
 @pytest.mark.parametrize("bound_bytes", [4, 8])
 def test_bounds_and_indices_of_both_widths(index_bytes, bound_bytes):
     call = Varlen(5, checkpoints=2, bound_bytes=bound_bytes)
-    kernel.get(requests("wkv7", call, pool=steps.Pool(9, 1, index_bytes=index_bytes))["arrange_sequences", False])
+    kernel.get(requests("wkv7", call, pool=update.Pool(9, 1, index_bytes=index_bytes))["arrange_sequences", False])
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import rwkv_jit
 COMPILE = """
 import pathlib, sys, torch
 import rwkv_jit
-from rwkv_jit import template
+from rwkv_jit.kernels import template
 home = pathlib.Path(sys.argv[1]).resolve()
 assert pathlib.Path(rwkv_jit.__file__).resolve().is_relative_to(home), rwkv_jit.__file__
 assert template.directory().is_relative_to(home), template.directory()

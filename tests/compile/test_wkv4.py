@@ -4,12 +4,12 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit import kernel
-from rwkv_jit.algorithms import whole, wkv4
-from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.gpu import Gpu
-from rwkv_jit.ops.table import OPS
-from rwkv_jit.problem import Problem
+from rwkv_jit.kernels import kernel
+from rwkv_jit.kernels.errors import UnsupportedConfigError
+from rwkv_jit.kernels.gpu import Gpu
+from rwkv_jit.schedules import directions, wkv4
+from rwkv_jit.schedules.problem import Problem
+from rwkv_jit.schedules.table import OPS
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
@@ -54,6 +54,6 @@ def test_updates_compile_without_spills_everywhere(arch, dtype):
 )
 def test_rules(change, message):
     gpu = Gpu("sm_80")
-    (request,) = whole.forward(Problem(OPS["wkv4"], gpu, TYPES, C=1, decay="raw")).requests(gpu)
+    (request,) = directions.forward(Problem(OPS["wkv4"], gpu, TYPES, C=1, decay="raw")).requests(gpu)
     with pytest.raises(UnsupportedConfigError, match=message):
         kernel.get(request._replace(parameters={**request.parameters, **change}))

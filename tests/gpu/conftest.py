@@ -95,13 +95,13 @@ def pytest_sessionfinish(session):
     is_whole = any(Path(__file__).is_relative_to(Path(x).resolve()) for x in config.args)
     if not (config.getoption("--record") and is_whole and HAS_GPU) or hasattr(config, "workerinput"):
         return
-    from rwkv_jit import machine
+    from rwkv_jit.desk import versions
 
     sections = dict(_recorded()["ops"])
     for op, outcomes in _outcomes.items():
         if outcomes and _tests[op]:
             sections[op] = record.section(record.digest(op), outcomes, _tests[op], sections.get(op))
-    report = machine.env_report()
+    report = versions.env_report()
     totals = {name: sum(section[name] for section in sections.values()) for name in ("passed", "skipped")}
     written = {
         **totals,
@@ -163,7 +163,7 @@ SENTINEL = 7
 @pytest.fixture
 def guarded_memory(monkeypatch):
     """New tensors of the call under test are full of NaN and have a band behind them that must stay as it is."""
-    from rwkv_jit import tensors
+    from rwkv_jit.call import tensors
 
     bands = []
     empty = torch.empty
@@ -198,7 +198,7 @@ def guarded_memory(monkeypatch):
 @pytest.fixture
 def launched(nothing_known, monkeypatch):
     """The kernels that were launched, in their order, each with its name, target and parameters."""
-    from rwkv_jit import launch
+    from rwkv_jit.kernels import launch
 
     seen, run = [], launch.Launch.launch
 
@@ -213,7 +213,7 @@ def launched(nothing_known, monkeypatch):
 @pytest.fixture
 def short_segments(monkeypatch):
     """Large heads are cut from 3072 tokens on, for which the reference does not take long."""
-    from rwkv_jit.algorithms import segments
+    from rwkv_jit.schedules import segments
 
     monkeypatch.setitem(segments._LENGTHS, "large", segments._LENGTHS["large"]._replace(least=384))
 
@@ -221,6 +221,6 @@ def short_segments(monkeypatch):
 @pytest.fixture
 def problems(nothing_known):
     """Returns the problems of the calls that were made, in their order: which algorithm, and how it is cut."""
-    from rwkv_jit.ops import known_calls
+    from rwkv_jit.call import prepared
 
-    return lambda: [known.problem for known in known_calls.calls.values()]
+    return lambda: [known.problem for known in prepared.calls.values()]

@@ -17,12 +17,11 @@ import torch
 
 import rwkv_jit
 from bench import history
-from rwkv_jit import launch, signatures, template
-from rwkv_jit.algorithms import delta_large
 from rwkv_jit.derived import channel_decays as of_channels
 from rwkv_jit.derived import head_decays as of_own
-from rwkv_jit.derived import steps
+from rwkv_jit.kernels import launch, signatures, template
 from rwkv_jit.layers import calls
+from rwkv_jit.schedules import delta_large, head_decay
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -169,7 +168,7 @@ def head_decays(name, how, sizes, bounds=None, dtype=BF16, **options):
     """
     case = derived_cases.make(name, how, sizes, dtype, FP32, FP32, bounds=bounds, device="cuda")
     usual, of_own.LEAST_BLOCKS = of_own.LEAST_BLOCKS, 0
-    steps._LEAST_SEGMENT = 64
+    head_decay._LEAST_SEGMENT = 64
     derived_cases.differentiate(case, **options)
     with torch.no_grad():
         case.run(**options)

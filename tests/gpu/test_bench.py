@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from bench import processes, service
-from rwkv_jit.bench import cases
-from rwkv_jit.bench.cases import Case
-from rwkv_jit.bench.measure import Entry
+from rwkv_jit.desk.bench import cases
+from rwkv_jit.desk.bench.cases import Case
+from rwkv_jit.desk.bench.measure import Entry
 
 PHASES = ("forward", "backward", "forward+backward", "decode", "prefill")
 UPDATED = ("wkv5", "wkv6", "wkv7", "gla", "linear_attention")

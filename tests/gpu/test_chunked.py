@@ -5,8 +5,7 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit import rule, tensors
-from rwkv_jit.ops import known_calls
+from rwkv_jit.call import prepared, rule, tensors
 
 make_inputs, relative, run = comparing.make_inputs, comparing.relative, comparing.run
 
@@ -198,14 +197,14 @@ def test_known_signature_at_an_address_the_kernel_cannot_read(op, backend, sizes
     given = {n: x.detach().transpose(1, 2).contiguous().transpose(1, 2) for n, x in inputs(**sizes).items()}
     options = {"decay": "sigmoid", "backend": backend}
     want, _ = rwkv_jit.wkv7(*given.values(), **options)
-    known = len(known_calls.calls)
+    known = len(prepared.calls)
     for moved, x in given.items():
         for shift in (1, 4):
             memory = torch.empty(x.numel() + shift, dtype=x.dtype, device="cuda")
             shifted = memory.as_strided(x.shape, x.stride(), shift).copy_(x)
             y, _ = rwkv_jit.wkv7(*{**given, moved: shifted}.values(), **options)
             assert torch.equal(y, want)
-    assert len(known_calls.calls) == known
+    assert len(prepared.calls) == known
 
 
 def test_an_expanded_output_gradient(op):

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit import kernel as service
-from rwkv_jit.errors import RwkvJitError
+from rwkv_jit.kernels import kernel as service
+from rwkv_jit.kernels.errors import RwkvJitError
 
 TEMPLATE = """
 extern "C" __global__ void __launch_bounds__(256) affine(

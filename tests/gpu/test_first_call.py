@@ -7,7 +7,7 @@ import comparing
 import pytest
 import torch
 
-from rwkv_jit import kernel, signatures
+from rwkv_jit.kernels import kernel, signatures
 
 # A parameter, so that the record counts these tests.
 pytestmark = pytest.mark.parametrize("op", ["wkv7"])

@@ -5,9 +5,8 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit import rule
-from rwkv_jit.algorithms import diagonal_chunked, diagonal_large
-from rwkv_jit.ops import known_calls
+from rwkv_jit.call import prepared, rule
+from rwkv_jit.schedules import diagonal_chunked, diagonal_large
 
 relative, run, FIXED, NAMES = comparing.relative, comparing.run, comparing.FIXED, comparing.NAMES
 
@@ -271,14 +270,14 @@ def test_known_signature_at_an_address_the_kernel_cannot_read(op, sizes):
     backend = "split" if "tokens" in sizes else "auto"
     function, options = getattr(rwkv_jit, op), of(op, {"decay": "sigmoid", "backend": backend})
     want, _ = function(*given.values(), **options)
-    known = len(known_calls.calls)
+    known = len(prepared.calls)
     for moved, x in given.items():
         for shift in (1, 4):
             memory = torch.empty(x.numel() + shift, dtype=x.dtype, device="cuda")
             shifted = memory.as_strided(x.shape, x.stride(), shift).copy_(x)
             y, _ = function(*{**given, moved: shifted}.values(), **options)
             assert torch.equal(y, want)
-    assert len(known_calls.calls) == known
+    assert len(prepared.calls) == known
 
 
 @pytest.mark.parametrize("head_size", [64, 160])

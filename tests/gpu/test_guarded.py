@@ -6,8 +6,8 @@ import torch
 from comparing import relative, run
 
 import rwkv_jit
-from rwkv_jit.ops import table
-from rwkv_jit.problem import LARGEST_DECAY
+from rwkv_jit.schedules import table
+from rwkv_jit.schedules.problem import LARGEST_DECAY
 
 DECAYS = {"wkv5": "raw", "wkv6": "raw", "wkv7": "raw", "gla": "log"}  # the ops' own maps
 OPS = [*DECAYS]

@@ -8,8 +8,9 @@ from derived_cases import differentiate, error_of, exactly, limit_of
 from torch.utils.checkpoint import checkpoint
 
 import rwkv_jit
-from rwkv_jit import signatures
-from rwkv_jit.derived import head_decays, steps
+from rwkv_jit.derived import head_decays
+from rwkv_jit.kernels import signatures
+from rwkv_jit.schedules import head_decay
 
 pytestmark = pytest.mark.parametrize("op", ["layers"])  # the section of the record
 # Keys that are not normed make errors grow.
@@ -221,8 +222,8 @@ def test_gradients(op, name, how, sizes, launched, guarded_memory):
 @pytest.mark.parametrize("kept_lens", [(64, 32), (32,)], ids=str)
 def test_gradients_by_the_kernels_of_other_architectures(op, name, kept_lens, launched, guarded_memory, monkeypatch):
     """By products of single warps, and with the shorter chunks of those with less shared memory."""
-    monkeypatch.setattr(steps, "takes_warp_groups", lambda *_: False)
-    monkeypatch.setattr(steps, "KEPT_LENS", kept_lens)
+    monkeypatch.setattr(head_decay, "takes_warp_groups", lambda *_: False)
+    monkeypatch.setattr(head_decay, "KEPT_LENS", kept_lens)
     monkeypatch.setattr(head_decays, "_calls", signatures.BySignature())
     for sizes in ((2, 130, 2, 4, 128, 128), (1, 150, 1, 2, 64, 128), (1, 70, 2, 2, 128, 64)):
         for bounds in (None, [0, 0, 1, 66, sizes[1]]) if sizes[0] == 1 else (None,):
@@ -432,7 +433,7 @@ def test_blocks_share_a_sequence_where_its_decays_let_them(
     op, name, bounds, dtype, launched, guarded_memory, monkeypatch
 ):  # fmt: skip
     """Of four heads one forgets at once and one never, one here and there; and rates past 2 let some of it grow."""
-    monkeypatch.setattr(steps, "_LEAST_SEGMENT", 64)
+    monkeypatch.setattr(head_decay, "_LEAST_SEGMENT", 64)
     case = make(name, "norm" if name == "gated_delta_rule" else "", (1, 700, 2, 4, 64, 32), dtype, bounds=bounds)
     speeds = torch.tensor([8.0, 1e-4, 1.0, 0.1], device="cuda")
     case.inputs["dt" if name == "ssd" else "g"].mul_(speeds)[:, 350:370].mul_(20)
@@ -443,7 +444,7 @@ def test_blocks_share_a_sequence_where_its_decays_let_them(
         case.inputs["beta"][..., 1] *= 2.5
     shared = differentiate(case)
     assert own(launched, "_walks") == 2
-    monkeypatch.setattr(steps, "_LEAST_SEGMENT", 1 << 20)
+    monkeypatch.setattr(head_decay, "_LEAST_SEGMENT", 1 << 20)
     signatures.forget()
     results, grads, _ = differentiate(case, weights=shared[2])
     assert own(launched, "_walks") == 2

@@ -9,10 +9,10 @@ import torch
 from bench import history
 from bench.__main__ import main
 from bench.history import Form
-from rwkv_jit import tensors
-from rwkv_jit.algorithms import diagonal_chunked
-from rwkv_jit.algorithms.parts import Case
-from rwkv_jit.ops.table import OPS
+from rwkv_jit.call import tensors
+from rwkv_jit.schedules import diagonal_chunked
+from rwkv_jit.schedules.common import Case
+from rwkv_jit.schedules.table import OPS
 
 DTYPES, relative = comparing.DTYPES, comparing.relative
 HEAD_SIZES = [7, 40, 64, 100, 128]

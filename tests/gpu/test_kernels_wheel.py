@@ -15,8 +15,8 @@ import rwkv_jit
 sys.path.insert(0, sys.argv[1])
 torch.manual_seed(int(sys.argv[2]))
 import kernels_wheel
-from rwkv_jit import cuda, stats
-from rwkv_jit.bench import cases
+from rwkv_jit.kernels import cuda, stats
+from rwkv_jit.desk.bench import cases
 
 for of in kernels_wheel.CALLS:
     op = getattr(rwkv_jit, of.op)

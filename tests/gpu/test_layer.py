@@ -11,7 +11,7 @@ import torch
 
 import rwkv_jit
 from rwkv_jit.layers import calls
-from rwkv_jit.layers import steps as layer_steps
+from rwkv_jit.schedules import layers as layer_steps
 
 DTYPES = comparing.DTYPES
 LIMITS = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit.ops.options import complete
-from rwkv_jit.ops.table import OPS as TABLE
-from rwkv_jit.parallel import recurrences, summaries, two_phases
+from rwkv_jit.call.options import complete
+from rwkv_jit.parallel import paused, recurrences, summaries
+from rwkv_jit.schedules.table import OPS as TABLE
 
 OPS = tuple(comparing.NAMES)
 GATE, GATES = 6e-3, {"da": 8e-3, "db": 8e-3, "dw": 8e-3}
@@ -25,7 +25,7 @@ class InParts(torch.autograd.Function):
         for length in lengths:
             own = part_of(call.op, inputs, begin, begin + length)
             begin += length
-            way = two_phases.way_of(call, own, [True] * (len(inputs) + 1))
+            way = paused.way_of(call, own, [True] * (len(inputs) + 1))
             told = {}
 
             def at_summary(bias, transition, told=told, state=state):
@@ -81,7 +81,7 @@ def in_parts(name, lengths=LENGTHS):
     def run(*inputs, initial_state, output_final_state, **options):
         assert output_final_state
         tail = complete(TABLE[name], options, inputs[0])
-        call = two_phases.Call(TABLE[name], tail)
+        call = paused.Call(TABLE[name], tail)
         layout = tail.state_layout
         state = initial_state if layout == "vk" else initial_state.mT
         y, final = InParts.apply(call, lengths, state.float(), *inputs)
@@ -176,8 +176,8 @@ def test_summaries_join(op, name):
 def test_gradients_that_nobody_wants_are_left_out(op):
     given = comparing.make_inputs("wkv7", torch.bfloat16, batch=1, tokens=128, heads=2)
     inputs = list(given.values())
-    call = two_phases.Call(TABLE["wkv7"], complete(TABLE["wkv7"], {}, inputs[0]))
-    way = two_phases.way_of(call, inputs, [False, True, False, False, True, False, False])
+    call = paused.Call(TABLE["wkv7"], complete(TABLE["wkv7"], {}, inputs[0]))
+    way = paused.way_of(call, inputs, [False, True, False, False, True, False, False])
     state = torch.randn(1, 2, 64, 64, device="cuda")
     _, _, saved = way.forward([x.detach() for x in inputs], lambda bias, transition: state)
     dy = torch.randn_like(inputs[3])

@@ -5,7 +5,7 @@ import random
 import pytest
 import random_calls
 
-from rwkv_jit import tensors
+from rwkv_jit.call import tensors
 
 PROFILES, CALLS = 4, 7  # of a kind: sizes and types that kernels are compiled for, and the calls that share them
 NAMES = ("wkv4", "wkv5", "wkv6", "wkv7", "gla", "linear_attention", "timex")

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit import kernel, machine, signatures
-from rwkv_jit.algorithms import recurrent
-from rwkv_jit.errors import RwkvJitError
-from rwkv_jit.ops import known_calls, table
+from rwkv_jit.call import prepared
+from rwkv_jit.desk import versions
+from rwkv_jit.kernels import kernel, signatures
+from rwkv_jit.kernels.errors import RwkvJitError
+from rwkv_jit.schedules import recurrent, table
 
 DTYPES, FIXED, NAMES, STRIDES = comparing.DTYPES, comparing.FIXED, comparing.NAMES, comparing.STRIDES
 DECAY_KINDS = [*comparing.DECAY_RANGES, *comparing.DECAY_PAIRS]
@@ -337,13 +338,13 @@ def test_known_signature_at_an_address_the_kernel_cannot_read(op):
     # Heads before tokens: the strides of a copy are others.
     given = {n: x.transpose(1, 2).contiguous().transpose(1, 2) if x.dim() == 4 else x for n, x in given.items()}
     want, _ = getattr(rwkv_jit, op)(*given.values())
-    known = len(known_calls.calls)
+    known = len(prepared.calls)
     for moved, x in given.items():
         memory = torch.empty(x.numel() + 1, dtype=torch.bfloat16, device="cuda")
         shifted = memory.as_strided(x.shape, x.stride(), 1).copy_(x)
         y, _ = getattr(rwkv_jit, op)(*{**given, moved: shifted}.values())
         assert torch.equal(y, want)
-    assert len(known_calls.calls) == known
+    assert len(prepared.calls) == known
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -459,7 +460,7 @@ def test_a_second_process_finds_the_kernels_on_disk(op, seed, tmp_path):
 
 @pytest.mark.parametrize("op", OPS)
 def test_available_here(op):
-    assert machine.is_available()
+    assert versions.is_available()
     assert op in table.OPS
 
 

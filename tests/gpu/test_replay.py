@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit.inference import rounding
-from rwkv_jit.ops.table import OPS
+from rwkv_jit.plain import rounding
+from rwkv_jit.schedules.table import OPS
 
 DTYPES, NAMES, FIXED = comparing.DTYPES, comparing.NAMES, comparing.FIXED
 SLOTS, ROWS, HEADS, NULL = 5, 3, 2, -1

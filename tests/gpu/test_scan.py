@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit import signatures, tensors
-from rwkv_jit.algorithms import delta_chunked, delta_large
+from rwkv_jit.call import tensors
+from rwkv_jit.kernels import signatures
+from rwkv_jit.schedules import delta_chunked, delta_large
 
 relative, run = comparing.relative, comparing.run
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit import stats
+from rwkv_jit.kernels import stats
 
 SLOTS, HEADS, SIZE, DRAFTS, NULL = 24, 2, 64, 4, -1
 LIMIT = 2e-5  # of states after thousands of float32 steps

@@ -6,8 +6,8 @@ import torch
 import rwkv_jit
 from bench import history
 from bench.history import Form
-from rwkv_jit import tensors
-from rwkv_jit.errors import UnsupportedConfigError
+from rwkv_jit.call import tensors
+from rwkv_jit.kernels.errors import UnsupportedConfigError
 from rwkv_jit.ops import timex as module
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

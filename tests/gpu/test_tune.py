@@ -5,10 +5,11 @@ import json
 import pytest
 import torch
 
-from rwkv_jit import bench, signatures, tune, tuned
-from rwkv_jit.ops import known_calls
-from rwkv_jit.ops.table import OPS
-from rwkv_jit.tuned import Geometry
+from rwkv_jit.call import prepared, tuned
+from rwkv_jit.call.tuned import Geometry
+from rwkv_jit.desk import bench, tune
+from rwkv_jit.kernels import signatures
+from rwkv_jit.schedules.table import OPS
 
 pytestmark = pytest.mark.skipif(torch.cuda.get_device_capability() < (8, 0), reason="needs sm_80")
 SHAPE = (1, 128, 4, 32)
@@ -56,7 +57,7 @@ def test_a_small_shape_is_tuned(op, seed, run, monkeypatch):
     tuned._own.cache_clear()
     assert len(tuned.on_device(0)) == 2
     after = results(op, seed)
-    (known,) = known_calls.calls.values()
+    (known,) = prepared.calls.values()
     (place,) = tuned.find(tuned.on_device(0), op, 32, 32, True)
     taken = [getattr(known.problem, field) for field in Geometry._fields]
     assert taken == list(tuned.on_device(0)[place].geometry)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit.inference import rounding
+from rwkv_jit.plain import rounding
 
 DTYPES, NAMES, FIXED = comparing.DTYPES, comparing.NAMES, comparing.FIXED
 LAYOUTS = ("vk", "kv")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit import compiler
+from rwkv_jit.kernels import compiler
 
 relative, run, FIXED = comparing.relative, comparing.run, comparing.FIXED
 OPS = tuple(comparing.NAMES)

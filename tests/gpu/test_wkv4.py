@@ -5,7 +5,7 @@ import torch
 from comparing import relative
 
 import rwkv_jit
-from rwkv_jit.algorithms import wkv4 as room
+from rwkv_jit.schedules import wkv4 as room
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 LIMITS = {"fp32": 1e-5, "fp16": 3e-3, "bf16": 3e-3}

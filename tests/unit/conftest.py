@@ -38,8 +38,7 @@ def as_if_on_gpu(monkeypatch):
     """CPU tensors are taken for those of an sm_90; a trace could not go into the question which one it is."""
     import torch
 
-    from rwkv_jit import tensors
-    from rwkv_jit.ops import checks, torch_op
+    from rwkv_jit.call import checks, tensors, torch_op
 
     def answered(answer):
         def ask(device):

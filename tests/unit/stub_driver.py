@@ -16,10 +16,11 @@ import torch
 from torch._subclasses import fake_tensor
 
 import rwkv_jit
-from rwkv_jit import cuda, custom, kernel, tensors
-from rwkv_jit.cache import Compiled, Resources
-from rwkv_jit.errors import RwkvJitError
-from rwkv_jit.template import Rendered, Template
+from rwkv_jit.call import custom, tensors
+from rwkv_jit.kernels import cuda, kernel
+from rwkv_jit.kernels.cache import Compiled, Resources
+from rwkv_jit.kernels.errors import RwkvJitError
+from rwkv_jit.kernels.template import Rendered, Template
 
 _LETTERS = {"i64": "q", "int": "i", "unsigned": "I", "float": "f", "double": "d", "bool": "?"}
 _STRUCT = r"struct (\w+) \{ (i64|int) ([\w, ]+); \};"  # of numbers, as kernels take them

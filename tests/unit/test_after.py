@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rwkv_jit import after
+from rwkv_jit.kernels import on_import
 
 NAME = "waited_for"
 
@@ -30,13 +30,13 @@ def called(source):
     """What is called with the names of modules that were executed, until the end of the test."""
     names = []
     yield names
-    after.forget(names.extend)
+    on_import.forget(names.extend)
 
 
 def test_a_question_is_no_import(source, called):
     source.write_text("x = 1")
     finders, before = sys.meta_path, list(sys.meta_path)
-    after.imported([NAME], called.extend)
+    on_import.imported([NAME], called.extend)
     for _ in range(2):
         spec = importlib.util.find_spec(NAME)
         assert isinstance(spec.loader, importlib.machinery.SourceFileLoader)
@@ -58,7 +58,7 @@ def test_specs_of_who_is_waited_for_are_as_others(kind, source, called, tmp_path
         with zipfile.ZipFile(tmp_path / "modules.zip", "w") as file:
             file.writestr(f"{NAME}.py", "")
         monkeypatch.syspath_prepend(str(tmp_path / "modules.zip"))
-    after.imported([NAME], called.extend)
+    on_import.imported([NAME], called.extend)
     spec, again, other = (importlib.util.find_spec(name) for name in (NAME, NAME, "wave"))
     assert spec.loader is not again.loader
     assert spec == again
@@ -76,8 +76,8 @@ def test_specs_of_who_is_waited_for_are_as_others(kind, source, called, tmp_path
 
 
 def test_each_import_that_ends_well_is_told(source, called):
-    after.imported([NAME], called.extend)
-    after.imported([NAME], called.extend)
+    on_import.imported([NAME], called.extend)
+    on_import.imported([NAME], called.extend)
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module(NAME)
     source.write_text("raise OSError")
@@ -91,7 +91,7 @@ def test_each_import_that_ends_well_is_told(source, called):
     del sys.modules[NAME]
     assert importlib.import_module(NAME) is not module
     assert called == [NAME] * 3
-    after.forget(called.extend)
+    on_import.forget(called.extend)
     importlib.reload(sys.modules[NAME])
     assert called == [NAME] * 3
 
@@ -99,10 +99,10 @@ def test_each_import_that_ends_well_is_told(source, called):
 def test_what_is_there_is_told_at_once_and_what_is_barred_is_not(source, called):
     source.touch()
     importlib.import_module(NAME)
-    after.imported([NAME, "json"], called.extend)
+    on_import.imported([NAME, "json"], called.extend)
     assert called == [NAME, "json"]
     sys.modules[NAME] = None
-    after.imported([NAME], called.extend)
+    on_import.imported([NAME], called.extend)
     assert called == [NAME, "json"]
 
 
@@ -112,7 +112,7 @@ def test_loaders_that_modules_share_are_left_as_they_are(tmp_path, called, monke
         file.writestr(f"{NAME}.py", "")
         file.writestr("beside.py", "")
     monkeypatch.syspath_prepend(path)
-    after.imported([NAME], called.extend)
+    on_import.imported([NAME], called.extend)
     shared = importlib.util.find_spec("beside").loader
     importlib.import_module(NAME)
     assert called == [NAME]
@@ -137,7 +137,7 @@ def test_a_finder_that_asks_all_others_does_not_double_what_is_told(source, call
                 cls.busy = False
 
     source.touch()
-    after.imported([NAME], called.extend)
+    on_import.imported([NAME], called.extend)
     monkeypatch.setattr(sys, "meta_path", [Asking, *sys.meta_path])
     importlib.import_module(NAME)
     assert called == [NAME]
@@ -152,13 +152,13 @@ def test_who_raises_breaks_no_import(source, called, caplog):
         raise RuntimeError("a fault of ours")
 
     source.touch()
-    after.imported([NAME], fail)
-    after.imported([NAME], called.extend)
+    on_import.imported([NAME], fail)
+    on_import.imported([NAME], called.extend)
     try:
         with caplog.at_level(logging.WARNING):
             importlib.import_module(NAME)
     finally:
-        after.forget(fail)
+        on_import.forget(fail)
     assert called == [NAME]
     assert "waited_for" in caplog.text
     assert "a fault of ours" in caplog.text
@@ -166,8 +166,10 @@ def test_who_raises_breaks_no_import(source, called, caplog):
 
 def test_a_module_that_is_half_imported_is_told_when_the_next_import_ends(source, called):
     """Its import began before somebody came to wait, and goes on in the very thread."""
-    source.write_text(f"import builtins; from rwkv_jit import after; after.imported(['{NAME}'], builtins.add)")
-    sys.meta_path.remove(after._FINDER)
+    source.write_text(
+        f"import builtins; from rwkv_jit.kernels import on_import as after; after.imported(['{NAME}'], builtins.add)"
+    )
+    sys.meta_path.remove(on_import._FINDER)
     import builtins
 
     builtins.add = called.extend
@@ -182,7 +184,7 @@ def test_a_module_that_is_half_imported_is_told_when_the_next_import_ends(source
     finally:
         del builtins.add
         sys.modules.pop("another", None)
-        assert sys.meta_path.count(after._FINDER) == 1
+        assert sys.meta_path.count(on_import._FINDER) == 1
 
 
 def test_an_import_of_another_thread_is_waited_for(source, called):
@@ -190,14 +192,14 @@ def test_an_import_of_another_thread_is_waited_for(source, called):
 
     builtins.begun, builtins.goes_on = threading.Event(), threading.Event()
     source.write_text("import builtins; builtins.begun.set(); assert builtins.goes_on.wait(60); x = 1")
-    sys.meta_path.remove(after._FINDER)
+    sys.meta_path.remove(on_import._FINDER)
     try:
         thread = threading.Thread(target=importlib.import_module, args=(NAME,))
         thread.start()
         assert builtins.begun.wait(60)
         seen = []
         waiting = threading.Thread(
-            target=after.imported, args=([NAME], lambda names: seen.extend(sys.modules[name].x for name in names))
+            target=on_import.imported, args=([NAME], lambda names: seen.extend(sys.modules[name].x for name in names))
         )
         waiting.start()
         assert seen == []
@@ -207,7 +209,7 @@ def test_an_import_of_another_thread_is_waited_for(source, called):
         assert seen == [1]
     finally:
         del builtins.begun, builtins.goes_on
-        after._waiting.pop(NAME)
+        on_import._waiting.pop(NAME)
 
 
 def test_threads(source, called):
@@ -218,13 +220,13 @@ def test_threads(source, called):
         start.wait()
         for _ in range(20):
             assert importlib.util.find_spec("json")
-            after.imported([NAME], called.extend)
+            on_import.imported([NAME], called.extend)
             importlib.import_module(NAME)
 
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(work, range(16)))
     assert set(called) == {NAME}
-    assert sys.meta_path.count(after._FINDER) == 1
+    assert sys.meta_path.count(on_import._FINDER) == 1
 
 
 # ---- who waits ---------------------------------------------------------------------------------------------------

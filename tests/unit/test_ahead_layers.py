@@ -7,7 +7,10 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit import ahead, kernel, nn, tensors
+from rwkv_jit import nn
+from rwkv_jit.ahead import warm
+from rwkv_jit.call import tensors
+from rwkv_jit.kernels import kernel
 from rwkv_jit.nn import mixing, rwkv5, rwkv6
 
 MODELS = {"RWKV5": "wkv5", "RWKV6": "wkv6", "RWKV7": "wkv7"}
@@ -23,7 +26,7 @@ EVERY = pytest.mark.parametrize("name", MODELS)
 
 def warmed(monkeypatch, name, dtype, **options):
     """What tells the kernels apart that are made ahead."""
-    monkeypatch.setattr(ahead, "compile_all", lambda requests, progress: requests)
+    monkeypatch.setattr(warm, "compile_all", lambda requests, progress: requests)
     decay = {"decay": "sigmoid"} if name == "RWKV7" else {}
     made = rwkv_jit.warm(MODELS[name], HEAD_SIZE, dtype, arch="sm_90", widths=WIDTH, **decay, **options)
     return {kernel.memory_key(request) for request in made}
@@ -103,7 +106,7 @@ def test_every_kernel_of_decoding_is_made_ahead(on_gpu, name, dtype, monkeypatch
 
 @EVERY
 def test_what_is_not_trained_has_no_kernels_of_gradients(name, monkeypatch):
-    monkeypatch.setattr(ahead, "compile_all", lambda requests, progress: {x.template.name for x in requests})
+    monkeypatch.setattr(warm, "compile_all", lambda requests, progress: {x.template.name for x in requests})
     for backward in (False, True):
         names = rwkv_jit.warm(MODELS[name], HEAD_SIZE, arch="sm_90", widths=WIDTH, backward=backward)
         assert ("layer_gated_norm_backward" in names) == backward

@@ -10,12 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rwkv_jit
-from rwkv_jit import ahead, cli, commands, kernel, modes, signatures, tensors, tuned
-from rwkv_jit.algorithms import whole
-from rwkv_jit.gpu import Gpu
-from rwkv_jit.ops import checks, options, torch_op, wide_keys
-from rwkv_jit.ops.table import OPS
-from rwkv_jit.parallel import two_phases
+from rwkv_jit.ahead import warm
+from rwkv_jit.call import checks, options, tensors, torch_op, tuned
+from rwkv_jit.call import switches as modes
+from rwkv_jit.desk import cli, commands
+from rwkv_jit.kernels import kernel, signatures
+from rwkv_jit.kernels.gpu import Gpu
+from rwkv_jit.ops import wide_keys
+from rwkv_jit.parallel import paused
+from rwkv_jit.schedules import directions
+from rwkv_jit.schedules.table import OPS
 
 DTYPES = {name: dtype for dtype, name in tensors.STORAGE.items()}
 WITH_HEADS = [name for name, op in OPS.items() if op.has_heads]
@@ -39,7 +43,7 @@ def warmed(op, **options):
 @functools.cache
 def _warmed(op, switches, options):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ahead, "compile_all", lambda requests, progress: requests)
+        patch.setattr(warm, "compile_all", lambda requests, progress: requests)
         patch.setattr(torch.cuda, "is_available", lambda: False)
         return keys(rwkv_jit.warm(op, **dict(options)))
 
@@ -52,16 +56,16 @@ class Recorder:
 
     def __init__(self, problem, arrays, asked):
         self.problem = problem
-        Recorder.asked += whole.forward(problem).requests(problem.gpu)
+        Recorder.asked += directions.forward(problem).requests(problem.gpu)
         if problem.training:
             for has_final_state in {False, problem.has_final_state}:
                 own = problem._replace(has_final_state=has_final_state)
-                Recorder.asked += whole.backward(own).requests(own.gpu)
+                Recorder.asked += directions.backward(own).requests(own.gpu)
 
     def run(self, arrays, state, cu_seqlens):
         made = [
             torch.empty(result.shape, dtype=DTYPES[result.dtype])
-            for result in whole.forward(self.problem).results.values()
+            for result in directions.forward(self.problem).results.values()
         ]
         return [*made, torch.empty(0)] if self.problem.training else made
 
@@ -78,7 +82,7 @@ def as_on_gpu(patch, arch, multiprocessors, choices):
     patch.setattr(tensors, "longest", longest)
     patch.setattr(tuned, "on_device", lambda device: choices)
     patch.setattr(tuned, "is_sound", lambda device, place: True)
-    for module in (checks, torch_op, two_phases):
+    for module in (checks, torch_op, paused):
         patch.setattr(module, "is_for_kernels", lambda backend, x: backend != "reference")
 
 
@@ -233,13 +237,13 @@ def check_part(call):
     decays = {} if op.decay == "none" else {name: call[name] for name in DECAYS}
     with pytest.MonkeyPatch.context() as patch, modes.high() if call["is_high"] else contextlib.nullcontext():
         as_on_gpu(patch, call["arch"], call["multiprocessors"], ())
-        of_part = two_phases.Call(op, options.complete(op, decays, arrays[0]))
-        p = two_phases._problem(of_part, arrays, call["training"])
+        of_part = paused.Call(op, options.complete(op, decays, arrays[0]))
+        p = paused._problem(of_part, arrays, call["training"])
         if p is None:
             return False
-        asked = whole.forward(p).requests(p.gpu) + whole.forward(p._replace(training=False)).requests(p.gpu)
+        asked = directions.forward(p).requests(p.gpu) + directions.forward(p._replace(training=False)).requests(p.gpu)
         if p.training:
-            asked += whole.backward(p).requests(p.gpu)
+            asked += directions.backward(p).requests(p.gpu)
         listed = warmed(
             op.name, head_sizes=call["K"], value_sizes=call["V"], dtypes=dtype, arch=call["arch"], w_dtype=wide,
             backward=call["training"], shards=True, **decays,

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit import UnsupportedConfigError, compiler, identity, kernel, tensors
+from rwkv_jit import UnsupportedConfigError
+from rwkv_jit.call import checks, tensors
 from rwkv_jit.compat.fla.functions import chunk_gla
-from rwkv_jit.ops import checks, gla, linear_attention, wkv5, wkv6, wkv7
+from rwkv_jit.kernels import compiler, identity, kernel
+from rwkv_jit.ops import gla, linear_attention, wkv5, wkv6, wkv7
 
 NAN, INF = float("nan"), float("inf")
 ARRAY = "a torch.Tensor or an array with __dlpack__"

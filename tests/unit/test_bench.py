@@ -10,12 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rwkv_jit import bench, machine, reference
-from rwkv_jit.bench import cases, measure, timing
-from rwkv_jit.bench.cases import Case
-from rwkv_jit.bench.measure import Contestant, Entry
-from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.ops.table import OPS
+from rwkv_jit.desk import bench, versions
+from rwkv_jit.desk.bench import cases, measure, timing
+from rwkv_jit.desk.bench.cases import Case
+from rwkv_jit.desk.bench.measure import Contestant, Entry
+from rwkv_jit.kernels.errors import UnsupportedConfigError
+from rwkv_jit.plain import reference
+from rwkv_jit.schedules.table import OPS
 
 SMALL = (2, 6, 2, 4, 3)
 
@@ -746,9 +747,9 @@ def gpu(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(machine, "is_available", lambda: True)
+    monkeypatch.setattr(versions, "is_available", lambda: True)
     paths = {"nvrtc_libraries": ["/a/library"], "cache": "/a/cache", "environment": {}}
-    monkeypatch.setattr(machine, "env_report", lambda: ENVIRONMENT | paths)
+    monkeypatch.setattr(versions, "env_report", lambda: ENVIRONMENT | paths)
     monkeypatch.setattr(timing, "copy_tb_per_s", lambda: 4.25)
     monkeypatch.setattr(measure, "rows_of", rows_of)
     return asked
@@ -780,7 +781,7 @@ def test_command_measures_what_it_is_asked_for(gpu, run):
     ],
 )
 def test_ops_are_those_that_can(arguments, ops):
-    from rwkv_jit import cli
+    from rwkv_jit.desk import cli
 
     entries = bench.asked_for(cli._parser().parse_args(["bench", *arguments]))
     assert {entry.case.op for entry in entries} == ops
@@ -840,7 +841,7 @@ def no_gpu(monkeypatch):
 )  # fmt: skip
 def test_what_the_machine_cannot_do_is_said(no_gpu, run, has_gpu, arguments, message, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    monkeypatch.setattr(machine, "is_available", lambda: False)
+    monkeypatch.setattr(versions, "is_available", lambda: False)
     assert run("bench", *arguments) == (2, "", f"rwkv-jit bench: {message}\n")
 
 
@@ -884,7 +885,7 @@ def test_the_cpu_measures_updates(no_gpu, run):
 
 def test_names_of_the_command_line_are_those_of_the_bench():
     """They are listed apart, so that --help need not load torch."""
-    from rwkv_jit import cli
+    from rwkv_jit.desk import cli
 
     assert sorted(cli._OPS) == sorted(bench.OPS) == sorted(OPS)
     assert cli._PHASES == bench.PHASES

@@ -7,8 +7,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from rwkv_jit import nn
-from rwkv_jit.bench import layers, timing
-from rwkv_jit.bench.layers import Sizes
+from rwkv_jit.desk.bench import layers, timing
+from rwkv_jit.desk.bench.layers import Sizes
 
 SIZES = Sizes((2, 3, 128), torch.bfloat16, "cpu", 50)
 B, T, C = SIZES.shape

@@ -19,11 +19,12 @@ from filelock import FileLock, Timeout
 import rwkv_jit
 from bench import ROOT, peers, processes, record, service, suites
 from bench.__main__ import main
-from rwkv_jit import bench, machine, reference
-from rwkv_jit.bench import cases, measure, timing
-from rwkv_jit.bench.cases import Case
-from rwkv_jit.bench.measure import Entry
-from rwkv_jit.errors import RwkvJitError
+from rwkv_jit.desk import bench, versions
+from rwkv_jit.desk.bench import cases, measure, timing
+from rwkv_jit.desk.bench.cases import Case
+from rwkv_jit.desk.bench.measure import Entry
+from rwkv_jit.kernels.errors import RwkvJitError
+from rwkv_jit.plain import reference
 
 SMALL = (2, 6, 2, 4, 3)
 
@@ -632,7 +633,7 @@ def gpu(monkeypatch, tmp_path):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(machine, "is_available", lambda: True)
+    monkeypatch.setattr(versions, "is_available", lambda: True)
     monkeypatch.setattr(bench, "environment", lambda: ENVIRONMENT)
     monkeypatch.setattr(timing, "copy_tb_per_s", lambda: 4.25)
     monkeypatch.setattr(processes, "rows_of", rows_of)

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from bench import plot, record, suites, tables
-from rwkv_jit.bench import cases
+from rwkv_jit.desk.bench import cases
 
 COPY = 4.0  # TB/s
 ENVIRONMENT = {"gpus": ["NVIDIA H200, sm_90, 139 GiB"], "torch": "2.11.0", "nvrtc": "13.0 0123abcd"}
@@ -208,10 +208,10 @@ def test_rows_of_other_sources_are_stale(monkeypatch, capsys):
     [
         ("kernel_templates/recurrent/wkv7_recurrent_forward.cu", {"wkv7", "kda", "update", "model"}),
         ("rwkv_jit/derived/delta.py", {"kda", "ssd", "model"}),
-        ("rwkv_jit/inference/update.py", {"update"}),
-        ("rwkv_jit/layers/steps.py", {"kda", "ssd", "model"}),
-        ("rwkv_jit/algorithms/recurrent.py", {"wkv7", "kda", "ssd", "update", "model"}),
-        ("rwkv_jit/reference.py", set()),
+        ("rwkv_jit/pool/update.py", {"update"}),
+        ("rwkv_jit/schedules/layers.py", {"kda", "ssd", "model"}),
+        ("rwkv_jit/schedules/recurrent.py", {"wkv7", "kda", "ssd", "update", "model"}),
+        ("rwkv_jit/plain/reference.py", set()),
     ],
 )
 def test_digests_are_those_of_all_that_runs(path, stale, tmp_path, monkeypatch, root):

@@ -12,8 +12,8 @@ from torch import nn
 from bench import curves, rwkv7_models, training, warm_fla
 from bench.__main__ import main
 from bench.rwkv7_models import Sizes
-from rwkv_jit import reference
-from rwkv_jit.bench import timing
+from rwkv_jit.desk.bench import timing
+from rwkv_jit.plain import reference
 
 SIZES = Sizes(2, 64, 2, 16, 256)
 SMALL = ("--layers", "1", "--tokens", "16")

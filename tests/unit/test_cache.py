@@ -19,8 +19,8 @@ import pytest
 from images import image
 
 import rwkv_jit
-from rwkv_jit import cache, compiler, env, identity, stats, template
-from rwkv_jit.cache import bundle, entry, files, owned
+from rwkv_jit.kernels import cache, compiler, env, identity, stats, template
+from rwkv_jit.kernels.cache import bundle, entry, files, owned
 
 
 def get(digest, name="made_up", arch="sm_90"):
@@ -337,7 +337,7 @@ def use(made):
 
 
 USE = """
-from rwkv_jit import cache, identity
+from rwkv_jit.kernels import cache, identity
 for name in ("a", "b"):
     assert cache.get(name, "sm_90", "0" * 64) is None
     identity.assumed_identity()
@@ -399,8 +399,8 @@ def test_full_disk_costs_one_warning_and_leaves_nothing_behind(owner, name, made
 @pytest.mark.parametrize(("protection", "locks"), [(0o755, 1), (0o555, 0), (0o777, 0)], ids=oct)
 def test_processes_wait_for_each_other_only_where_they_can_leave_something(protection, locks, child, fresh_service):
     code = """
-from rwkv_jit import cache
-from rwkv_jit.cache import lock
+from rwkv_jit.kernels import cache
+from rwkv_jit.kernels.cache import lock
 with cache.one_at_a_time("ab", "a kernel"):
     print(len(lock._held))
 """
@@ -605,8 +605,8 @@ AS_ANOTHER = """
 import os, sys, tempfile
 from hashlib import sha256
 from images import image
-from rwkv_jit import cache, env, stats
-from rwkv_jit.cache import lock
+from rwkv_jit.kernels import cache, env, stats
+from rwkv_jit.kernels.cache import lock
 import fcntl  # what is imported late lies where this user may not look
 user, group, umask = (int(text) for text in sys.argv[1:4])
 os.setgroups([group])
@@ -678,7 +678,7 @@ def test_users_who_do_not_say_that_they_share_keep_to_themselves(group):
 WRITE = """
 import sys
 from images import image
-from rwkv_jit import cache
+from rwkv_jit.kernels import cache
 from hashlib import sha256
 for turn in range(150):
     number = (turn + int(sys.argv[1])) % 12
@@ -690,7 +690,7 @@ for turn in range(150):
 """
 EVICT = """
 import os, sys
-from rwkv_jit import cache, stats
+from rwkv_jit.kernels import cache, stats
 stop = False
 while not stop:
     stop = os.path.exists(sys.argv[1])

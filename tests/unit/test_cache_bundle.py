@@ -15,10 +15,10 @@ from hashlib import sha256
 import pytest
 from images import image
 
-from rwkv_jit import cache, env
-from rwkv_jit.cache import bundle
-from rwkv_jit.cache.bundle import Bundle
-from rwkv_jit.errors import CacheError
+from rwkv_jit.kernels import cache, env
+from rwkv_jit.kernels.cache import bundle
+from rwkv_jit.kernels.cache.bundle import Bundle
+from rwkv_jit.kernels.errors import CacheError
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_equal_kernels_make_equal_bundles_byte_for_byte(three, child, tmp_path, 
     code = """
 import os, sys
 from pathlib import Path
-from rwkv_jit.cache import bundle
+from rwkv_jit.kernels.cache import bundle
 os.umask(0o077)
 bundle.write(Path("again.bundle"), reversed(list(bundle.Bundle(Path(sys.argv[1])).entries().items())))
 """
@@ -441,7 +441,7 @@ def test_forked_child_and_its_parent_both_read_right_afterwards(tmp_path, make_e
     code = """
 import os, sys
 from hashlib import sha256
-from rwkv_jit import cache, kernel  # the latter asks to be told of forks
+from rwkv_jit.kernels import cache, kernel  # the latter asks to be told of forks
 
 def read(digests):
     return [sha256(cache.get("made_up", "sm_90", digest)[0].image).hexdigest() for digest in digests]

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from rwkv_jit import cache, env, stats
-from rwkv_jit.cache import claim, files, lock
+from rwkv_jit.kernels import cache, env, stats
+from rwkv_jit.kernels.cache import claim, files, lock
 
 DIGEST = "ab" + 62 * "0"
 

@@ -6,8 +6,8 @@ from hashlib import sha256
 
 import pytest
 
-from rwkv_jit import cache, env
-from rwkv_jit.cache import bundle
+from rwkv_jit.kernels import cache, env
+from rwkv_jit.kernels.cache import bundle
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from images import image
 
-from rwkv_jit import cache, template
-from rwkv_jit.cache import Compiled, Resources, entry
-from rwkv_jit.template import Rendered
+from rwkv_jit.kernels import cache, template
+from rwkv_jit.kernels.cache import Compiled, Resources, entry
+from rwkv_jit.kernels.template import Rendered
 
 RENDERED = Rendered("wkv7_recurrent_forward", "int x;\n", (("a.cuh", "// a"), ("b.cuh", "// é")))
 OPTIONS = ("-arch=sm_90", "-std=c++17", "--no-cache")
@@ -107,7 +107,7 @@ def test_key_of_text_that_is_not_unicode():
 def test_key_depends_on_nothing_around_the_process(child, tmp_path):
     code = """
 import locale
-from rwkv_jit import cache, compiler, template
+from rwkv_jit.kernels import cache, compiler, template
 try:
     locale.setlocale(locale.LC_ALL, "")
 except locale.Error:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rwkv_jit.cache import files
+from rwkv_jit.kernels.cache import files
 
 NAME = "sm_90/a.cubin"
 
@@ -62,7 +62,7 @@ def test_what_cannot_be_read_is_an_error(tree, child):
     code = """
 import sys
 from pathlib import Path
-from rwkv_jit.cache import files
+from rwkv_jit.kernels.cache import files
 try:
     files.read(Path(sys.argv[1]), sys.argv[2])
 except PermissionError as error:

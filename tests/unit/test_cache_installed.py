@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 import rwkv_jit
-from rwkv_jit import cache, doctor, env, kernel_wheels, machine, stats
-from rwkv_jit.cache import bundle, installed
+from rwkv_jit.ahead import kernel_wheels
+from rwkv_jit.desk import doctor, versions
+from rwkv_jit.kernels import cache, env, stats
+from rwkv_jit.kernels.cache import bundle, installed
 
 NAME = "rwkv-jit-kernels-sm-90a"
 
@@ -177,7 +179,7 @@ def test_wheel_for_other_sources_is_named(name, install, make_entry, run, monkey
     assert (wheel.name, wheel.version, wheel.kernels, wheel.usable, wheel.fault) == (NAME, "1.2.3", 1, 0, "")
     said = f"1.2.3, for other sources than those of this rwkv_jit {rwkv_jit.__version__}: not used"
     assert wheel.text == said
-    monkeypatch.setattr(machine, "env_report", dict)
+    monkeypatch.setattr(versions, "env_report", dict)
     code, printed, _ = run("info", "--json")
     assert code == 0
     assert json.loads(printed)["wheels of kernels"] == {NAME: said}

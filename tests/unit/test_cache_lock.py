@@ -12,13 +12,13 @@ from contextlib import ExitStack
 
 import pytest
 
-from rwkv_jit import stats
-from rwkv_jit.cache import lock
+from rwkv_jit.kernels import stats
+from rwkv_jit.kernels.cache import lock
 
 DIGEST = "ab" + 62 * "0"
 HOLD = """
 import sys
-from rwkv_jit.cache import lock
+from rwkv_jit.kernels.cache import lock
 with lock.held(sys.argv[1], "a kernel"):
     print("held", len(lock._held), flush=True)
     sys.stdin.readline()
@@ -209,7 +209,7 @@ def test_directory_that_cannot_be_written_gives_no_lock_and_one_warning(child):
     lock.directory().mkdir(mode=0o700)
     lock.directory().chmod(0o500)
     code = """
-from rwkv_jit.cache import lock
+from rwkv_jit.kernels.cache import lock
 for _ in range(2):
     with lock.held("ab", "a kernel"):
         print(len(lock._held))
@@ -274,8 +274,8 @@ def test_file_systems_are_unknown_without_a_table(monkeypatch, tmp_path):
 
 FORK = """
 import os, sys
-from rwkv_jit import kernel  # it asks to be told of forks
-from rwkv_jit.cache import lock
+from rwkv_jit.kernels import kernel  # it asks to be told of forks
+from rwkv_jit.kernels.cache import lock
 with lock.held(sys.argv[1], "a kernel"):
     (handle,) = lock._held
     ready, tell = os.pipe()

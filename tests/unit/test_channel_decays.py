@@ -11,9 +11,10 @@ from problems import channel_decays
 
 import rwkv_jit
 from rwkv_jit.derived import channel_decays as calls
-from rwkv_jit.derived import channel_steps, own_kernels
-from rwkv_jit.derived.table import ChannelCore
-from rwkv_jit.schedule import offsets
+from rwkv_jit.derived import own_kernels
+from rwkv_jit.schedules import channel_decay
+from rwkv_jit.schedules.derived_table import ChannelCore
+from rwkv_jit.schedules.schedule import offsets
 
 SIZES = (2, 70, 2, 4, 128, 128)
 TRAINED = (2, 70, 3, 3, 128, 128)  # which has as many key heads as value heads
@@ -96,30 +97,30 @@ def test_few_heads_and_other_gpus_go_elsewhere(here, monkeypatch):
 )
 def test_gradients_come_in_the_order_of_the_inputs(core):
     given = channel_decays(core, wide="fp32", training=True)
-    results = channel_steps.backward(given, 0.0).results
+    results = channel_decay.backward(given, 0.0).results
     assert [*results] == [*(f"d{name}" for name in core.op.names), "grad_initial_state"]
     for name, result in zip(core.op.names, results.values(), strict=False):
         assert result == (given.shape(name), given.types[name])
     assert results["grad_initial_state"] == (given.state_shape, given.state_type)
-    without = channel_steps.backward(given._replace(has_initial_state=False), 0.0)
+    without = channel_decay.backward(given._replace(has_initial_state=False), 0.0)
     assert [*without.results] == [*results][:-1]
 
 
 def test_what_a_call_keeps():
     """Of every 64 tokens of a head a state and two matrices, and U of every token; all of 16 bits."""
     given = channel_decays(ChannelCore(), training=True)
-    kept, chunks = channel_steps.kept(given), 8 * 64 * 32
+    kept, chunks = channel_decay.kept(given), 8 * 64 * 32
     assert kept == {
         "states": 2 * chunks * 128 * 128, "matrices": 2 * chunks * 2 * 64 * 64, "kept_u": 2 * 8 * 4096 * 32 * 128,
     }  # fmt: skip
-    forward = channel_steps.forward(given, 0.0)
+    forward = channel_decay.forward(given, 0.0)
     assert (forward.kept, forward.launches[0].parameters["KEEPS"]) == (kept, True)
     assert all(begin % 16 == 0 for begin in [*offsets(kept.values()), sum(kept.values())])
-    packed = channel_steps.kept(given._replace(B=1, T=8 * 4096, N=8, is_packed=True))  # with a chunk more each
+    packed = channel_decay.kept(given._replace(B=1, T=8 * 4096, N=8, is_packed=True))  # with a chunk more each
     assert {name: packed[name] - size for name, size in kept.items()} == {
         "states": 2 * 8 * 32 * 128 * 128, "matrices": 2 * 8 * 32 * 2 * 64 * 64, "kept_u": 0,
     }  # fmt: skip
-    without = channel_steps.forward(given._replace(training=False), 0.0)
+    without = channel_decay.forward(given._replace(training=False), 0.0)
     assert (without.kept, without.launches[0].parameters["KEEPS"]) == ({}, False)
 
 

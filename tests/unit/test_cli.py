@@ -15,10 +15,12 @@ import pytest
 from images import image
 
 import rwkv_jit
-from rwkv_jit import cache, cli, commands, env, listing, report, sass
-from rwkv_jit.cache import Compiled, Resources, bundle
-from rwkv_jit.errors import RwkvJitError
-from rwkv_jit.ops.table import OPS
+from rwkv_jit.desk import cli, commands, kernel_table
+from rwkv_jit.desk import terminal as report
+from rwkv_jit.kernels import cache, env, sass
+from rwkv_jit.kernels.cache import Compiled, Resources, bundle
+from rwkv_jit.kernels.errors import RwkvJitError
+from rwkv_jit.schedules.table import OPS
 
 
 def put(head_size=48, arch="sm_90", name="wkv7_recurrent_forward", **parameters):
@@ -58,7 +60,7 @@ def data(run):
     [["--help"], ["build", "--help"], ["bench", "--help"], ["cache", "--help"], ["cache", "list"], ["cache", "verify"]],
 )
 def test_help_and_the_cache_need_no_torch(arguments, child):
-    code = "import sys; from rwkv_jit.cli import main\ntry: main(sys.argv[1:])\nexcept SystemExit: pass\n"
+    code = "import sys; from rwkv_jit.desk.cli import main\ntry: main(sys.argv[1:])\nexcept SystemExit: pass\n"
     done = child(f"{code}print(*sorted({{'torch', 'cupy', 'numpy', 'rich'}} & set(sys.modules)), 'loaded')", *arguments)
     assert done.stdout.splitlines()[-1] == "loaded"
 
@@ -177,7 +179,7 @@ def test_kernels_of_shared_templates_are_told_apart_by_their_parameters():
 
 
 def test_temporary_cache_of_the_demo_reads_nothing_and_leaves_the_variables_as_they_were(monkeypatch, fresh_service):
-    from rwkv_jit import demo
+    from rwkv_jit.desk import demo
 
     put()
     monkeypatch.setenv("RWKVJIT_CACHE_PATH", str(fresh_service))
@@ -198,7 +200,7 @@ def test_temporary_cache_of_the_demo_reads_nothing_and_leaves_the_variables_as_t
 
 
 def test_demo_tells_how_far_it_is(monkeypatch):
-    from rwkv_jit import demo
+    from rwkv_jit.desk import demo
 
     told = []
 
@@ -215,7 +217,7 @@ def test_demo_tells_how_far_it_is(monkeypatch):
 
 
 def test_tables_of_the_demo(capsys, monkeypatch):
-    from rwkv_jit import demo
+    from rwkv_jit.desk import demo
 
     kernel = {
         "op": "wkv7", "head_size": 40, "direction": "forward", "backend": "recurrent", "arch": "sm_90",
@@ -266,7 +268,7 @@ def test_info_is_a_bug_report(data, run, fresh_service, monkeypatch):
 
 WITHOUT_TORCH = """
 import sys
-from rwkv_jit import cli
+from rwkv_jit.desk import cli
 try:
     code = cli.main(sys.argv[1:])
 except SystemExit as end:
@@ -439,7 +441,7 @@ def test_small_tensors_are_computed_on_one_thread(arguments, number, run, monkey
         monkeypatch.setenv("OMP_NUM_THREADS", number)
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for module in ("rwkv_jit.demo", "rwkv_jit.bench"):
+    for module in ("rwkv_jit.desk.demo", "rwkv_jit.desk.bench"):
         monkeypatch.setattr(f"{module}.run", lambda *_: {})
         monkeypatch.setattr(f"{module}.show", lambda _: None)
     assert run(*arguments)[0] == 0
@@ -624,7 +626,7 @@ def shown(columns, monkeypatch, show):
 @pytest.mark.parametrize("columns", [60, 80, 120])
 def test_table_fits_the_terminal_and_breaks_no_word(columns, monkeypatch):
     shown(columns, monkeypatch, lambda: cli.main(["info"]))
-    lines = shown(columns, monkeypatch, lambda: listing.show(KERNELS, {"origin": "{origin}"}, is_verbose=True))
+    lines = shown(columns, monkeypatch, lambda: kernel_table.show(KERNELS, {"origin": "{origin}"}, is_verbose=True))
     words = {word.strip(",.") for line in lines for word in line.split()}
     always = {"wkv7_recurrent_backward", "gla_scan", "gla_group_key_gradients", "backward", "forward", "sm_90a",
               "128x256", "bf16", "128", "384", "1024", "64", "FOR_GROUPS=True", "FOR_GROUPS=False",
@@ -634,7 +636,7 @@ def test_table_fits_the_terminal_and_breaks_no_word(columns, monkeypatch):
 
 @pytest.mark.parametrize("columns", [80, 120])
 def test_a_kernel_takes_one_line(columns, monkeypatch):
-    lines = shown(columns, monkeypatch, lambda: listing.show(KERNELS, {"origin": "{origin}"}, is_verbose=False))
+    lines = shown(columns, monkeypatch, lambda: kernel_table.show(KERNELS, {"origin": "{origin}"}, is_verbose=False))
     rows = [re.split("  +", line.strip()) for line in lines[-4:]]
     if columns == 80:
         assert lines[0] == "  In every row: sizes 128x256, dtype bf16, KB 639, origin compiled."
@@ -648,14 +650,14 @@ def test_a_kernel_takes_one_line(columns, monkeypatch):
 def test_kernels_are_listed_by_the_ops_that_take_them(op):
     """The constants of an op are in its kernels, and whatever names no op names its template."""
     entry, sizes = OPS[op], {"HEAD_SIZE": 8} if OPS[op].has_heads else {"T_IO": "bf16"}
-    found = listing.described(
+    found = kernel_table.described(
         f"{entry.stem}_recurrent_backward", {**entry.constants, **entry.backward_constants, **sizes}
     )
     assert op in found["op"].split(", ")
-    assert not listing.is_of("wkv7" if op == "gla" else "gla", "update_states", {"DELTA": op != "gla", **sizes})
+    assert not kernel_table.is_of("wkv7" if op == "gla" else "gla", "update_states", {"DELTA": op != "gla", **sizes})
     for name in ("copy_states", "layer_gated_norm", "head_decay_forward", "mine"):
-        assert listing.described(name, {"HEAD_SIZE": 8})["op"] == name
-    assert listing.described("gla_join", {"HEAD_SIZE": 8})["op"] == "wkv5 and 3 more"
+        assert kernel_table.described(name, {"HEAD_SIZE": 8})["op"] == name
+    assert kernel_table.described("gla_join", {"HEAD_SIZE": 8})["op"] == "wkv5 and 3 more"
 
 
 HOSTILE = "a\x1b[31mb\x9b2J\u202ec\x07\rd\udcff"

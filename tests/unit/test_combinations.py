@@ -8,7 +8,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from rwkv_jit import cuda, doctor
+from rwkv_jit.desk import doctor
+from rwkv_jit.kernels import cuda
 
 
 def listed(root, name):

@@ -16,9 +16,10 @@ from torch.utils import cpp_extension
 from torch.utils.checkpoint import checkpoint
 
 import rwkv_jit
-from rwkv_jit import cli, compat
+from rwkv_jit import compat
 from rwkv_jit.compat import buffers, counts, delta, extensions, loading
-from rwkv_jit.errors import RwkvJitError
+from rwkv_jit.desk import cli
+from rwkv_jit.kernels.errors import RwkvJitError
 
 B, T, H, N = 2, 19, 3, 8
 C = H * N

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rwkv_jit import compat
-from rwkv_jit.errors import UnsupportedConfigError
+from rwkv_jit.kernels.errors import UnsupportedConfigError
 
 B, C, T, W, SLOTS = 3, 6, 9, 4, 7
 LIMITS = {torch.float32: 2e-6, torch.float16: 8e-4, torch.bfloat16: 6e-3}

@@ -15,7 +15,7 @@ import rwkv_jit.nn
 from rwkv_jit.compat import fla as ours
 from rwkv_jit.compat.falling_back import with_fallback
 from rwkv_jit.compat.fla import functions
-from rwkv_jit.errors import UnsupportedConfigError
+from rwkv_jit.kernels.errors import UnsupportedConfigError
 
 B, T, H, K, V = 2, 13, 3, 8, 6
 

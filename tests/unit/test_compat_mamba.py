@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import rwkv_jit
 from rwkv_jit.compat import mamba
-from rwkv_jit.errors import UnsupportedConfigError
+from rwkv_jit.kernels.errors import UnsupportedConfigError
 
 B, T, H, P, G, N = 2, 13, 4, 6, 2, 8
 LIMITS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}

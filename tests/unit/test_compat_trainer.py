@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils import cpp_extension
 
 from rwkv_jit import compat
-from rwkv_jit.layers.steps import OPS
+from rwkv_jit.schedules.layers import OPS
 
 MIX, KEYS, OUT = "rwkv7_tmix_mix6_bf16_v5", "rwkv7_tmix_kk_pre_bf16_v5", "rwkv7_tmix_lnx_rkvres_xg_bf16_v1"
 RATE, VALUE, CHANNELS = "rwkv7_tmix_a_gate_bf16", "rwkv7_tmix_vres_gate_bf16_v3", "rwkv7_cmix_bf16_v5"

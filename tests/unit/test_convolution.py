@@ -12,13 +12,15 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import rwkv_jit
-from rwkv_jit import listing, signatures, template
-from rwkv_jit.gpu import Gpu
-from rwkv_jit.inference.arguments import INDEX_TYPES
-from rwkv_jit.layers import convolution, convolution_steps
-from rwkv_jit.layers.steps import Given, Sequences
-from rwkv_jit.problem import BYTES
-from rwkv_jit.schedule import Result
+from rwkv_jit.desk import kernel_table
+from rwkv_jit.kernels import signatures, template
+from rwkv_jit.kernels.gpu import Gpu
+from rwkv_jit.layers import convolution
+from rwkv_jit.pool.arguments import INDEX_TYPES
+from rwkv_jit.schedules import convolution as convolution_steps
+from rwkv_jit.schedules.layers import Given, Sequences
+from rwkv_jit.schedules.problem import BYTES
+from rwkv_jit.schedules.schedule import Result
 
 B, T, C, W, SLOTS = 3, 7, 12, 4, 7
 LIMITS = {torch.float64: 1e-13, torch.float32: 2e-6, torch.float16: 8e-4, torch.bfloat16: 6e-3}
@@ -539,7 +541,7 @@ def test_slots_on_a_gpu_are_looked_at_when_asked(on_gpu, monkeypatch):
 @pytest.mark.parametrize("name", ["layer_convolution", "layer_convolution_update"])
 def test_launches_that_may_begin_early_wait(name):
     assert "after_previous_launch(" in template.library(name).body
-    assert listing.described(name, {"T_IO": "bf16", "NUM_THREADS": 64})["threads"] == 64
+    assert kernel_table.described(name, {"T_IO": "bf16", "NUM_THREADS": 64})["threads"] == 64
 
 
 @pytest.mark.parametrize("io", ["bf16", "fp32"])

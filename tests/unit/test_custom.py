@@ -11,9 +11,10 @@ import torch
 from stub_driver import cuda_tensor, in_fork, packed
 
 import rwkv_jit
-from rwkv_jit import custom, kernel, signatures, tensors
-from rwkv_jit.errors import RwkvJitError
-from rwkv_jit.template import Template
+from rwkv_jit.call import custom, tensors
+from rwkv_jit.kernels import kernel, signatures
+from rwkv_jit.kernels.errors import RwkvJitError
+from rwkv_jit.kernels.template import Template
 
 
 @pytest.fixture

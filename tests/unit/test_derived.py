@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import rwkv_jit
-from rwkv_jit import tensors
+from rwkv_jit.call import tensors
 from rwkv_jit.derived import channel_decays, head_decays
-from rwkv_jit.derived.table import OPS
+from rwkv_jit.schedules.derived_table import OPS
 
 CASES = pytest.mark.parametrize(("op", "how"), derived_cases.ALL)
 EACH = pytest.mark.parametrize(("op", "how"), [(op, several[-1]) for op, several in WAYS.items()])

@@ -21,10 +21,11 @@ import rwkv_jit.compat.hf
 import rwkv_jit.compat.mamba
 import rwkv_jit.compat.megatron
 from bench import __main__ as bench_program
-from rwkv_jit import cli, env
-from rwkv_jit.algorithms import recurrent
-from rwkv_jit.derived import table as derived
-from rwkv_jit.ops.table import OPS
+from rwkv_jit.desk import cli
+from rwkv_jit.kernels import env
+from rwkv_jit.schedules import derived_table as derived
+from rwkv_jit.schedules import recurrent
+from rwkv_jit.schedules.table import OPS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "kernel_templates/README.md")]

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit import errors, nn, parallel
-from rwkv_jit.derived import table as derived
-from rwkv_jit.inference import options as pooled
-from rwkv_jit.ops import table
-from rwkv_jit.ops.options import CallOptions, DecayOptions, complete
+from rwkv_jit import nn, parallel
+from rwkv_jit.call.options import CallOptions, DecayOptions, complete
+from rwkv_jit.kernels import errors
+from rwkv_jit.pool import options as pooled
+from rwkv_jit.schedules import derived_table as derived
+from rwkv_jit.schedules import table
 
 FUNCTIONS = [name for name in rwkv_jit.__all__ if inspect.isfunction(getattr(rwkv_jit, name))]
 OPS = ["wkv5", "wkv6", "wkv7", "gla", "linear_attention"]

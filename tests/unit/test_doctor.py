@@ -9,9 +9,10 @@ import types
 import pytest
 import torch
 
-from rwkv_jit import cache, cuda, demo, doctor, env, identity
-from rwkv_jit.cache import bundle, lock
-from rwkv_jit.errors import NvrtcNotFoundError
+from rwkv_jit.desk import demo, doctor
+from rwkv_jit.kernels import cache, cuda, env, identity
+from rwkv_jit.kernels.cache import bundle, lock
+from rwkv_jit.kernels.errors import NvrtcNotFoundError
 
 INSTALL_12 = 'pip install "cupy-cuda12x>=14.0.1,!=14.1.0" "nvidia-cuda-nvrtc-cu12>=12.4"'
 

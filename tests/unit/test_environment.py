@@ -16,8 +16,8 @@ import platformdirs
 import pytest
 
 import rwkv_jit
-from rwkv_jit import cache, cuda, env, errors, identity, stats
-from rwkv_jit.errors import NvrtcNotFoundError
+from rwkv_jit.kernels import cache, cuda, env, errors, identity, stats
+from rwkv_jit.kernels.errors import NvrtcNotFoundError
 
 PACKAGE = Path(rwkv_jit.__file__).parent
 INSTALL_12 = 'pip install "cupy-cuda12x>=14.0.1,!=14.1.0" "nvidia-cuda-nvrtc-cu12>=12.4"'
@@ -334,7 +334,7 @@ def test_message_shows_no_more_of_a_value_than_can_be_read(value, shown):
 
 
 LOG = """
-from rwkv_jit import stats
+from rwkv_jit.kernels import stats
 stats.configure_logging()
 stats.logger.info("informed")
 stats.say_once("warned")
@@ -398,7 +398,7 @@ def test_hooks_are_called_in_order_until_they_are_taken_off():
 def test_forked_child_counts_though_a_thread_of_its_parent_was_counting(child):
     code = """
 import os, signal
-from rwkv_jit import kernel, stats  # the former asks to be told of forks
+from rwkv_jit.kernels import kernel, stats  # the former asks to be told of forks
 stats.count("disk")
 with stats._lock:
     forked = os.fork()
@@ -415,7 +415,7 @@ print(os.waitpid(forked, 0)[1])
 
 FORK_INSIDE = """
 import os, signal, threading
-from rwkv_jit import forks
+from rwkv_jit.kernels import forks
 signal.alarm(60)
 def enter():
     with forks.held_back():
@@ -441,7 +441,7 @@ def test_work_that_forks_itself_does_not_wait_for_itself(child):
 
 FORK_BESIDE = """
 import os, signal, threading, time
-from rwkv_jit import forks
+from rwkv_jit.kernels import forks
 signal.alarm(60)
 forks._PATIENCE_SECONDS = 0.01
 inside, go, said = threading.Event(), threading.Event(), []

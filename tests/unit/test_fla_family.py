@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import rwkv_jit
 from rwkv_jit.compat import fla as ours
 from rwkv_jit.compat.fla import family, functions
-from rwkv_jit.errors import UnsupportedConfigError
+from rwkv_jit.kernels.errors import UnsupportedConfigError
 
 B, T, H, HV, K, V = 2, 13, 2, 4, 8, 6
 KDA, GDN = ("chunk_kda", "fused_recurrent_kda"), ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule")

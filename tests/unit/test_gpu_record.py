@@ -66,8 +66,8 @@ def test_comments_and_docstrings_leave_the_digest(copied_sources):
     for path, change in (
         ("kernel_templates/recurrent/wkv7_recurrent_forward.cu", lambda text: "// new words\n\n" + text),
         ("kernel_templates/recurrent/tile.cuh", lambda text: text.replace("    ", "  ") + "/* more\n words */"),
-        ("rwkv_jit/algorithms/recurrent.py", lambda text: text.replace('"""The recurrent', '"""Other: the recurrent')),
-        ("rwkv_jit/reference.py", lambda text: text + "\nEXTRA = 1\n"),
+        ("rwkv_jit/schedules/recurrent.py", lambda text: text.replace('"""The recurrent', '"""Other: the recurrent')),
+        ("rwkv_jit/plain/reference.py", lambda text: text + "\nEXTRA = 1\n"),
     ):
         _edit(copied_sources / path, change)
     assert record.digest("wkv7") == before
@@ -81,9 +81,9 @@ def test_comments_and_docstrings_leave_the_digest(copied_sources):
         ("kernel_templates/recurrent/column_sums.cuh", "int group = 0", "int group = 1"),
         ("kernel_templates/shared/span.cuh", "span.begin / interval", "span.begin % interval"),
         ("kernel_templates/shared/sum_rows.cu", "next = sum.at[i] + term", "next = sum.at[i] - term"),
-        ("rwkv_jit/algorithms/recurrent.py", "SHARED_LIMIT = 48", "SHARED_LIMIT = 47"),
-        ("rwkv_jit/algorithms/parts.py", "LARGEST_HEAD = 128", "LARGEST_HEAD = 64"),
-        ("rwkv_jit/plan.py", "if x is None else x.data_ptr()", "if x is None else 0"),
+        ("rwkv_jit/schedules/recurrent.py", "SHARED_LIMIT = 48", "SHARED_LIMIT = 47"),
+        ("rwkv_jit/schedules/common.py", "LARGEST_HEAD = 128", "LARGEST_HEAD = 64"),
+        ("rwkv_jit/call/plan.py", "if x is None else x.data_ptr()", "if x is None else 0"),
         ("rwkv_jit/ops/wkv7.py", "output_final_state: bool = False", "output_final_state: bool = True"),
     ],
 )
@@ -101,16 +101,16 @@ def test_any_other_change_is_seen(copied_sources, path, old, new):
         ("kernel_templates/recurrent/gla_recurrent_backward.cu", {op for op, x in record.STEMS.items() if "gla" in x}),
         ("kernel_templates/inference/arrange_sequences.cu", {"inference"}),
         ("kernel_templates/layers/layer_heads.cuh", {"layers"}),
-        ("rwkv_jit/layers/steps.py", {"layers"}),
+        ("rwkv_jit/schedules/layers.py", {"layers"}),
         ("rwkv_jit/nn/rwkv7.py", {"layers"}),
         ("rwkv_jit/derived/delta.py", {"layers"}),
         ("rwkv_jit/parallel/exchange.py", {"parallel"}),
-        ("rwkv_jit/inference/arguments.py", {"wkv4", "inference", "layers"}),
+        ("rwkv_jit/pool/arguments.py", {"wkv4", "inference", "layers"}),
         ("kernel_templates/wkv4/wkv4_update.cu", {"wkv4"}),
-        ("rwkv_jit/inference/wkv4.py", {"wkv4", "inference"}),
-        ("rwkv_jit/algorithms/wkv4.py", {"wkv4"}),
+        ("rwkv_jit/pool/wkv4.py", {"wkv4", "inference"}),
+        ("rwkv_jit/schedules/wkv4.py", {"wkv4"}),
         ("rwkv_jit/ops/wkv5.py", {"wkv5"}),
-        ("rwkv_jit/algorithms/timex_tiles.py", {"timex"}),
+        ("rwkv_jit/schedules/timex_tiles.py", {"timex"}),
     ],
 )
 def test_ops_are_stale_by_what_is_theirs_alone(path, ops, copied_sources):
@@ -121,7 +121,7 @@ def test_ops_are_stale_by_what_is_theirs_alone(path, ops, copied_sources):
 
 
 def test_every_op_is_covered():
-    from rwkv_jit.ops.table import OPS
+    from rwkv_jit.schedules.table import OPS
 
     stems = {name: (op.stem,) for name, op in OPS.items()}
     assert stems | {"inference": ("gla", "wkv7"), "layers": (), "parallel": ("gla", "wkv7")} == record.STEMS
@@ -131,8 +131,8 @@ def test_every_op_is_covered():
     ("path", "old", "new"),
     [
         ("kernel_templates/inference/update.cuh", "count /= 2, index +=", "count /= 2, index -="),
-        ("rwkv_jit/inference/steps.py", "_MOST_KEY_WARPS = 16", "_MOST_KEY_WARPS = 8"),
-        ("rwkv_jit/plan.py", "if x is None else x.data_ptr()", "if x is None else 0"),
+        ("rwkv_jit/schedules/update.py", "_MOST_KEY_WARPS = 16", "_MOST_KEY_WARPS = 8"),
+        ("rwkv_jit/call/plan.py", "if x is None else x.data_ptr()", "if x is None else 0"),
     ],
 )
 def test_a_change_of_inference_is_seen_there_and_by_no_op(copied_sources, path, old, new):
@@ -140,7 +140,7 @@ def test_a_change_of_inference_is_seen_there_and_by_no_op(copied_sources, path, 
     assert old in (copied_sources / path).read_text(encoding="utf-8")
     _edit(copied_sources / path, lambda text: text.replace(old, new, 1))
     assert record.digest("inference") != before
-    assert (record.digest("wkv7") != of_op) == (path == "rwkv_jit/plan.py")
+    assert (record.digest("wkv7") != of_op) == (path == "rwkv_jit/call/plan.py")
 
 
 def test_a_section_counts_outcomes_and_names_what_is_due():
@@ -222,7 +222,7 @@ torch, rwkv_jit = sys.modules["torch"], sys.modules["rwkv_jit"] = ModuleType("to
 torch.cuda = SimpleNamespace(is_available=lambda: True, get_device_name=lambda: "a GPU")
 torch.manual_seed = lambda seed: None
 versions = {{"torch": "2", "torch_cuda": "13", "cupy": [], "nvrtc": "13"}}
-rwkv_jit.machine = SimpleNamespace(env_report=lambda: {{"gpus": ["a GPU"], **versions}})
+rwkv_jit.desk.versions = SimpleNamespace(env_report=lambda: {{"gpus": ["a GPU"], **versions}})
 def pytest_addoption(parser):
     parser.addoption("--seed", type=int, default=1)
 has_tests = []  # workers say which there are with a report, and not with each

@@ -11,9 +11,10 @@ from problems import head_decays
 
 import rwkv_jit
 from rwkv_jit.derived import head_decays as calls
-from rwkv_jit.derived import own_kernels, steps
-from rwkv_jit.derived.table import Core
-from rwkv_jit.schedule import Zero, offsets
+from rwkv_jit.derived import own_kernels
+from rwkv_jit.schedules import head_decay as steps
+from rwkv_jit.schedules.derived_table import Core
+from rwkv_jit.schedules.schedule import Zero, offsets
 
 TRAINED = [
     *(Core(True, has_decay, has_norm=has_norm) for has_decay in (True, False) for has_norm in (True, False)),

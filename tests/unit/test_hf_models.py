@@ -15,7 +15,7 @@ from torch import nn
 import rwkv_jit
 from rwkv_jit import compat
 from rwkv_jit.compat import hf, hf_models
-from rwkv_jit.errors import UnsupportedConfigError
+from rwkv_jit.kernels.errors import UnsupportedConfigError
 
 transformers = pytest.importorskip("transformers")
 

@@ -9,8 +9,8 @@ import torch
 from bench import history
 from bench.__main__ import main
 from bench.history import Form, Step
-from rwkv_jit import bench, machine
-from rwkv_jit.errors import UnsupportedConfigError
+from rwkv_jit.desk import bench, versions
+from rwkv_jit.kernels.errors import UnsupportedConfigError
 
 SHAPE = (2, 5, 3, 40)
 
@@ -111,7 +111,7 @@ def test_command_takes_shape_and_dtype(capsys, monkeypatch):
     measured = []
     monkeypatch.setattr(bench, "check_gpu", lambda: None)
     monkeypatch.setattr(history, "_measure", lambda *given: measured.append(given) or [])
-    monkeypatch.setattr(machine, "env_report", lambda: {"gpus": ["a GPU"]})
+    monkeypatch.setattr(versions, "env_report", lambda: {"gpus": ["a GPU"]})
     assert main(["history", "--op", "wkv5", "--shape", "2,7,3,40", "--dtype", "fp16", "--json"]) == 0
     assert '"rows": []' in capsys.readouterr().out
     assert main(["history", "--json"]) == 0

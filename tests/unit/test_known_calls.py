@@ -20,15 +20,15 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rwkv_jit
-from rwkv_jit import kernel, signatures, tensors
-from rwkv_jit.algorithms import delta_large
-from rwkv_jit.algorithms.parts import Candidate
-from rwkv_jit.errors import RwkvJitError, UnsupportedConfigError
-from rwkv_jit.gpu import Gpu
-from rwkv_jit.ops import known_calls, torch_op
-from rwkv_jit.ops.table import OPS
-from rwkv_jit.problem import LARGEST_DECAY
-from rwkv_jit.tuned import CHUNKS
+from rwkv_jit.call import prepared, tensors, torch_op
+from rwkv_jit.call.tuned import CHUNKS
+from rwkv_jit.kernels import kernel, signatures
+from rwkv_jit.kernels.errors import RwkvJitError, UnsupportedConfigError
+from rwkv_jit.kernels.gpu import Gpu
+from rwkv_jit.schedules import delta_large
+from rwkv_jit.schedules.common import Candidate
+from rwkv_jit.schedules.problem import LARGEST_DECAY
+from rwkv_jit.schedules.table import OPS
 
 B, T, H, N = 2, 5, 3, 8
 LONG = (B, 40, H, 16)
@@ -159,7 +159,7 @@ def test_everything_that_a_check_looks_at_is_a_signature_of_its_own(other, can_c
     for _ in range(2):
         wkv7(make(), backend="recurrent")
         wkv7(given, backend="recurrent", **options)
-    assert len(known_calls.calls) == 2
+    assert len(prepared.calls) == 2
     one, another, *again = [(launch.grid, launch.numbers, launch.parameters) for launch in on_gpu.launches]
     assert again == [one, another]
     saves = [bool(launch.named["checkpoints"] and launch.named["sa"]) for launch in on_gpu.launches]
@@ -318,19 +318,19 @@ def test_signatures_are_not_kept_without_end(on_gpu, monkeypatch):
     monkeypatch.setattr(signatures, "MOST", 3)
     for tokens in range(1, 9):
         wkv7(make(shape=(1, tokens, 1, N)))
-        assert len(known_calls.calls) <= 3
-        assert len(known_calls._latest) <= 3
+        assert len(prepared.calls) <= 3
+        assert len(prepared._latest) <= 3
 
 
 def test_backwards_of_a_call_are_not_kept_without_end(on_gpu, monkeypatch):
-    monkeypatch.setattr(known_calls, "_MOST_BACKWARDS", 3)
+    monkeypatch.setattr(prepared, "_MOST_BACKWARDS", 3)
     given = make(grad=True)
     for wider in range(8):
         y, _ = wkv7(given)
         dy = torch.randn(B, T, H, N + 4 * wider)[..., :N]
         torch.autograd.grad(y, [*given.values()], dy)
         assert on_gpu.launches[-1].named["dy_strides"] == dy.stride()[:3]
-    (known,) = known_calls.calls.values()
+    (known,) = prepared.calls.values()
     assert len(known._backwards) <= 3
 
 
@@ -369,7 +369,7 @@ def test_known_call_is_another_under_another_autocast(on_gpu, monkeypatch):
         monkeypatch.setattr(tensors, "_Guards", tensors._Guards if can_compare else None)
         signatures.forget()
         assert results() == wanted
-        assert len(known_calls.calls) == 3
+        assert len(prepared.calls) == 3
         with monkeypatch.context() as patched:
             patched.setattr(torch_op, "check_tensors", refuse)
             assert results() == wanted
@@ -821,7 +821,7 @@ def test_where_the_state_alone_wants_a_gradient_nothing_is_kept(op, bounds, toke
     assert any(launch.named.get("checkpoints") for launch in on_gpu.take())
     assert all(x is not None for x in torch.autograd.grad(y.float().sum(), [given["v"], state]))
     monkeypatch.setattr(torch_op, "check_tensors", refuse)  # both are known
-    monkeypatch.setattr(known_calls._latest, "get", lambda _: None)  # by their signature too
+    monkeypatch.setattr(prepared._latest, "get", lambda _: None)  # by their signature too
     for given["v"].requires_grad in (False, True):
         on_gpu.take()
         run(op, given, state, True, cu_seqlens, state_layout="vk", **backend)
@@ -1144,7 +1144,7 @@ def test_what_the_torch_op_may_do_a_public_call_may_not(on_gpu):
 
 @pytest.mark.parametrize("op", RECURRENCES)
 def test_tuner_launches_the_geometry_it_is_asked_for_from_kernels_it_has_compiled(op, on_gpu, monkeypatch):
-    from rwkv_jit import bench, tune
+    from rwkv_jit.desk import bench, tune
 
     compiled = []
 

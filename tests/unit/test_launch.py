@@ -11,9 +11,10 @@ import pytest
 import torch
 from stub_driver import in_fork, packed
 
-from rwkv_jit import cuda, kernel, tensors
-from rwkv_jit.errors import RwkvJitError
-from rwkv_jit.launch import Launch, Value
+from rwkv_jit.call import tensors
+from rwkv_jit.kernels import cuda, kernel
+from rwkv_jit.kernels.errors import RwkvJitError
+from rwkv_jit.kernels.launch import Launch, Value
 
 
 def make_launch(gpus, letters, constants=(), grid=(2, 1, 1), device=0, arguments=None, shared_bytes=0, sizes=None):

@@ -11,7 +11,7 @@ import launch_calls
 import pytest
 import random_calls
 
-from rwkv_jit import signatures
+from rwkv_jit.kernels import signatures
 
 RECORD = Path(__file__).parents[1] / "launches.json"
 

@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from stub_driver import entered
 
 import rwkv_jit
-from rwkv_jit import ahead, kernel, signatures, template
-from rwkv_jit.gpu import Gpu
-from rwkv_jit.inference.arguments import INDEX_TYPES
+from rwkv_jit.ahead import warm
+from rwkv_jit.kernels import kernel, signatures, template
+from rwkv_jit.kernels.gpu import Gpu
 from rwkv_jit.layers import calls, registry
-from rwkv_jit.layers import steps as layer_steps
-from rwkv_jit.layers.steps import Given, Sequences
-from rwkv_jit.problem import BYTES
+from rwkv_jit.pool.arguments import INDEX_TYPES
+from rwkv_jit.schedules import layers as layer_steps
+from rwkv_jit.schedules.layers import Given, Sequences
+from rwkv_jit.schedules.problem import BYTES
 
 B, T, C, SLOTS, H, N = 3, 4, 12, 7, 3, 4
 IN_DECODE = {f"layer_{name}" for name in ("shift_mix", "prepare_keys", "gated_norm", "activate")}
@@ -705,7 +706,7 @@ def test_a_layer_of_decode_takes_seven_launches_and_nothing_else_beside_products
 
 def warmed(monkeypatch, dtype, **options):
     """What tells the kernels apart that are made ahead for heads of 16 in 32 channels."""
-    monkeypatch.setattr(ahead, "compile_all", lambda requests, progress: requests)
+    monkeypatch.setattr(warm, "compile_all", lambda requests, progress: requests)
     made = rwkv_jit.warm("wkv7", 16, dtype, backward=False, arch="sm_90", updates=True, widths=32, **options)
     return {kernel.memory_key(request) for request in made}
 

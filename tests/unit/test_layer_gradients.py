@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import rwkv_jit
-from rwkv_jit.layers.steps import OPS
+from rwkv_jit.schedules.layers import OPS
 
 CASES = pytest.mark.parametrize(("name", "how"), layer_cases.ALL)
 

@@ -13,11 +13,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import rwkv_jit
-from rwkv_jit import listing
-from rwkv_jit.gpu import Gpu
+from rwkv_jit.desk import kernel_table
+from rwkv_jit.kernels.gpu import Gpu
 from rwkv_jit.layers import loss as loss_module
-from rwkv_jit.layers import loss_steps
-from rwkv_jit.layers.loss_steps import Given
+from rwkv_jit.schedules import loss as loss_steps
+from rwkv_jit.schedules.loss import Given
 
 B, T, C, V = 2, 3, 5, 11
 LIMITS = {torch.float64: 1e-13, torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 5e-3}
@@ -593,4 +593,4 @@ def test_accesses_have_16_bytes_and_threads_a_row(columns, storage):
 def test_lists_say_the_direction():
     for direction in ("forward", "backward"):
         name = f"layer_loss_{direction}"
-        assert listing.described(name, {"T_IO": "bf16"})["direction"] == direction
+        assert kernel_table.described(name, {"T_IO": "bf16"})["direction"] == direction

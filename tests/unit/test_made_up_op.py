@@ -8,7 +8,7 @@ import torch
 import torch._decomp.decompositions_for_jvp  # noqa: F401, as it compiles functions of torch that `on_gpu` replaces
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from rwkv_jit.errors import UnsupportedConfigError
+from rwkv_jit.kernels.errors import UnsupportedConfigError
 
 B, T, G, H, K, V = SIZES = 2, 5, 2, 4, 3, 6
 PACKED = [0, 3, 3, 11, 12]

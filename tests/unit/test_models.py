@@ -8,9 +8,9 @@ import pickle
 import pytest
 import torch
 
-from rwkv_jit import models
-from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.models import Model
+from rwkv_jit.ahead import models
+from rwkv_jit.ahead.models import Model
+from rwkv_jit.kernels.errors import UnsupportedConfigError
 
 C, H, N, V = 12, 3, 4, 8
 RWKV = {"receptance.weight": (C, C), "key.weight": (C, C), "value.weight": (C, C), "output.weight": (C, C)}

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit import ahead_requests, modes
-from rwkv_jit.ops.table import OPS
+from rwkv_jit.ahead import requests
+from rwkv_jit.call import switches
+from rwkv_jit.schedules.table import OPS
 
 HALF = torch.bfloat16
 GATED = "wkv6", "wkv5", "gla", "linear_attention"
@@ -136,8 +137,8 @@ def test_precision_of_bfloat16_is_one_of_two(precision):
 
 def test_older_torch_says_it_in_other_words(monkeypatch):
     for said, expected in (("highest", ()), ("high", ("fp32",)), ("medium", ("fp32",))):
-        monkeypatch.setattr(modes, "products_of_float32", lambda said=said: said)
-        assert modes.current() == (expected, False)
+        monkeypatch.setattr(switches, "products_of_float32", lambda said=said: said)
+        assert switches.current() == (expected, False)
 
 
 @pytest.mark.parametrize("op", ["wkv7", *GATED])
@@ -239,9 +240,9 @@ def test_rows_that_autocast_makes_float16_stay_as_they_are(on_gpu):
 
 def test_call_is_known_by_the_switches_that_it_went_by(on_gpu, monkeypatch):
     """Another thread may change them while it is prepared."""
-    exact, fast = modes.USUAL, (("fp32",), False)
+    exact, fast = switches.USUAL, (("fp32",), False)
     given, answers = make("gla", (2, 64, 2, 64), torch.float32), [exact, fast]
-    monkeypatch.setattr(modes, "current", lambda: answers.pop(0) if len(answers) > 1 else answers[0])
+    monkeypatch.setattr(switches, "current", lambda: answers.pop(0) if len(answers) > 1 else answers[0])
     taken = []
     for _ in range(3):
         run("gla", given)
@@ -258,8 +259,8 @@ def test_kernels_of_calls_can_be_compiled_ahead(dtype, on_gpu):
             given = make(op, (2, 64, 2, 64), dtype, grad=True)
             ahead_of = {
                 (request.template.name, tuple(sorted(request.parameters.items())))
-                for direction in ahead_requests.DIRECTIONS
-                for request in ahead_requests.call_requests(
+                for direction in requests.DIRECTIONS
+                for request in requests.call_requests(
                     op, 64, dtype, "sm_80", direction, None, None, None, torch.float32, None
                 )
             }

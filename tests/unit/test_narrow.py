@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit.algorithms import delta_large, segments
-from rwkv_jit.ops.table import OPS
+from rwkv_jit.schedules import delta_large, segments
+from rwkv_jit.schedules.table import OPS
 
 WITH_HEADS = tuple(name for name, op in OPS.items() if op.has_heads)
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}

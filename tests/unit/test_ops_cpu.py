@@ -8,7 +8,7 @@ import torch
 from problems import by_turns
 
 import rwkv_jit
-from rwkv_jit import tensors
+from rwkv_jit.call import tensors
 
 OPS = ("wkv5", "wkv6", "wkv7", "gla", "linear_attention")
 DECAYS = ("raw", "sigmoid", "log", "direct")

@@ -6,7 +6,7 @@ import torch
 from derived_cases import WAYS
 
 import rwkv_jit
-from rwkv_jit.ops.table import OPS
+from rwkv_jit.schedules.table import OPS
 
 BASE = ("wkv5", "wkv6", "wkv7", "gla", "linear_attention")
 CASES = [*((op, "") for op in BASE), *((op, how) for op, several in WAYS.items() for how in several)]

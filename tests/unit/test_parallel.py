@@ -11,7 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import rwkv_jit
 from rwkv_jit import parallel
-from rwkv_jit.ops.table import OPS
+from rwkv_jit.schedules.table import OPS
 
 
 def check_parts(rank, size):

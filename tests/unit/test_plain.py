@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rwkv_jit
-from rwkv_jit.ops import plain
+from rwkv_jit.call import plain
 
 OPS = ("wkv5", "wkv6", "wkv7", "gla", "linear_attention")
 STRONG = {"raw": [math.inf, 1e30, 100.0, 88.8, 5.0], "sigmoid": [math.inf, 50.0], "log": [-math.inf, -1e30, -90.0],

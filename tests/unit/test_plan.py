@@ -11,14 +11,16 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit import cli, commands, kernel, tensors
-from rwkv_jit.errors import CompileError, RwkvJitError
-from rwkv_jit.gpu import Gpu
-from rwkv_jit.ops.table import OPS
-from rwkv_jit.plan import Plan
-from rwkv_jit.problem import Op, Problem
-from rwkv_jit.schedule import Result, Schedule, Step, Stride, Zero, renamed
-from rwkv_jit.template import Template
+from rwkv_jit.call import tensors
+from rwkv_jit.call.plan import Plan
+from rwkv_jit.desk import cli, commands
+from rwkv_jit.kernels import kernel
+from rwkv_jit.kernels.errors import CompileError, RwkvJitError
+from rwkv_jit.kernels.gpu import Gpu
+from rwkv_jit.kernels.template import Template
+from rwkv_jit.schedules.problem import Op, Problem
+from rwkv_jit.schedules.schedule import Result, Schedule, Step, Stride, Zero, renamed
+from rwkv_jit.schedules.table import OPS
 
 STRIDES = ("strides.cuh", "struct Strides { i64 batch, token, head; };\nstruct RowStrides { i64 batch, token; };\n")
 OP = Op("mix", {"x": "BTHK", "u": "HK"}, "mix", output="BTHK")

@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from rwkv_jit import bench, cli, machine, profiling
-from rwkv_jit.bench import cases
+from rwkv_jit.desk import bench, cli, profiling, versions
+from rwkv_jit.desk.bench import cases
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def cpu(monkeypatch):
 
     real = cases.given_for
     monkeypatch.setattr(cases, "given_for", lambda case: real(case, "cpu"))
-    monkeypatch.setattr(machine, "is_available", lambda: True)
+    monkeypatch.setattr(versions, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nvtx, "range", nvtx)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda.profiler, "profile", watched)
@@ -146,7 +146,7 @@ def profiled(cpu, monkeypatch):
     monkeypatch.setattr(profiling, "record", record)
     monkeypatch.setattr(profiling, "RUNS", 2)
     environment = {"gpus": ["a GPU"], "torch": "2.13", "nvrtc": "12.9 0123abcd"}
-    monkeypatch.setattr(machine, "env_report", lambda: environment)
+    monkeypatch.setattr(versions, "env_report", lambda: environment)
     return folders
 
 
@@ -270,6 +270,6 @@ def test_trace_that_cannot_be_written_is_told_before_anything_runs(run, tmp_path
 
 @pytest.mark.parametrize("option", [[], ["--bare"]])
 def test_without_a_gpu_it_is_one_sentence(option, run, monkeypatch):
-    monkeypatch.setattr(machine, "is_available", lambda: False)
+    monkeypatch.setattr(versions, "is_available", lambda: False)
     sentence = "kernels need a GPU, CuPy and NVRTC; `rwkv-jit info` shows what is missing"
     assert run("profile", "wkv7", *option) == (2, "", f"rwkv-jit profile: {sentence}\n")

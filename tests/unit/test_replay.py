@@ -8,10 +8,12 @@ import torch
 from stub_driver import entered
 
 import rwkv_jit
-from rwkv_jit import ahead, kernel, tensors
-from rwkv_jit.errors import RwkvJitError, UnsupportedConfigError
-from rwkv_jit.inference import replay_steps
-from rwkv_jit.ops.table import OPS
+from rwkv_jit.ahead import warm
+from rwkv_jit.call import tensors
+from rwkv_jit.kernels import kernel
+from rwkv_jit.kernels.errors import RwkvJitError, UnsupportedConfigError
+from rwkv_jit.schedules import replay
+from rwkv_jit.schedules.table import OPS
 
 NAMES = ("wkv5", "wkv6", "wkv7", "gla", "linear_attention")
 B, H, K, V, SLOTS, LENGTH, DRAFTS = 4, 2, 12, 20, 7, 3, 4
@@ -409,7 +411,7 @@ def test_what_has_gaps_is_copied(on_gpu):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("state", [torch.float32, torch.bfloat16])
 def test_every_kernel_is_made_ahead(name, state, on_gpu, monkeypatch):
-    monkeypatch.setattr(ahead, "compile_all", lambda requests, progress: requests)
+    monkeypatch.setattr(warm, "compile_all", lambda requests, progress: requests)
     given = {"state_dtype": state, "value_sizes": V, "rings": [(LENGTH, DRAFTS)]}
     made = rwkv_jit.warm(name, K, torch.bfloat16, backward=False, arch="sm_80", updates=True, **given)
     keys = {kernel.memory_key(request) for request in made}
@@ -455,7 +457,7 @@ def test_where_replay_pays(name, state, rows, pays):
     ("state_bytes", "entry", "length"), [(16384, 896, 4), (8192, 896, 3), (65536, 1792, 6), (64, 4096, 1)]
 )
 def test_the_length_takes_the_least_time(state_bytes, entry, length):
-    assert replay_steps.best_length(state_bytes, entry) == length
+    assert replay.best_length(state_bytes, entry) == length
 
 
 def test_entries_that_no_block_can_hold_are_refused(on_gpu):

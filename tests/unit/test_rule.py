@@ -12,16 +12,15 @@ from problems import problem
 from torch._dynamo.backends.common import aot_autograd
 
 import rwkv_jit
-from rwkv_jit import rule, tuned
-from rwkv_jit.algorithms import delta_chunked, diagonal_chunked, segments, whole
-from rwkv_jit.algorithms.parts import Case
-from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.gpu import Gpu
-from rwkv_jit.ops import torch_op
-from rwkv_jit.ops.options import CallOptions
-from rwkv_jit.ops.table import OPS
-from rwkv_jit.problem import Problem
-from rwkv_jit.tuned import Geometry
+from rwkv_jit.call import rule, torch_op, tuned
+from rwkv_jit.call.options import CallOptions
+from rwkv_jit.call.tuned import Geometry
+from rwkv_jit.kernels.errors import UnsupportedConfigError
+from rwkv_jit.kernels.gpu import Gpu
+from rwkv_jit.schedules import delta_chunked, diagonal_chunked, directions, segments
+from rwkv_jit.schedules.common import Case
+from rwkv_jit.schedules.problem import Problem
+from rwkv_jit.schedules.table import OPS
 
 DIAGONAL = [name for name, op in OPS.items() if op.family == "diagonal"]
 NOTHING_KNOWN = rule.Known((), lambda place: True)
@@ -379,12 +378,12 @@ def test_some_algorithm_takes_every_call(
     made = rule.chosen("auto", case, lambda: gpu, lambda: NOTHING_KNOWN)
     assert chunk_len in (None, made.chunk_len)
     if made.backend != "recurrent":
-        lengths = whole.ALGORITHMS[OPS[op].family]["large" if "large" in made.backend else "chunked"].CHUNK_LENS
+        lengths = directions.ALGORITHMS[OPS[op].family]["large" if "large" in made.backend else "chunked"].CHUNK_LENS
         assert made.chunk_len in lengths
     p = problem(op, dtype, head_size, value_size, T=tokens, H=heads, decay=decay, training=training)
     p = p._replace(gpu=gpu, **made._replace(chunk_len=made.chunk_len or 0)._asdict())
-    assert whole.forward(p).launches
-    assert whole.backward(p).launches
+    assert directions.forward(p).launches
+    assert directions.backward(p).launches
 
 
 # ---- bounds of decays --------------------------------------------------------------------------------------------
@@ -662,7 +661,7 @@ class NothingRuns(Exception):
 )
 def test_compiler_sees_the_algorithm_that_will_run(op, tokens, head_size, options, chosen, as_if_on_gpu, monkeypatch):
     """The fakes choose, of a call with gradients."""
-    seen, kept = [], whole.kept
+    seen, kept = [], directions.kept
 
     def watched(p):
         seen.append((p.backend, p.chunk_len))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rwkv_jit
-from rwkv_jit.ops.table import OPS
+from rwkv_jit.schedules.table import OPS
 
 # KiB of shared memory that a block may have at most, by the programming guide; PTX may run on the least of the newer.
 MOST_SHARED = {
@@ -105,9 +105,10 @@ def pretended(gpus, nothing_known, monkeypatch):
 
     All that this file knows of the package's modules is here, but for the table of ops.
     """
-    from rwkv_jit import compiler, cuda, identity, modes, signatures, tensors
-    from rwkv_jit.cache import Compiled, Resources
-    from rwkv_jit.ops import checks, registry, torch_op
+    from rwkv_jit.call import checks, registry, tensors, torch_op
+    from rwkv_jit.call import switches as modes
+    from rwkv_jit.kernels import compiler, cuda, identity, signatures
+    from rwkv_jit.kernels.cache import Compiled, Resources
 
     def compiled(rendered, arch, parameters):
         return Compiled(gpus.archs[0].encode(), arch, {rendered.name: Resources(32)})

@@ -14,15 +14,15 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from problems import problem, requests
 
-from rwkv_jit import plan, rule
-from rwkv_jit.algorithms import delta_chunked, delta_large, parts, segments, whole
-from rwkv_jit.algorithms.parts import Case
-from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.gpu import Gpu
-from rwkv_jit.launch import Value
-from rwkv_jit.ops.table import OPS
-from rwkv_jit.problem import BYTES, LARGEST_DECAY, STATE
-from rwkv_jit.schedule import Pause, Step, Zero, offsets
+from rwkv_jit.call import plan, rule
+from rwkv_jit.kernels.errors import UnsupportedConfigError
+from rwkv_jit.kernels.gpu import Gpu
+from rwkv_jit.kernels.launch import Value
+from rwkv_jit.schedules import common, delta_chunked, delta_large, directions, segments
+from rwkv_jit.schedules.common import Case
+from rwkv_jit.schedules.problem import BYTES, LARGEST_DECAY, STATE
+from rwkv_jit.schedules.schedule import Pause, Step, Zero, offsets
+from rwkv_jit.schedules.table import OPS
 
 DIAGONAL = [name for name, op in OPS.items() if op.family == "diagonal"]
 WITH_HEADS = ["wkv7", *DIAGONAL]
@@ -112,7 +112,7 @@ def arrays_of(p, direction):
     if direction == "backward":
         named["dy"] = empty([getattr(p, dim) for dim in p.op.output], p.types[p.op.names[-1]])
         named["grad_final_state"] = empty(p.state_shape, p.state_type) if p.has_final_state else None
-        named["saved"] = empty([sum(whole.kept(p).values()) // 4])
+        named["saved"] = empty([sum(directions.kept(p).values()) // 4])
     return named
 
 
@@ -160,8 +160,8 @@ def check_names(template, names):
 
 
 def check_problem(p, bind):
-    forward, backward = whole.forward(p), whole.backward(p)
-    assert forward.kept == (whole.kept(p) if p.training else {})
+    forward, backward = directions.forward(p), directions.backward(p)
+    assert forward.kept == (directions.kept(p) if p.training else {})
     assert all(size % 4 == 0 for size in forward.kept.values())
     if p.backend != "recurrent":  # the others read 16 bytes at once
         assert all(begin % 16 == 0 for begin in offsets(forward.kept.values()))
@@ -191,15 +191,15 @@ def check_problem(p, bind):
     wanted = p.wanted or (*p.op.names, *first)
     results = {GRADIENT_OF_STATE if name == STATE else f"d{name}" for name in wanted}
     results |= {"bias"} if p.is_shard else set()
-    kept = whole.kept(p)
+    kept = directions.kept(p)
     launches = bind(backward, p, arrays_of(p, "backward"), kept)
     read = check_flow(launches, p, backward, inputs | first | last | set(kept), results)
     if not p.wanted:
         assert given | last | set(kept) <= read  # the inputs themselves may be among what is kept
     elif kept or p.backend not in ("chunked", "segments"):  # else there are other kernels for the state alone
         every = p._replace(wanted=())
-        in_all = bind(whole.backward(every), every, arrays_of(every, "backward"), kept)
-        check_left(in_all, launches, whole.backward(every), backward, results)
+        in_all = bind(directions.backward(every), every, arrays_of(every, "backward"), kept)
+        check_left(in_all, launches, directions.backward(every), backward, results)
 
 
 GRADIENT_OF_STATE = "grad_initial_state"
@@ -340,14 +340,14 @@ def test_shared_memory_that_a_block_may_have(arch):
 def test_blocks_have_what_they_need_at_every_size_that_is_taken(arch):
     gpu, seen = Gpu(arch), set()
     for op, keys, values in itertools.product(("wkv7", "wkv6"), SIZES, SIZES):
-        for name, algorithm in whole.ALGORITHMS[OPS[op].family].items():
+        for name, algorithm in directions.ALGORITHMS[OPS[op].family].items():
             for length in getattr(algorithm, "CHUNK_LENS", ()):
                 if algorithm.why_not(case_of(op, keys, values, chunk_len=length), lambda: gpu) is not None:
                     continue
                 for few_heads in (False, True):
                     p = problem(op, K=keys, V=values, few_heads=few_heads, backend=name, chunk_len=length)
                     p = p._replace(gpu=p.gpu._replace(arch=arch))
-                    for schedule in (whole.forward(p), whole.backward(p)):
+                    for schedule in (directions.forward(p), directions.backward(p)):
                         check_blocks(p, schedule)
                         seen |= {step.template for step in schedule.launches}
     in_groups = {"wkv7_group_backward", "wkv7_group_scan", "gla_group_scan", "gla_prepare", "gla_group_key_gradients"}
@@ -376,7 +376,7 @@ def test_threads_that_are_asked_for_are_those_of_the_forward():
 
 @pytest.mark.parametrize(("asked", "nearest"), [(1, 96), (32, 96), (100, 96), (120, 128), (511, 512), (5000, 512)])
 def test_nearest_number_of_threads(asked, nearest):
-    step, _ = whole.forward(problem("wkv7", K=80, backend="chunked", chunk_len=32, num_threads=asked)).launches
+    step, _ = directions.forward(problem("wkv7", K=80, backend="chunked", chunk_len=32, num_threads=asked)).launches
     assert delta_chunked.nearest(step, "num_threads", asked) == nearest
     assert delta_chunked.nearest(step, "num_threads", nearest) is None
     assert delta_chunked.nearest(step, "chunk_len", 32) is None
@@ -465,10 +465,10 @@ def test_warp_groups_multiply_where_rows_fill_their_tiles(op, sizes, arch, chunk
     longest = 64 if is_of_groups and op == "linear_attention" else chunk_len
     assert forward.parameters.get("FOR_GROUPS", False) == (longest == 64)
     states = 3 * 2 * -(-100 // longest)
-    assert whole.kept(p)["checkpoints"] == 2 * states * parts.padded(sizes[0]) * parts.padded(sizes[1])
+    assert directions.kept(p)["checkpoints"] == 2 * states * common.padded(sizes[0]) * common.padded(sizes[1])
     if is_of_groups:
         assert backward.parameters["SHARED_BYTES"] % 1024 == 0
-        assert backward.parameters["NUM_THREADS"] == 2 * parts.padded(sizes[1])
+        assert backward.parameters["NUM_THREADS"] == 2 * common.padded(sizes[1])
         assert backward.parameters["BLOCKS_PER_SM"] == (2 if sizes == (64, 64) else 1)
 
 
@@ -520,7 +520,7 @@ def test_shards_pause_once_it_is_known_what_they_do_to_any_state(op, tokens, hea
     p = p._replace(gpu=p.gpu._replace(multiprocessors=132))
     assert segments.takes_shard(p)
     check_problem(p, bind)
-    for schedule, known in ((whole.forward(p), ("bias", "transition")), (whole.backward(p), ("bias",))):
+    for schedule, known in ((directions.forward(p), ("bias", "transition")), (directions.backward(p), ("bias",))):
         place = [isinstance(step, Pause) for step in schedule.steps].index(True)
         before, after = schedule.steps[:place], schedule.steps[place + 1 :]
         assert {step.bind["last"] for step in before if "last" in getattr(step, "bind", {})} == set(known)
@@ -579,7 +579,7 @@ def test_channels_are_slabs_that_warps_of_the_same_rows_share(head_size, channel
 def test_scan_that_leaves_half_of_the_gpu_free_goes_on_in_parts(direction, heads, changes, few_rows, count):
     p = problem("wkv7", K=256, T=64 * 128, H=heads, backend="large", chunk_len=64)._replace(**changes)
     p = p._replace(gpu=Gpu("sm_90", multiprocessors=132))
-    schedule = whole.forward(p) if direction == "forward" else whole.backward(p)
+    schedule = directions.forward(p) if direction == "forward" else directions.backward(p)
     scans = [step for step in schedule.launches if step.template == "wkv7_group_scan"]
     assert {step.parameters["VALUE_ROWS"] for step in scans} == {32 if few_rows or p.K > 512 else 64}
     assert len(scans) == count
@@ -791,7 +791,7 @@ def test_kernels_take_chunks_by_halves_where_the_map_allows_strong_decays(
     has_halves = decay != "sigmoid"
     given = {"backend": backend, "chunk_len": 64 if backend == "large" else 32, "T": 4096, "decay": decay}
     p = problem(op, K=keys, V=values, arch=arch, training=True, **given)
-    assert (told in whole.kept(p)) == has_halves
+    assert (told in directions.kept(p)) == has_halves
     assert "recurrent" not in " ".join(requests("forward", p) | requests("backward", p))
     for direction, names, by_halves in (("forward", forward, again), ("backward", backward, back_again)):
         rest = {f"{OPS[op].stem}_{name}" for name in by_halves} if has_halves else set()
@@ -823,7 +823,7 @@ def test_packed_sequences_have_a_place_for_each_chunk_whatever_their_lengths_are
 )  # fmt: skip
 def test_elements_that_are_read_at_once(size, dtype, vectors):
     p = problem("wkv6", dtype, 64, size, types={"w": "fp32"}, chunk_len=32)
-    schedules = [whole.forward(p._replace(backend=name)).vectors for name in ("chunked", "recurrent")]
+    schedules = [directions.forward(p._replace(backend=name)).vectors for name in ("chunked", "recurrent")]
     assert tuple(x["v"] for x in schedules) == tuple(x["dy"] for x in schedules) == vectors
     assert [x["w"] for x in schedules] == [4, 4]
 
@@ -844,7 +844,7 @@ def test_elements_that_are_read_at_once(size, dtype, vectors):
 )
 def test_forward_that_keeps_many_states_has_more_warps(changes, threads):
     p = problem("wkv7", backend="chunked", chunk_len=16, decay="sigmoid")._replace(**changes)
-    (step,) = whole.forward(p).launches
+    (step,) = directions.forward(p).launches
     assert step.parameters["NUM_THREADS"] == threads
 
 
@@ -853,13 +853,13 @@ def test_more_heads_than_a_grid_has_room_for_are_for_the_recurrent_kernels(op):
     for backend, size, name in (("chunked", 64, "chunked"), ("segments", 64, "chunked"), ("large", 256, "split")):
         p = problem(op, K=size, T=4096, H=65536, backend=backend, chunk_len=32)
         message = f"backend: '{name}' takes up to 65535 heads, got 65536; use 'recurrent'"
-        for direction in (whole.forward, whole.backward):
+        for direction in (directions.forward, directions.backward):
             with pytest.raises(UnsupportedConfigError, match=f"^{message}$"):
                 direction(p)
 
 
 def test_diagonal_kernels_without_warp_groups_keep_states_alone():
     p = problem("gla", K=256, T=100, arch="sm_80", backend="large", chunk_len=32)
-    assert set(whole.kept(p)) == {"checkpoints", "framed"}
-    in_groups = whole.kept(p._replace(gpu=Gpu("sm_90"), chunk_len=64))
+    assert set(directions.kept(p)) == {"checkpoints", "framed"}
+    in_groups = directions.kept(p._replace(gpu=Gpu("sm_90"), chunk_len=64))
     assert set(in_groups) == {"operands", "pairs", "frames", "states", "halved"}

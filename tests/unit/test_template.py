@@ -5,7 +5,7 @@ import re
 import pytest
 
 import rwkv_jit
-from rwkv_jit import template
+from rwkv_jit.kernels import template
 
 PARAMETERS = {
     "HEAD_SIZE": 48, "VALUE_SIZE": 40, "NUM_THREADS": 64, "T_IO": "bf16", "T_W": "fp32", "T_STATE": "fp16",

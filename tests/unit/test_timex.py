@@ -9,13 +9,16 @@ from stub_driver import entered
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rwkv_jit
-from rwkv_jit import ahead_requests, kernel, tensors
-from rwkv_jit.algorithms import timex_tiles, whole
-from rwkv_jit.errors import RwkvJitError, UnsupportedConfigError
-from rwkv_jit.gpu import Gpu
+from rwkv_jit.ahead import requests as ahead_requests
+from rwkv_jit.call import tensors
+from rwkv_jit.kernels import kernel
+from rwkv_jit.kernels.errors import RwkvJitError, UnsupportedConfigError
+from rwkv_jit.kernels.gpu import Gpu
 from rwkv_jit.ops import timex as op
-from rwkv_jit.ops.table import OPS
-from rwkv_jit.problem import Problem
+from rwkv_jit.schedules import directions as whole
+from rwkv_jit.schedules import timex_tiles
+from rwkv_jit.schedules.problem import Problem
+from rwkv_jit.schedules.table import OPS
 
 FP32, BF16 = (torch.float32,) * 2, (torch.bfloat16,) * 2
 H200 = Gpu("sm_90")
@@ -76,7 +79,7 @@ def test_blocks_of_the_reference_meet(tokens):
 def test_channels_of_the_reference_go_in_parts(monkeypatch):
     w, k, _ = make(2, 5, 300)
     whole = rwkv_jit.timex_ref(w, k)
-    monkeypatch.setattr("rwkv_jit.reference._BLOCK_ELEMENTS", 2 * 128 * 128)
+    monkeypatch.setattr("rwkv_jit.plain.reference._BLOCK_ELEMENTS", 2 * 128 * 128)
     assert torch.equal(rwkv_jit.timex_ref(w, k), whole)
 
 

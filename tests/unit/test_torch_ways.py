@@ -11,8 +11,8 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 import rwkv_jit
-from rwkv_jit import tensors
-from rwkv_jit.ops import recording, table
+from rwkv_jit.call import recording, tensors
+from rwkv_jit.schedules import table
 
 OPS = ("wkv4", "wkv5", "wkv6", "wkv7", "gla", "linear_attention", "timex")
 SIZES = {"B": 2, "T": 5, "H": 2, "K": 3, "V": 4, "C": 6}

@@ -13,16 +13,18 @@ import torch
 from problems import problem
 
 import rwkv_jit
-from rwkv_jit import ahead_requests, bench, cuda, kernel, report, template, tensors, tune, tuned
-from rwkv_jit.algorithms import diagonal_chunked
-from rwkv_jit.algorithms.parts import Candidate, Case
-from rwkv_jit.errors import NvrtcNotFoundError, RwkvJitError
-from rwkv_jit.gpu import Gpu
-from rwkv_jit.ops import torch_op
-from rwkv_jit.ops.table import OPS
-from rwkv_jit.ops.torch_op import Options
-from rwkv_jit.problem import LARGEST_DECAY
-from rwkv_jit.tuned import CHUNKS, Geometry
+from rwkv_jit.ahead import requests as ahead_requests
+from rwkv_jit.call import tensors, torch_op, tuned
+from rwkv_jit.call.torch_op import Options
+from rwkv_jit.call.tuned import CHUNKS, Geometry
+from rwkv_jit.desk import bench, terminal, tune
+from rwkv_jit.kernels import cuda, kernel, template
+from rwkv_jit.kernels.errors import NvrtcNotFoundError, RwkvJitError
+from rwkv_jit.kernels.gpu import Gpu
+from rwkv_jit.schedules import diagonal_chunked
+from rwkv_jit.schedules.common import Candidate, Case
+from rwkv_jit.schedules.problem import LARGEST_DECAY
+from rwkv_jit.schedules.table import OPS
 
 GPU, ARCH = "a GPU", "sm_90"
 RULE = Geometry(32, None, None, None)
@@ -588,7 +590,7 @@ def test_progress_says_what_is_measured(measuring, monkeypatch):
     def progress(what):
         yield lambda done, total: told.append((what, done, total))
 
-    monkeypatch.setattr(report, "progress", progress)
+    monkeypatch.setattr(terminal, "progress", progress)
     monkeypatch.setattr(tune, "_compile", lambda op, candidates, size, progress: progress(len(candidates), size))
     measure(ops=["wkv6"])
     parts = [

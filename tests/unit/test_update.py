@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 from stub_driver import entered
 
 import rwkv_jit
-from rwkv_jit import modes, signatures
-from rwkv_jit.gpu import Gpu
-from rwkv_jit.inference import rounding, steps
-from rwkv_jit.ops.table import OPS
-from rwkv_jit.problem import Problem
+from rwkv_jit.call import switches
+from rwkv_jit.kernels import signatures
+from rwkv_jit.kernels.gpu import Gpu
+from rwkv_jit.plain import rounding
+from rwkv_jit.schedules import update
+from rwkv_jit.schedules.problem import Problem
+from rwkv_jit.schedules.table import OPS
 
 B, T, H, K, V, SLOTS = 3, 2, 2, 12, 20, 7
 NAMES = ("wkv5", "wkv6", "wkv7", "gla", "linear_attention")
@@ -433,8 +435,8 @@ def test_blocks_hold_all_of_a_head(name, layout, state_type, head_size, value_si
     p = problem(name, layout, state_type, batch, tokens, K=head_size, V=value_size, H=heads)
     size = 4 if state_type == "fp32" else 2
     alignment = max(alignment, size)
-    cut = steps.geometry(p, steps.Pool(batch, heads * head_size * value_size, alignment))
-    vector, key_lanes, key_warps, rows, threads = (cut[name] for name in steps.SPREAD)
+    cut = update.geometry(p, update.Pool(batch, heads * head_size * value_size, alignment))
+    vector, key_lanes, key_warps, rows, threads = (cut[name] for name in update.SPREAD)
     row = head_size if layout == "vk" else value_size
     assert row % vector == 0
     assert vector * size <= alignment
@@ -445,7 +447,7 @@ def test_blocks_hold_all_of_a_head(name, layout, state_type, head_size, value_si
     assert threads % (32 * key_warps) == 0
     assert 32 <= threads <= 1024
     values = (rows if layout == "vk" else vector) * 32 // key_lanes * threads // (32 * key_warps)
-    (step,) = steps.schedule(p, steps.Pool(batch, 1, alignment)).launches
+    (step,) = update.schedule(p, update.Pool(batch, 1, alignment)).launches
     assert step.grid[0] == heads * math.ceil(value_size / values)
     assert step.grid[1] * step.grid[2] >= batch
     assert cut["BLOCKS_PER_SM"] * threads <= 1024
@@ -454,8 +456,8 @@ def test_blocks_hold_all_of_a_head(name, layout, state_type, head_size, value_si
 def test_the_order_of_sums_goes_by_no_batch_where_that_is_asked():
     cuts = {
         is_invariant: {
-            str(steps.geometry(problem("gla", "kv", "fp32", n, K=128, V=128)._replace(is_batch_invariant=is_invariant),
-                               steps.Pool(n, 1)))
+            str(update.geometry(problem("gla", "kv", "fp32", n, K=128, V=128)._replace(is_batch_invariant=is_invariant),
+                               update.Pool(n, 1)))
             for n in (1, 10, 1000)
         }
         for is_invariant in (False, True)
@@ -468,11 +470,11 @@ def test_the_switch_makes_another_call(on_gpu):
     taken = []
     try:
         for enabled in (False, True, False):
-            modes.set_batch_invariant(enabled)
+            switches.set_batch_invariant(enabled)
             call("gla", pool, inputs)
             taken.append(on_gpu.take()[0].parameters["KEY_WARPS"])
     finally:
-        modes.set_batch_invariant(False)
+        switches.set_batch_invariant(False)
     assert taken[0] == taken[2] != taken[1]
 
 

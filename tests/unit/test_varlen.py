@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rwkv_jit
-from rwkv_jit import tensors
-from rwkv_jit.errors import RwkvJitError
-from rwkv_jit.inference import varlen_steps
-from rwkv_jit.ops.table import OPS
+from rwkv_jit.call import tensors
+from rwkv_jit.kernels.errors import RwkvJitError
+from rwkv_jit.schedules import varlen
+from rwkv_jit.schedules.table import OPS
 
 H, K, V, SLOTS = 2, 8, 12, 9
 NAMES = ("wkv5", "wkv6", "wkv7", "gla", "linear_attention")
@@ -112,7 +112,7 @@ def test_tokens_without_a_batch_and_what_is_added_to_w(name):
 
 def test_few_tokens_alone_round_at_random():
     inputs, pool = make("wkv7", 30, torch.float32), make_pool("wkv7", dtype=torch.bfloat16)
-    other, few = pool.clone(), varlen_steps.FEW_TOKENS
+    other, few = pool.clone(), varlen.FEW_TOKENS
     bounds = bounds_of([few, 30 - few])
     call("wkv7", pool, inputs, cu_seqlens=bounds)
     call("wkv7", other, inputs, cu_seqlens=bounds, rounding="stochastic", seed=5)
@@ -244,7 +244,7 @@ def test_each_length_has_a_launch_and_chunks_go_beside(on_gpu):
     assert arrange.named["pieces"] - arrange.named["bounds"] == 8 * 4  # a bound more than there are pieces
     assert {chunks.named[x] for x in ("initial_state", "final_state")} == {few.named["state"]} == {pool.data_ptr()}
     assert chunks.named["slot_stride"] == few.named["slot_stride"] == pool.stride(0)
-    assert arrange.named["few_tokens"] == varlen_steps.FEW_TOKENS
+    assert arrange.named["few_tokens"] == varlen.FEW_TOKENS
     assert [few.named[x] for x in inputs] == [x.data_ptr() for x in inputs.values()]
 
 
@@ -316,8 +316,8 @@ def test_a_known_call_is_checked_no_more(on_gpu, monkeypatch):
     options = {"cu_seqlens": bounds_of([1, 1, 40]), "state_indices": torch.tensor([3, 1, 2]), "decay": "sigmoid"}
     call("wkv7", pool, inputs, **options)
     first = on_gpu.take()
-    monkeypatch.setattr("rwkv_jit.inference.varlen._check", None)
-    monkeypatch.setattr("rwkv_jit.inference.calls._checked_call", None)
+    monkeypatch.setattr("rwkv_jit.pool.varlen._check", None)
+    monkeypatch.setattr("rwkv_jit.pool.calls._checked_call", None)
     other = torch.tensor([0, 1, 2])
     call("wkv7", pool, inputs, **{**options, "state_indices": other})
     again = on_gpu.take()

@@ -11,10 +11,10 @@ from stub_driver import called
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rwkv_jit
-from rwkv_jit.algorithms import whole
-from rwkv_jit.ops import known_calls, torch_op
-from rwkv_jit.ops.table import OPS
-from rwkv_jit.problem import STATE
+from rwkv_jit.call import prepared, torch_op
+from rwkv_jit.schedules import directions
+from rwkv_jit.schedules.problem import STATE
+from rwkv_jit.schedules.table import OPS
 
 RECURRENCES = ("wkv7", "wkv6", "wkv5", "gla", "linear_attention")
 HALF = torch.bfloat16
@@ -131,7 +131,7 @@ def test_what_follows_a_walk_beside_the_call_waits_for_it():
     )  # fmt: skip
     p = p._replace(gpu=p.gpu._replace(multiprocessors=132))
     for wanted in ((), ("v", STATE)):
-        *others, copy = whole.backward(p._replace(wanted=wanted)).launches
+        *others, copy = directions.backward(p._replace(wanted=wanted)).launches
         assert (copy.template, copy.is_beside, copy.waits) == ("copy_states", False, bool(wanted))
         assert [step.template for step in others if step.is_beside] == ["wkv7_group_scan"] * 4
         assert len(others) == (4 if wanted else 4 * 4)
@@ -143,7 +143,7 @@ def test_of_launches_that_are_left_one_is_the_main_one():
     p = problem(
         "wkv7", backend="segments", chunk_len=32, training=True, has_initial_state=True, is_narrow=True, few_heads=True
     )
-    every, alone = whole.backward(p), whole.backward(p._replace(wanted=(STATE,)))
+    every, alone = directions.backward(p), directions.backward(p._replace(wanted=(STATE,)))
     assert every.launches[every.main].template == "wkv7_group_backward"
     assert every.main >= len(alone.launches)
     assert alone.launches[alone.main]
@@ -220,7 +220,7 @@ def test_a_call_with_other_wishes_is_another_one(op, on_gpu, monkeypatch):
     monkeypatch.setattr(torch_op, "check_tensors", lambda *_: pytest.fail("it was checked again"))
     for forgets_latest in (False, True):
         if forgets_latest:
-            monkeypatch.setattr(known_calls._latest, "get", lambda _: None)
+            monkeypatch.setattr(prepared._latest, "get", lambda _: None)
         for wanted in subsets(op):
             grads, launches = differentiate(on_gpu, op, given, wanted, backend="split")
             assert names(launches) == expecting[tuple(sorted(wanted))]

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit.algorithms.parts import Case
-from rwkv_jit.gpu import Gpu
-from rwkv_jit.ops import torch_op, wide_keys
-from rwkv_jit.ops.table import OPS
+from rwkv_jit.call import torch_op
+from rwkv_jit.kernels.gpu import Gpu
+from rwkv_jit.ops import wide_keys
+from rwkv_jit.schedules.common import Case
+from rwkv_jit.schedules.table import OPS
 
 DIAGONAL = [name for name, op in OPS.items() if op.family == "diagonal"]
 

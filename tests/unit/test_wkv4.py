@@ -9,10 +9,11 @@ import torch
 from stub_driver import entered
 
 import rwkv_jit
-from rwkv_jit import ahead, kernel
-from rwkv_jit.algorithms import wkv4 as schedules
-from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.ops import checks, known_calls
+from rwkv_jit.ahead import warm
+from rwkv_jit.call import checks, prepared
+from rwkv_jit.kernels import kernel
+from rwkv_jit.kernels.errors import UnsupportedConfigError
+from rwkv_jit.schedules import wkv4 as schedules
 
 B, T, C = 2, 7, 5
 
@@ -288,7 +289,7 @@ def asked(gpus):
 
 def no_more_preparations(monkeypatch):
     """From now on calls are known."""
-    for module, name in ((kernel, "get_most"), (checks, "check_inputs"), (known_calls, "plan_backward")):
+    for module, name in ((kernel, "get_most"), (checks, "check_inputs"), (prepared, "plan_backward")):
         monkeypatch.setattr(module, name, lambda *_, name=name: pytest.fail(f"{name} was called"))
 
 
@@ -474,7 +475,7 @@ def test_what_wkv4_has_not_is_refused(change, error, message):
 
 def test_what_calls_need_is_warmed(monkeypatch):
     wanted = []
-    monkeypatch.setattr(ahead, "compile_all", lambda requests, progress: wanted.extend(requests))
+    monkeypatch.setattr(warm, "compile_all", lambda requests, progress: wanted.extend(requests))
     rwkv_jit.warm("wkv4", dtypes=[torch.float16], arch="sm_80", w_dtype=torch.float32, decay="log")
     walks = [each for each in wanted if each.template.name != "sum_rows"]
     assert {(each.template.name, each.parameters["RESULTS"]) for each in walks} == {

@@ -9,11 +9,13 @@ from hypothesis import strategies as st
 from stub_driver import entered
 
 import rwkv_jit
-from rwkv_jit import ahead, kernel, signatures, tensors
-from rwkv_jit.algorithms import wkv4
-from rwkv_jit.gpu import Gpu
-from rwkv_jit.ops.table import OPS
-from rwkv_jit.problem import Problem
+from rwkv_jit.ahead import warm
+from rwkv_jit.call import tensors
+from rwkv_jit.kernels import kernel, signatures
+from rwkv_jit.kernels.gpu import Gpu
+from rwkv_jit.schedules import wkv4
+from rwkv_jit.schedules.problem import Problem
+from rwkv_jit.schedules.table import OPS
 
 B, T, C, SLOTS = 3, 2, 5, 7
 
@@ -301,7 +303,7 @@ def test_gradients_are_refused_before_a_launch(on_gpu):
 
 @pytest.mark.parametrize(("dtype", "w_dtype"), [(torch.bfloat16, torch.float32), (torch.float16, torch.float16)])
 def test_every_kernel_of_a_call_is_made_ahead(dtype, w_dtype, on_gpu, monkeypatch):
-    monkeypatch.setattr(ahead, "compile_all", lambda requests, progress: requests)
+    monkeypatch.setattr(warm, "compile_all", lambda requests, progress: requests)
     warmed = rwkv_jit.warm("wkv4", dtypes=dtype, backward=False, arch="sm_90", w_dtype=w_dtype, updates=True)
     made = {kernel.memory_key(request) for request in warmed}
     types = dict(zip("wukv", (*[tensors.STORAGE[w_dtype]] * 2, *[tensors.STORAGE[dtype]] * 2), strict=True))

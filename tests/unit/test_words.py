@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench import __main__ as bench_program
-from rwkv_jit import cli
+from rwkv_jit.desk import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 # A word or a phrase, and what to write instead.

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit import ReplayRing, StatePool, StateSpec, kernel, nn
-from rwkv_jit.derived import table as derived
-from rwkv_jit.ops.table import OPS
+from rwkv_jit import ReplayRing, StatePool, StateSpec, nn
+from rwkv_jit.kernels import kernel
+from rwkv_jit.schedules import derived_table as derived
+from rwkv_jit.schedules.table import OPS
 
 SIZES = {"B": 1, "T": 4, "H": 2, "G": 2, "K": 8, "V": 8, "C": 16}
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-from rwkv_jit import after
 from rwkv_jit.compat import replacing
+from rwkv_jit.kernels import on_import
 
 __all__ = ["install", "report", "uninstall"]
 
@@ -67,7 +67,7 @@ def install() -> None:
     global is_installed
     with replacing.LOCK:
         is_installed = True
-    after.imported((*FUNCTIONS, *LAYERS), _apply)
+    on_import.imported((*FUNCTIONS, *LAYERS), _apply)
 
 
 def uninstall() -> None:
@@ -75,7 +75,7 @@ def uninstall() -> None:
     global is_installed
     with replacing.LOCK:
         is_installed = False
-        after.forget(_apply)
+        on_import.forget(_apply)
         getattr(sys.modules.get(_PATCHES), "take_back", lambda: None)()
 
 

@@ -26,9 +26,9 @@ from rwkv_jit.compat.fla.functions import (
 )
 from rwkv_jit.derived.delta import delta_rule, gated_delta_rule, gated_delta_rule2, kda
 from rwkv_jit.derived.diagonal import simple_gla
-from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.legal import BetaMap
+from rwkv_jit.kernels.errors import UnsupportedConfigError
 from rwkv_jit.ops.linear_attention import linear_attention
+from rwkv_jit.schedules.legal import BetaMap
 
 # ---- delta rules -------------------------------------------------------------------------------------------------
 

@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rwkv_jit import tensors
+from rwkv_jit.call import tensors
 from rwkv_jit.compat.fla import FUNCTIONS
 from rwkv_jit.compat.naming import named
-from rwkv_jit.errors import UnsupportedConfigError
+from rwkv_jit.kernels.errors import UnsupportedConfigError
 from rwkv_jit.layers import functions as layers
-from rwkv_jit.layers.plain import last_tokens
-from rwkv_jit.legal import StateLayout
 from rwkv_jit.ops.gla import gla
 from rwkv_jit.ops.linear_attention import linear_attention
 from rwkv_jit.ops.wkv4 import wkv4
 from rwkv_jit.ops.wkv6 import wkv6
 from rwkv_jit.ops.wkv7 import wkv7
+from rwkv_jit.plain.layers import last_tokens
+from rwkv_jit.schedules.legal import StateLayout
 
 Result = tuple[Tensor, Tensor | None]
 POWERS_OF_TWO = tuple(2**x for x in range(31))

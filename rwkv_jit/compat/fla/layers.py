@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rwkv_jit.call.tensors import tokens_behind
 from rwkv_jit.compat.fla.functions import refuse
-from rwkv_jit.errors import UnsupportedConfigError
+from rwkv_jit.kernels.errors import UnsupportedConfigError
 from rwkv_jit.layers.functions import activate, gated_norm, prepare_keys, token_shift
-from rwkv_jit.layers.plain import last_tokens
-from rwkv_jit.nn.parts import under_autocast
+from rwkv_jit.nn.common import under_autocast
 from rwkv_jit.ops.wkv7 import wkv7
-from rwkv_jit.tensors import tokens_behind
+from rwkv_jit.plain.layers import last_tokens
 
 
 class RWKV7Attention:

@@ -16,7 +16,7 @@ import torch
 from rwkv_jit.compat import fla
 from rwkv_jit.compat.falling_back import with_fallback
 from rwkv_jit.compat.fla import family, functions, layers
-from rwkv_jit.errors import UnsupportedConfigError
+from rwkv_jit.kernels.errors import UnsupportedConfigError
 
 _log = logging.getLogger("rwkv_jit")
 _OURS = "rwkv_jit"

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from rwkv_jit.compat import hf, hf_models
-from rwkv_jit.errors import UnsupportedConfigError
+from rwkv_jit.kernels.errors import UnsupportedConfigError
 
 
 def __getattr__(name: str) -> type[nn.Module]:

@@ -1,0 +1,1 @@
+"""Kernels before the first call."""

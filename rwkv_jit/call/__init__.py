@@ -1,0 +1,1 @@
+"""From a call to its plan: checks, the rule, prepared calls, torch ops."""

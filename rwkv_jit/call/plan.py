@@ -1,0 +1,399 @@
+"""A schedule bound to tensors: what the first call of a signature works out, and every later one runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rwkv_jit.call import tensors
+from rwkv_jit.kernels import cuda, env, kernel
+from rwkv_jit.kernels.errors import CompileError, RwkvJitError
+from rwkv_jit.kernels.launch import LETTERS, Launch, Value
+from rwkv_jit.kernels.template import Argument
+from rwkv_jit.schedules.problem import Problem
+from rwkv_jit.schedules.schedule import Pause, Schedule, Step, Stride, aligned, offsets
+
+DTYPES = {name: dtype for dtype, name in tensors.STORAGE.items()}
+# The dimensions that kernels take strides of, by the type of the argument. Key heads stand in the place of heads.
+_STRIDES = {"Strides": ("B", "T", "HG"), "DecayStrides": ("B", "T", "HG"), "RowStrides": ("B", "T")}
+
+
+class _Zeros(NamedTuple):
+    """A buffer to be filled with zeros: where its address is among the values, and its bytes."""
+
+    place: int
+    bytes: int
+
+    def launch(self, stream: int, values: Sequence[int]) -> None:
+        cuda.zero(values[self.place], self.bytes, stream)
+
+
+class _Later:
+    """A launch whose kernel still compiles, and that has nothing to do in most calls.
+
+    Until the kernel is there each call looks whether it is needed, which waits for the GPU. Graphs have to have it.
+    """
+
+    def __init__(
+        self,
+        made: Future[kernel.Kernel],
+        bind: Callable[[kernel.Kernel], Launch],
+        replace: Callable[[Launch], None],
+        place: int,
+        count: int,
+        least: int,
+    ):
+        self._made, self._bind, self._replace = made, bind, replace
+        self._place, self._count, self._least = place, count, least  # of the integers that say so
+
+    def launch(self, stream: int, values: Sequence[int]) -> None:
+        if not self._made.done() and not tensors.capturing() and self._is_idle(stream, values):
+            return
+        launch = self._bind(self._made.result())
+        self._replace(launch)
+        launch.launch(stream, values)
+
+    def _is_idle(self, stream: int, values: Sequence[int]) -> bool:
+        counts = cuda.read_integers(values[self._place], self._count, stream)
+        return all(count >= self._least for count in counts)
+
+
+def _to_compile(p: Problem, launches: Sequence[Step]) -> str:
+    """Return what compiles the kernels of such calls."""
+    if p.op.family not in ("delta", "diagonal", "wkv4", "timex"):
+        return f"call {p.op.name} once without that variable, or for a layer give `rwkv-jit warm` its --width"
+    dtype, is_update = p.types["k"], any(step.template in ("update_states", "wkv4_update") for step in launches)
+    options = {
+        "op": p.op.name, "head-size": p.K, "value-size": p.V != p.K and p.V, "dtype": dtype, "arch": p.gpu.arch,
+        **({"tokens": p.T, "batch": p.B} if p.op.name == "timex" else {}),
+        "direction": (is_update or p.is_pooled) and "update",
+        "decay": p.decay not in ("none", p.op.decay) and p.decay,
+        "state-layout": p.op.has_heads and p.state_layout != p.op.state_layout and p.state_layout,
+        "w-dtype": p.types.get("w", dtype) != dtype and p.types["w"],
+        "state-dtype": p.op.has_heads and p.state_type != "fp32" and p.state_type,
+        "precision": p.is_narrow and "high",
+    }  # fmt: skip
+    words = [f"--{name} {value}" for name, value in options.items() if value]
+    return " ".join(["to compile it: rwkv-jit warm", *words, *(["--shards"] if p.is_shard else [])])
+
+
+class Plan:
+    """A direction of a call, ready to be run with any tensors of a signature.
+
+    Parameters
+    ----------
+    schedule, problem : Schedule, Problem
+        What is launched, and for which sizes.
+    arrays : mapping
+        The tensors by name, in the order in which `run` takes them; None for those that are not there. What the
+        forward kept is one of floats, "saved".
+    kept : mapping, optional
+        Bytes of the buffers in "saved", in the order of memory.
+    soon : sequence of kernel.Request
+        Kernels that compile beside those of the schedule, as they will be wanted soon.
+    copies : sequence of int, optional
+        The places of the tensors that every run copies. By default those that kernels cannot read in place, as the
+        tensors here show: of a pool, pass one slot, which has no gaps.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        problem: Problem,
+        arrays: Mapping[str, Tensor | None],
+        kept: Mapping[str, int] | None = None,
+        soon: Sequence[kernel.Request] = (),
+        copies: Sequence[int] | None = None,
+    ):
+        kernel.check_not_forked()
+        self._schedule, self._problem, self._kept = schedule, problem, kept or {}
+        self._names = tuple(arrays)
+        self.device = next(x for x in arrays.values() if x is not None).device
+        self._dims = {**problem.op.inputs, "dy": problem.op.output}
+        segments = max((step.segments for step in schedule.launches), default=1)
+        inputs = [(i, name, x) for i, (name, x) in enumerate(arrays.items()) if x is not None and name in self._dims]
+        vectors = {name: schedule.vectors.get(name, 1) for name in self._dims}
+        if copies is None:
+            copies = [
+                index for index, (name, x) in enumerate(arrays.items())
+                if x is not None and _needs_copy(x, self._dims.get(name, ""), vectors.get(name, 1), segments)
+            ]  # fmt: skip
+        self._copies = tuple(copies)
+        written = schedule.written()
+        self._written = {index for index, name in enumerate(self._names) if name in written}
+        # What addresses must be multiples of, and the largest of that: of inputs, and of what a caller wants written.
+        placed = [(i, name, x) for i, (name, x) in enumerate(arrays.items()) if x is not None]
+        placed = [each for each in placed if each[1] in self._dims or each[1] in schedule.vectors]
+        self._alignments = tuple((i, tensors.alignment(x, schedule.vectors.get(name, 1))) for i, name, x in placed)
+        self._alignment = max((multiple for _, multiple in self._alignments), default=1)
+        self._first, self._last = placed[0][0], placed[-1][0] + 1
+        self._results = [tensors.memory(x.shape, DTYPES[x.dtype]) for x in schedule.results.values()]
+        if schedule.kept:
+            self._results.append(tensors.memory((sum(schedule.kept.values()) // 4,), torch.float32))
+        self._plan_of_copies: Plan | None = None
+        with torch.cuda.device(self.device.index):
+            if not self._kept:  # the backward sees what the forward saw
+                for _, name, x in inputs:
+                    tensors.validate(name, x)
+            self._bind(arrays, soon)
+
+    # ---- run ----
+
+    def run(
+        self, arrays: Sequence[Tensor | None], at_pause: Callable[[list[Tensor]], None] | None = None
+    ) -> list[Tensor]:
+        """Run it; return the results in the schedule's order, and behind them what the schedule keeps, if anything.
+
+        Where the schedule pauses, `at_pause` is called with the results, as far as they are there.
+        """
+        index = self.device.index
+        if torch._C._cuda_getDevice() != index:
+            with torch.cuda.device(index):
+                return self.run(arrays, at_pause)
+        given = arrays
+        if self._copies:
+            arrays = list(arrays)
+            for place in self._copies:
+                arrays[place] = arrays[place].contiguous()  # type: ignore[union-attr]
+        values = [0 if x is None else x.data_ptr() for x in arrays]
+        if math.gcd(*values[self._first : self._last]) % self._alignment and self._is_misaligned(values):
+            results = self._run_copies(arrays, at_pause)
+            if self._copies:
+                self._write_back(given, arrays)
+            return results
+        results = []
+        for shape, strides, dtype in self._results:
+            made = tensors.new(shape, strides, dtype)
+            results.append(made)
+            values.append(made.data_ptr())
+        if self._kept_places:
+            begin = values[self._saved] if self._kept else values.pop()
+            for offset in self._kept_places:
+                values.append(begin + offset)
+        if self._scratch_bytes:
+            scratch = tensors.new((self._scratch_bytes,), (1,), torch.uint8)
+            begin = scratch.data_ptr()
+            for offset in self._scratch_places:
+                values.append(begin + offset)
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        if self._sides:
+            self._launch_beside(stream, values)
+        elif self._pause is not None:
+            assert at_pause is not None
+            for step in self._launches[: self._pause]:
+                step.launch(stream, values)
+            at_pause(results)
+            for step in self._launches[self._pause :]:
+                step.launch(stream, values)
+        else:
+            for step in self._launches:
+                step.launch(stream, values)
+        if self._copies:
+            self._write_back(given, arrays)
+        return results
+
+    def _write_back(self, given: Sequence[Tensor | None], copies: Sequence[Tensor | None]) -> None:
+        """Write what kernels have changed in copies to the tensors of the caller."""
+        for place in self._written:
+            x, copy = given[place], copies[place]
+            if x is not None and copy is not None and x is not copy:
+                x.data.copy_(copy)
+
+    def _launch_beside(self, stream: int, values: Sequence[int]) -> None:
+        """Launch on two streams, as the schedule says."""
+        side = tensors.side_stream(self.device.index)
+        try:
+            for step, (is_beside, waits) in zip(self._launches, self._sides, strict=True):
+                if waits and is_beside:
+                    side.follow()
+                elif waits:
+                    side.join()
+                step.launch(side.raw if is_beside else stream, values)
+        finally:  # what follows on this stream may take the memory that the side stream's kernels still use
+            side.join()
+
+    def _is_misaligned(self, values: Sequence[int]) -> bool:
+        return any(values[index] % multiple for index, multiple in self._alignments)
+
+    def _run_copies(
+        self, arrays: Sequence[Tensor | None], at_pause: Callable[[list[Tensor]], None] | None
+    ) -> list[Tensor]:
+        """Run with copies of all inputs, as some tensors begin at addresses that kernels cannot take.
+
+        Where other tensors lie the kernels know from when they were chosen: which of these need a copy is as it was.
+        """
+        own, copies = set(), list(arrays)
+        for index, multiple in self._alignments:
+            x = arrays[index]
+            if x is not None and (index not in self._written or x.data_ptr() % multiple):
+                own.add(index)
+                copies[index] = x.clone(memory_format=torch.contiguous_format)
+        if self._plan_of_copies is None:
+            named = dict(zip(self._names, copies, strict=True))
+            others = [index for index in self._copies if index not in own]
+            self._plan_of_copies = Plan(self._schedule, self._problem, named, self._kept, copies=others)
+        results = self._plan_of_copies.run(copies, at_pause)
+        self._write_back(arrays, copies)
+        return results
+
+    # ---- bind ----
+
+    def _bind(self, arrays: Mapping[str, Tensor | None], soon: Sequence[kernel.Request]) -> None:
+        """Load the kernels, and find a place for every argument of theirs."""
+        schedule, device = self._schedule, self.device.index
+        check_capture(self._problem.op.name, schedule.requests(self._problem.gpu), device)
+        kernels = self._kernels(soon)
+        grids = [_grid(step, own, device) for step, own in zip(schedule.launches, kernels, strict=True)]
+
+        scratch = dict(schedule.scratch)
+        for step, grid in zip(schedule.launches, grids, strict=True):
+            if step.per_block is not None:
+                scratch[step.per_block[0]] = step.per_block[1] * grid[0]
+        pieces = schedule.kept or self._kept
+        self._kept_places = offsets(pieces.values())
+        self._saved = self._names.index("saved") if self._kept else -1
+        self._empty = {name for name, size in scratch.items() if not size}
+        scratch = {name: size for name, size in scratch.items() if size}
+        nothing = self._empty | {name for name, size in pieces.items() if not size}
+        self._scratch_places = offsets(map(aligned, scratch.values()))
+        self._scratch_bytes = sum(map(aligned, scratch.values()))
+        names = [*self._names, *schedule.results, *pieces, *scratch]
+        self._places = {name: index for index, name in enumerate(names)}
+        sizes = {**pieces, **scratch}
+
+        self._launches: list[Launch | _Zeros | _Later] = []
+        self._sides: list[tuple[bool, bool]] = []
+        self._pause: int | None = None
+        bound = iter(zip(kernels, grids, strict=True))
+        for item in schedule.steps:
+            if isinstance(item, Step):
+                own, grid = next(bound)
+                if item.idle_at is not None and item.idle_at[0] in nothing:
+                    continue  # a call without rows never needs it
+                bind = self._launch_of(item, grid, arrays)
+                if isinstance(own, Future):
+                    assert item.idle_at is not None
+                    buffer, least = item.idle_at
+                    count = sizes[buffer] // 4
+                    replace = partial(self._launches.__setitem__, len(self._launches))
+                    self._launches.append(_Later(own, bind, replace, self._places[buffer], count, least))
+                else:
+                    self._launches.append(bind(own))
+                self._sides.append((item.is_beside, item.waits))
+            elif isinstance(item, Pause):
+                self._pause = len(self._launches)
+            elif sizes.get(item.buffer):
+                self._launches.append(_Zeros(self._places[item.buffer], sizes[item.buffer]))
+                self._sides.append((False, False))
+        if not any(is_beside for is_beside, _ in self._sides):
+            self._sides = []
+
+    def _kernels(self, soon: Sequence[kernel.Request]) -> list[kernel.Kernel | Future[kernel.Kernel]]:
+        """Return the kernels of the launches, and of those that may be idle, while they compile, the futures."""
+        gpu, launches = self._problem.gpu, self._schedule.launches
+        needed = [step.request(gpu) for step in launches if step.idle_at is None]
+        rest = [step.request(gpu) for step in launches if step.idle_at is not None]
+        try:
+            made, others = kernel.get_most(needed, rest, soon)
+        except CompileError as error:
+            if not env.assert_cached():
+                raise
+            raise CompileError(f"{error}; {_to_compile(self._problem, launches)}") from None
+        return [(made if step.idle_at is None else others).pop(0) for step in launches]
+
+    def _launch_of(
+        self, step: Step, grid: tuple[int, int, int], arrays: Mapping[str, Tensor | None]
+    ) -> Callable[[kernel.Kernel], Launch]:
+        """Return what makes a launch of its kernel."""
+        arguments = [self._argument(step, argument, arrays) for argument in step.arguments()]
+        block = (int(step.parameters["NUM_THREADS"]), 1, 1)
+        shared_bytes = int(step.parameters.get("SHARED_BYTES", step.shared_bytes))
+        return lambda own: Launch(
+            own, step.entry, self.device.index, grid, block, arguments, shared_bytes, step.overlaps
+        )  # fmt: skip
+
+    def _argument(self, step: Step, argument: Argument, arrays: Mapping[str, Tensor | None]) -> tuple[str, Any]:
+        """Return the letters of an argument, and what is passed: a place among the values, or a constant."""
+        name, kind, _ = argument
+        source = step.bind.get(name, name)
+        if kind.endswith("*"):
+            if source is None or source in self._empty:
+                return "Q", 0
+            if source in self._places:
+                return "Q", Value(self._places[source])
+        elif kind in _STRIDES:
+            if name not in step.bind:
+                owner = name.removesuffix("_strides")
+                source = step.bind.get(owner, owner)
+            if isinstance(source, tuple):
+                return LETTERS[kind], source
+            strides = tuple(self._stride(source, dim, step, arrays) for dim in _STRIDES[kind])
+            if kind == "DecayStrides" and step.parameters["T_W0"] != "void":  # behind them w0 stands
+                return len(strides) * "q" + "Q", (*strides, Value(self._places["w0"]))
+            return LETTERS[kind], strides
+        elif isinstance(source, Stride):
+            return LETTERS[kind], self._stride(source.name, source.dim, step, arrays)
+        elif source is not None and not isinstance(source, str):
+            return LETTERS[kind], source
+        raise RwkvJitError(f"{step.entry}: nothing is bound to its argument {kind} {name}")
+
+    def _stride(self, name: str | None, dim: str, step: Step, arrays: Mapping[str, Tensor | None]) -> int:
+        """Return the stride of an input in a dimension, of several in the one it has; 0 without any, or without it."""
+        like = name if name is None else self._schedule.rows.get(name, name)
+        x = None if like is None else arrays.get(like)
+        if x is None or like is None:
+            return 0
+        is_copy = like != name or self._names.index(like) in self._copies
+        dims = self._dims[like]
+        dim = next((letter for letter in dim if letter in dims), "")
+        if not dim:
+            return 0
+        strides = tensors.memory(x.shape, x.dtype).strides if is_copy else x.stride()
+        if dim == "B" and step.segments > 1 and "T" in dims:  # segments of all sequences follow each other
+            token = dims.index("T")
+            return int(strides[token] * (x.shape[token] // step.segments))
+        return int(strides[dims.index(dim)])
+
+
+def check_capture(op: str, requests: Sequence[kernel.Request], device: int) -> None:
+    """Check that a capture that may be going on has no need to compile or load.
+
+    Raises
+    ------
+    RwkvJitError
+        It would have to.
+    """
+    if tensors.capturing() and not all(kernel.is_loaded(request, device) for request in requests):
+        raise RwkvJitError(
+            f"{op}: first use inside a CUDA graph capture, where nothing can be compiled or loaded; "
+            "call it once with these sizes, dtypes and options before the capture"
+        )
+
+
+def _grid(step: Step, own: kernel.Kernel | Future[kernel.Kernel], device: int) -> tuple[int, int, int]:
+    if not step.is_resident:
+        return step.grid
+    if isinstance(own, Future):
+        own = own.result()
+    # As many as its registers were given out for; where nobody has said that, as the driver finds.
+    per_multiprocessor = own.parameters.get("BLOCKS_PER_SM") or cuda.driver().occupancyMaxActiveBlocksPerMultiprocessor(
+        own.function(device, step.entry), int(own.parameters["NUM_THREADS"]), 0
+    )
+    return min(step.grid[0], int(per_multiprocessor) * tensors.multiprocessors(device)), *step.grid[1:]
+
+
+def _needs_copy(x: Tensor, dims: str, vector: int, segments: int) -> bool:
+    """Return whether kernels cannot read a tensor in place: what has no tokens they read without gaps."""
+    if "T" not in dims:
+        return not x.is_contiguous()
+    if tensors.needs_copy(x, vector):
+        return True
+    # Segments of all sequences have to follow each other with one stride.
+    token = dims.index("T")
+    return segments > 1 and x.shape[0] > 1 and x.stride(0) != x.stride(token) * x.shape[token]

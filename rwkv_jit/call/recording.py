@@ -1,0 +1,193 @@
+"""Gradients of the torch ops: what runs at torch's Autograd key, where `torch.func` and dual tensors look too.
+
+torch.autograd.Function refuses to run inside of `torch.func` as long as it sees the tensors of several levels of
+transforms. A kernel of the dispatcher is called once for every level: there torch's own class for one level serves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
+
+from rwkv_jit.call import tensors
+
+
+def forward(
+    op: Any,
+    setup: Callable[[Any, Sequence[Any], dict[str, Any], Any], None],
+    backward: Callable[..., Sequence[Tensor | None]],
+    plainly: Callable[..., Any],
+) -> Callable[..., Any]:
+    """Return what records a forward op.
+
+    The last argument of `op` is whether it keeps what the backward needs. `setup` keeps in the context, its first
+    argument, what the backward takes, from the arguments and the results. `backward` returns the gradients of all
+    arguments, from the context and the gradients of the results. `plainly` does the same as the op in plain torch,
+    which forward-mode derivatives go through, or raises an error.
+    """
+
+    class Recorded(_SingleLevelFunction):
+        @staticmethod
+        def forward(ctx: Any, keys: Any, named: dict[str, Any], *arguments: Any) -> Any:
+            with _outer_levels():
+                results = _below(op, keys, (*arguments[:-1], True), named)
+            ctx.set_materialize_grads(False)
+            setup(ctx, arguments, named, results)
+            return results
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+            if all(grad is None for grad in grads):  # nothing was made of the results
+                return (None,) * len(ctx.needs_input_grad)
+            return None, None, *backward(ctx, *grads)
+
+    apply = _at_this_level(Recorded)
+
+    def record(keys: Any, *arguments: Any, **named: Any) -> Any:
+        if _any_tangent(arguments):
+            return plainly(*arguments, **named)
+        if torch.is_grad_enabled() and _any_requires_grad(arguments):
+            return apply(keys, named, *arguments)
+        return _below(op, keys, arguments, named)
+
+    return record
+
+
+def backward(op: Any, name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return what records a backward op, and how a backward runs it: a second derivative is an error, no wrong zero."""
+
+    def refuse() -> RuntimeError:
+        return RuntimeError(f"{name} has no second derivative; differentiate {name}_ref twice instead")
+
+    class Gradient(_SingleLevelFunction):
+        @staticmethod
+        def forward(ctx: Any, run: Callable[..., Any], *arguments: Any) -> tuple[Tensor, ...]:
+            with _outer_levels():
+                return tuple(run(*arguments))
+
+        @staticmethod
+        def backward(ctx: Any, *_: Any) -> Any:
+            raise refuse()
+
+    apply = _at_this_level(Gradient)
+
+    def record(keys: Any, *arguments: Any, **named: Any) -> Any:
+        if _any_tangent(arguments):
+            raise refuse()
+        if _is_transformed() and torch.is_grad_enabled() and _any_requires_grad(arguments):
+            return apply(lambda *given: _below(op, keys, given, named), *arguments)
+        return _below(op, keys, arguments, named)
+
+    def run(*arguments: Any, **named: Any) -> Sequence[Tensor]:
+        batched = [isinstance(x, Tensor) and tensors.is_batched(x) for x in arguments]
+        if any(batched):
+            return _row_by_row(lambda *given: run(*given, **named), arguments, batched)
+        if torch.is_grad_enabled():
+            return apply(lambda *given: op(*given, **named), *arguments)  # type: ignore[no-any-return]
+        return op(*arguments, **named)  # type: ignore[no-any-return]
+
+    return record, run
+
+
+def nothing(op: Any, name: str, instead: str) -> Callable[..., Any]:
+    """Return what refuses to record an op that has no gradient at all."""
+
+    def record(keys: Any, *arguments: Any, **named: Any) -> Any:
+        if _any_tangent(arguments) or (torch.is_grad_enabled() and _any_requires_grad(arguments)):
+            raise RuntimeError(f"{name}: {instead}")
+        return _below(op, keys, arguments, named)
+
+    return record
+
+
+def refuse_forward_mode(name: str) -> None:
+    """Raise the error for a forward-mode derivative of kernels."""
+    raise RuntimeError(
+        f"{name}: the kernels have no forward-mode derivative (torch.func.jvp, jacfwd, dual tensors); "
+        f"take backend='reference', or {name}_ref"
+    )
+
+
+@contextlib.contextmanager
+def plain_torch() -> Iterator[None]:
+    """Record gradients below a torch dispatch mode too: it calls ops with autograd's dispatch keys excluded."""
+    excluded = torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.AutogradFunctionality)
+    with torch.enable_grad(), torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
+        yield
+
+
+def gradients(results: Sequence[Tensor], grads: Sequence[Tensor | None], wanted: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients of what plain torch has recorded, as an op returns them: zeros where nothing depends."""
+    pairs = [(x, grad) for x, grad in zip(results, grads, strict=True) if grad is not None and x.requires_grad]
+    if not pairs:
+        return [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in wanted]
+    gradients = torch.autograd.grad(
+        [x for x, _ in pairs], wanted, [grad for _, grad in pairs], allow_unused=True, materialize_grads=True
+    )
+    # An op's results own their memory, in the layout its fake promises.
+    return [grad.detach().clone(memory_format=torch.contiguous_format) for grad in gradients]
+
+
+def _below(op: Any, keys: Any, arguments: Sequence[Any], named: dict[str, Any]) -> Any:
+    with torch._C._AutoDispatchBelowAutograd():
+        return op.redispatch(keys & torch._C._after_autograd_keyset, *arguments, **named)
+
+
+def _row_by_row(
+    run: Callable[..., Sequence[Tensor]], arguments: Sequence[Any], batched: Sequence[bool]
+) -> list[Tensor]:  # fmt: skip
+    """Run a backward inside of `torch.autograd.grad(is_grads_batched=True)`, whose vmap knows no ops of lists."""
+    # The level of the batch is what its tensors have: the threads that run backwards of a GPU know of no vmap.
+    first = arguments[batched.index(True)]
+    level = next(n for n in range(1, 65) if not tensors.is_batched(torch._remove_batch_dim(first, n, 1, 0)))
+    pairs = zip(arguments, batched, strict=True)
+    several = [torch._remove_batch_dim(x, level, 1, 0) if is_batched else x for x, is_batched in pairs]
+    made = torch.vmap(run, tuple([0 if is_batched else None for is_batched in batched]))(*several)
+    return [torch._add_batch_dim(x, 0, level) for x in made]
+
+
+def _is_transformed() -> bool:
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _outer_levels() -> Any:
+    """Let outer transforms record too: while a Function's forward runs, gradients are off for them as well."""
+    if not _is_transformed():
+        return contextlib.nullcontext()
+    stack = contextlib.ExitStack()
+    stack.enter_context(torch.enable_grad())
+    stack.enter_context(forward_ad._set_fwd_grad_enabled(True))
+    return stack
+
+
+def _at_this_level(function: type[_SingleLevelFunction]) -> Callable[..., Any]:
+    """Return a Function's `apply` for a kernel of the dispatcher, which torch.func calls once for each level."""
+    apply = function.apply  # type: ignore[attr-defined]
+
+    def run(*arguments: Any) -> Any:
+        if not _is_transformed():
+            return apply(*arguments)
+        before = torch._C._functorch.get_single_level_autograd_function_allowed()
+        torch._C._functorch.set_single_level_autograd_function_allowed(True)
+        try:
+            return apply(*arguments)
+        finally:
+            torch._C._functorch.set_single_level_autograd_function_allowed(before)
+
+    return run
+
+
+def _any_requires_grad(arguments: Sequence[Any]) -> bool:
+    return any(isinstance(x, Tensor) and x.requires_grad for x in arguments)
+
+
+def _any_tangent(arguments: Sequence[Any]) -> bool:
+    if not tensors.has_dual_level():
+        return False
+    return any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in arguments)

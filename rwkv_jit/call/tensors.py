@@ -1,0 +1,473 @@
+"""The torch side of a launch: arrays in, argument checks, DLPack on first sight, raw addresses and streams after."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from rwkv_jit.kernels import compiler, cuda, dlpack, env
+from rwkv_jit.kernels.errors import UnsupportedConfigError
+from rwkv_jit.kernels.gpu import Gpu
+from rwkv_jit.kernels.launch import Launch
+
+# Elements between tokens that offsets of 32 bits within a chunk of 64 allow.
+MOST_TOKEN_STRIDE = 2**26 - 1
+_MOST_SHAPES = 1024  # of packings to remember
+STORAGE = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+class SupportsDLPack(Protocol):
+    """An array of another library that shows its memory through DLPack: of CuPy, NumPy, JAX and others."""
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a capsule of its memory."""
+
+
+Array = Tensor | SupportsDLPack  # what calls take for tensors
+
+
+def from_any(name: str, array: Any, in_place: bool = False) -> Tensor:
+    """Return a tensor over `array`: itself, or a view through DLPack of CuPy, NumPy, JAX and other arrays.
+
+    Arrays that torch cannot view are copied: those that are read-only, run backwards or are not aligned. `in_place`
+    ones may not be.
+
+    Raises
+    ------
+    TypeError
+        It is no array, or none that torch can take: sparse, nested, or of numbers that torch has not.
+    ValueError
+        It is to be changed in place and cannot be.
+    """
+    if isinstance(array, Tensor):
+        return _dense(name, array, in_place)
+    if not hasattr(array, "__dlpack__"):
+        raise TypeError(f"{name}: expected a torch.Tensor or an array with __dlpack__, got {type(array).__name__}")
+    try:
+        obstacle = _obstacle_to_view(array)
+        if obstacle is None:
+            return torch.from_dlpack(array)  # type: ignore[attr-defined]
+        if not in_place:
+            return torch.from_dlpack(array.copy())  # type: ignore[attr-defined]
+    except Exception as error:  # whatever a library raises where it exports its memory
+        what = getattr(array, "dtype", "")
+        raise TypeError(
+            f"{name}: expected an array of numbers that torch can take through DLPack, got {type(array).__name__} "
+            f"{what}: {error}"
+        ) from error
+    raise ValueError(f"{name}: is changed in place; expected an array that torch can view, got one that {obstacle}")
+
+
+def _obstacle_to_view(array: Any) -> str | None:
+    """Return why torch cannot view an array, as the end of a sentence.
+
+    Strides below zero are an exception inside of torch that ends the process.
+    """
+    flags, strides = getattr(array, "flags", None), getattr(array, "strides", None)
+    if getattr(flags, "writeable", True) is False:
+        return "is read-only"  # DLPack has no such arrays
+    if isinstance(strides, tuple):
+        if min(strides, default=0) < 0:
+            return f"runs backwards, with strides {strides}"
+        if any(step % array.itemsize for step in strides) or getattr(flags, "aligned", True) is False:
+            return f"is not aligned, with strides {strides}"
+    return None
+
+
+def _dense(name: str, x: Tensor, in_place: bool) -> Tensor:
+    if x.is_nested:
+        raise TypeError(
+            f"{name}: expected a dense tensor, got a nested one; "
+            "pass its values().unsqueeze(0), and its offsets() as cu_seqlens"
+        )
+    if x.layout is not torch.strided:
+        raise TypeError(f"{name}: expected a dense tensor, got layout {x.layout}")
+    if in_place and any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True)):
+        raise ValueError(
+            f"{name}: is changed in place; expected separate memory for every element, got strides {x.stride()} "
+            f"with shape {list(x.shape)}"
+        )
+    return x
+
+
+class _Packing(NamedTuple):
+    """A cu_seqlens that was checked."""
+
+    tensor: Callable[[], Tensor | None]
+    version: int  # as torch counts changes; -1 where it does not
+    tokens: int
+    longest: int
+
+
+_checked_packings: dict[int, _Packing] = {}
+_longest_of_shape: dict[tuple[int, int], int] = {}  # by sequences and tokens, of the last one
+
+
+def packing(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """Return cu_seqlens as the kernels read it, with its values checked.
+
+    On a GPU they are checked once per tensor, as that takes a copy to the host: again where torch has counted a change.
+    What it cannot count, as through `.data` or another library, is read all the same, and kernels clamp every bound.
+
+    Raises
+    ------
+    ValueError
+        It does not start at 0, end at `tokens` and never fall.
+    """
+    bounds = readable_packing(cu_seqlens)
+    if not cu_seqlens.is_cuda:
+        _longest(bounds, tokens)
+        return bounds
+    known = _checked(cu_seqlens, bounds, tokens)
+    if known is not None and known.version < 0:  # the next call has to look again
+        del _checked_packings[id(cu_seqlens)]
+    return bounds
+
+
+def tokens_behind(cu_seqlens: Tensor | None, lead: Tensor) -> int:
+    """Return how many tokens lie behind the last sequence, as far as the values may be looked at: else 0."""
+    if type(cu_seqlens) is not Tensor or cu_seqlens.dim() != 1 or not len(cu_seqlens) or not is_eager():
+        return 0
+    known = _known(cu_seqlens)
+    if known is None and cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
+        return 0
+    end = int(cu_seqlens[-1]) if known is None else known.tokens
+    return lead.shape[1] - end if lead.dim() > 1 and 0 <= end <= lead.shape[1] else 0
+
+
+def longest(cu_seqlens: Tensor | None, tokens: int) -> int:
+    """Return about the tokens of the longest sequence of a call, as calls are told apart by it: 3 bits of the number.
+
+    0 without a packing on a GPU that can be read. In a capture it is that of the last call of the shape, where a change
+    of the values has not been seen.
+    """
+    if type(cu_seqlens) is not Tensor or not cu_seqlens.is_cuda or cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+        return 0
+    if cu_seqlens.is_floating_point():
+        return 0
+    try:
+        known = _checked(cu_seqlens, readable_packing(cu_seqlens), tokens)
+    except ValueError:  # which the checks of the call will raise
+        return 0
+    if known is None:
+        return _longest_of_shape.get((len(cu_seqlens), tokens), 0)
+    return known.longest
+
+
+def _checked(cu_seqlens: Tensor, bounds: Tensor, tokens: int) -> _Packing | None:
+    """Return what is known of a packing on a GPU, after a look if need be; None in a capture, where there is none."""
+    index, known = id(cu_seqlens), _known(cu_seqlens)
+    if known and known.tokens == tokens:
+        return known
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    most = _longest(bounds.cpu(), tokens)
+    spare = max(most.bit_length() - 3, 0)
+    most = most >> spare << spare
+    gone = weakref.ref(cu_seqlens, lambda _: _checked_packings.pop(index, None))
+    known = _checked_packings[index] = _Packing(gone, _version(cu_seqlens), tokens, most)
+    if len(_longest_of_shape) >= _MOST_SHAPES:
+        _longest_of_shape.clear()
+    _longest_of_shape[len(cu_seqlens), tokens] = most
+    return known
+
+
+def _known(cu_seqlens: Tensor) -> _Packing | None:
+    """Return what was found of a packing on a GPU that has not changed since."""
+    known = _checked_packings.get(id(cu_seqlens))
+    return known if known and known.tensor() is cu_seqlens and known.version == _version(cu_seqlens) else None
+
+
+def _version(x: Tensor) -> int:
+    return -1 if x.is_inference() else x._version
+
+
+def _longest(values: Tensor, tokens: int) -> int:
+    """Check the bounds of packed sequences, and return the tokens of the longest one."""
+    bounds = values.tolist()
+    lengths = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+    if bounds[0] != 0 or bounds[-1] != tokens or min(lengths, default=0) < 0:
+        raise ValueError(f"cu_seqlens: expected values rising from 0 to {tokens} (the tokens), got {bounds[:20]}")
+    return max(lengths, default=0)
+
+
+def readable_packing(cu_seqlens: Tensor) -> Tensor:
+    """Return cu_seqlens as neighbouring int64: itself where it is, else a copy of what it holds now."""
+    if cu_seqlens.dtype == torch.int64 and cu_seqlens.is_contiguous():
+        return cu_seqlens
+    return cu_seqlens.to(torch.int64).contiguous()
+
+
+# ---- known calls -------------------------------------------------------------------------------------------------
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = {*_PLAIN, type(None)}  # what nobody else looks at
+# Every call asks these: found once.
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_transforms = torch._C._functorch.peek_interpreter_stack
+_trace = torch._C._get_tracing_state
+_any_autocast = torch._C._is_any_autocast_enabled
+is_batched = torch._C._functorch.is_legacy_batchedtensor  # by `torch.autograd.grad(is_grads_batched=True)`
+
+
+def is_eager(grads: Sequence[Any] = (), saved: Sequence[Any] = ()) -> bool:
+    """Return whether an op may be run without torch's dispatcher: no compiler, mode, transform or trace looks on.
+
+    Of a backward neither gradients nor what was saved may be subclasses, and no gradient several at once.
+    """
+    if grads and not PLAIN.issuperset(map(type, (*grads, *saved))):
+        return False
+    for x in grads:
+        if x is not None and is_batched(x):
+            return False
+    return not (
+        torch.compiler.is_compiling()
+        or _dispatch_modes()
+        or _function_transforms() is not None
+        or _trace() is not None
+        or forward_ad._current_level >= 0
+    )
+
+
+def has_dual_level() -> bool:
+    """Return whether tensors may have tangents, for derivatives in forward mode."""
+    return forward_ad._current_level >= 0
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Return what autocast casts tensors of the device of `x` to; None where it is off."""
+    if not (_any_autocast() or torch.compiler.is_compiling()):
+        return None
+    kind = x.device.type
+    try:
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    except RuntimeError:  # a device that has no autocast, like meta
+        return None
+
+
+def exactly(x: Tensor) -> torch.autocast:
+    """Do what follows on the device of `x` without autocast, in the dtypes that are there."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def under_autocast(x: Tensor, dtype: torch.dtype, keep: bool = False) -> Tensor:
+    """Return `x` as torch's own ops take it under autocast: floating, but float64, in its dtype; or `keep` float32."""
+    if not x.is_floating_point() or x.dtype == torch.float64 or (keep and x.dtype == torch.float32):
+        return x
+    return x.to(dtype)
+
+
+def are_plain(arrays: Iterable[Any]) -> bool:
+    """Return whether these are torch's own tensors or None, and no subclass that wants to see what is done to it."""
+    # A tuple, as the compiler of torch 2.6 does not know sets.
+    return all(x is None or type(x) in _PLAIN for x in arrays)
+
+
+def signature(arrays: Sequence[Any]) -> tuple[Any, ...] | None:
+    """Return all that decides whether and how a call can be done, but the addresses; None for other arrays.
+
+    The strides of a contiguous tensor are those of its shape, where they mean anything.
+    """
+    try:
+        return tuple([
+            None if x is None else (type(x), x.shape, x.is_contiguous() or x.stride(), x.dtype, x.get_device())
+            for x in arrays
+        ])  # fmt: skip
+    except (AttributeError, TypeError, RuntimeError):  # torch's own without strides raise the last
+        return None
+
+
+# What torch's compiler checks the inputs of its graphs with; a torch without it finds no call alike.
+_guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+_Guards = getattr(_guards, "TensorGuards", None)
+
+
+def likeness(arrays: Sequence[Tensor]) -> Callable[..., bool]:
+    """Return a check whether others are like these: of the same signature, and gradients are wanted of the same ones.
+
+    It is one call where `signature` asks dozens, and says no more often: where strides differ that mean nothing, and
+    where two of the others are one tensor.
+    """
+    if _Guards is None:
+        return lambda *_: False
+    check: Callable[..., bool] = _Guards(*arrays, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    return check
+
+
+class Memory(NamedTuple):
+    """What a new tensor without gaps is made of."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def memory(shape: Sequence[int], dtype: torch.dtype) -> Memory:
+    """Return what a tensor of this shape is made of."""
+    strides = (math.prod(n or 1 for n in shape[index + 1 :]) for index in range(len(shape)))
+    return Memory(tuple(shape), tuple(strides), dtype)
+
+
+def _new(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return a tensor on the current device, of a shape, strides and a dtype."""
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+
+
+# What code of torch's compiler makes tensors with: it takes half the time of torch's own.
+new: Callable[..., Tensor] = getattr(_guards, "_empty_strided_cuda", _new)
+
+
+def apart(out: Any, others: Iterable[Any]) -> Any:
+    """Return memory for results that a caller wants in `out`: new memory where one of the others has some of that."""
+    if type(out) is Tensor and not torch.compiler.is_compiling():
+        with contextlib.suppress(RuntimeError):  # of tensors without memory
+            begin = out.data_ptr()
+            end, storage = begin + out.nbytes, out.untyped_storage().data_ptr()
+            for x in others:
+                if not isinstance(x, Tensor) or x.data_ptr() >= end or x.untyped_storage().data_ptr() != storage:
+                    continue
+                reach = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
+                if x.numel() and begin < x.data_ptr() + x.element_size() * (reach + 1):
+                    return torch.empty_like(out)
+    return out
+
+
+def new_on(device: int, made_of: Memory) -> Tensor:
+    """Return a tensor on a device, whichever is current."""
+    if torch._C._cuda_getDevice() == device:
+        return new(*made_of)
+    with torch.cuda.device(device):
+        return new(*made_of)
+
+
+# ---- devices and addresses ---------------------------------------------------------------------------------------
+
+
+@cache
+def _capability(device: int) -> str:
+    if not torch.cuda.is_available():  # for tensors without memory, as of FakeTensorMode
+        raise UnsupportedConfigError(
+            "arch: there is no GPU, whose architecture decides about the kernels; set RWKVJIT_ARCH, e.g. to sm_90"
+        )
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+def arch(device: int) -> str:
+    """Return the architecture to compile for on a device."""
+    return env.arch() or _capability(device)
+
+
+# What torch.compiler.assume_constant_result does, without the compiler that it imports: a trace takes the answer.
+arch._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def also(device: int) -> tuple[str, ...]:
+    """Return architectures whose stored kernels serve a device too: those for its kind alone, like sm_90a."""
+    return () if env.arch() else (f"{_capability(device)}a",)
+
+
+def gpu(device: int) -> Gpu:
+    """Return what kernels for a device are chosen and compiled for."""
+    return Gpu(*_gpu(device))
+
+
+def _gpu(device: int) -> tuple[str, tuple[str, ...], int | None]:
+    return arch(device), also(device), multiprocessors(device) if torch.cuda.is_available() else None
+
+
+# A plain tuple: a trace cannot compare its symbols with properties of a constant.
+_gpu._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def targets(given: str | None) -> tuple[str, tuple[str, ...]]:
+    """Return the architecture to compile for, by default that of the current device, and those that will do too.
+
+    Raises
+    ------
+    ValueError
+        It is not written like one, or there is no GPU to take it from.
+    """
+    chosen = given if given is not None else env.arch()
+    if chosen is not None:
+        return compiler.check_arch(chosen), ()
+    if not torch.cuda.is_available():
+        raise ValueError("arch: there is no GPU; pass an architecture, e.g. arch='sm_90'")
+    device = torch.cuda.current_device()
+    return arch(device), also(device)
+
+
+@cache
+def multiprocessors(device: int) -> int:
+    """Return the number of streaming multiprocessors of a device."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def launch(kernel: Launch, values: Sequence[Any]) -> None:
+    """Launch a kernel on torch's current stream of its device, whichever device is current."""
+    device = kernel.device
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    if torch._C._cuda_getDevice() == device:
+        kernel.launch(stream, values)
+    else:
+        with torch.cuda.device(device):
+            kernel.launch(stream, values)
+
+
+_sides: dict[tuple[int, int], cuda.SideStream] = {}
+
+
+def side_stream(device: int) -> cuda.SideStream:
+    """Return the stream beside torch's current one of a device: one for each, so that a capture of one ends there."""
+    key = device, torch._C._cuda_getCurrentRawStream(device)
+    if key not in _sides:
+        with torch.cuda.device(device):
+            _sides.setdefault(key, cuda.SideStream(key[1]))
+    return _sides[key]
+
+
+def capturing() -> bool:
+    """Return whether the current stream is being captured into a CUDA graph."""
+    return bool(torch.cuda.is_current_stream_capturing())
+
+
+def needs_copy(x: Tensor, vector: int) -> bool:
+    """Return whether a kernel cannot read `x` in place.
+
+    Kernels take any stride but need neighbouring channels, and read `vector` of them at once. Offsets within a chunk
+    have 32 bits.
+    """
+    if x.ndim == 4 and x.shape[1] > 1 and x.stride(1) > MOST_TOKEN_STRIDE:
+        return True
+    if x.shape[-1] > 1 and x.stride(-1) != 1:
+        return True
+    return vector > 1 and any(s % vector for s, n in zip(x.stride()[:-1], x.shape, strict=False) if n > 1)
+
+
+def alignment(x: Tensor, vector: int) -> int:
+    """Return what the address of `x` must be a multiple of where a kernel reads `vector` channels at once."""
+    return vector * x.element_size() if vector > 1 else 1
+
+
+def validate(name: str, x: Tensor) -> None:
+    """Check through DLPack that a kernel will see the tensor that torch sees: done once per signature."""
+    seen = dlpack.view(x)
+    wrong = seen.shape != tuple(x.shape) or seen.device != x.device.index or seen.element_bytes != x.element_size()
+    if wrong or (x.numel() > 0 and (seen.address != x.data_ptr() or not _same_strides(seen, x.stride()))):
+        raise ValueError(
+            f"{name}: DLPack shows shape {seen.shape}, strides {seen.strides} at {seen.address:#x} on device "
+            f"{seen.device}; torch shows {tuple(x.shape)}, {x.stride()} at {x.data_ptr():#x} on {x.device}"
+        )
+
+
+def _same_strides(seen: dlpack.View, strides: Sequence[int]) -> bool:
+    """Strides of a dimension of size 1 have no meaning."""
+    return all(a == b or n == 1 for a, b, n in zip(seen.strides, strides, seen.shape, strict=True))

@@ -1,0 +1,484 @@
+"""Who is measured on a case, and the rows of it: everyone on the same inputs, in turns."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rwkv_jit.call import rule, switches, tensors
+from rwkv_jit.desk.bench import cases, timing
+from rwkv_jit.desk.bench.cases import DERIVED, UPDATE, UPDATES, Case, Given, ends_of, function_of, op_of, reference_of
+from rwkv_jit.kernels.errors import UnsupportedConfigError
+from rwkv_jit.ops import timex as timex_module
+from rwkv_jit.plain.reference import decay_factor
+from rwkv_jit.schedules import common, table
+from rwkv_jit.schedules.wkv4 import backend_of as backend_of_wkv4
+
+OURS = "rwkv_jit"
+MOST_LOOPED_TOKENS = 128  # of a loop in torch: its launches are many, and its time grows no other way than linearly
+BUDGET_MS = 4000.0  # of the rounds of a case
+CPU_SHAPE = (1, 32, 2, 16, 16)  # where none is asked for
+MOST_TOKENS = 300  # of a row, where errors are taken: the reference walks over them in float64
+MOST_ROWS = 64  # of an update, where errors are taken
+_MOST_STATES = 2**28  # elements that the reference keeps for its backward
+
+Inputs = Sequence[Tensor]
+COLUMNS = (
+    "suite", "op", "shape", "dtype", "phase", "inputs", "who", "what", "median_ms", "low_ms", "high_ms", "runs",
+    "in_graph", "host_us", "floor_ms", "fraction", "peak_mib", "error", "errors", "other_error", "other", "skipped",
+)  # fmt: skip
+
+
+class Entry(NamedTuple):
+    """A case, and the backends of ours that are measured on it."""
+
+    suite: str | None
+    case: Case
+    backends: Sequence[str] | None = None  # all that can do it
+
+
+class Contestant(NamedTuple):
+    """Who is measured: a backend of ours, or a peer.
+
+    `run` takes inputs, the state before them or None, and what else a case has: whether the state behind them is
+    wanted, and the ends of packed sequences. It returns y and that state; y is None where it computes nothing, but
+    takes the time that others are held against. `convert` makes such inputs of the op's, as differentiable operations,
+    and `convert_state` such states of the op's, and after an update the op's of such; they are not timed.
+
+    An update gives states in the order of the rows, but to what `takes_pools`: that gets the pool, the slots in it, and
+    memory for y, and returns the pool.
+    """
+
+    who: str
+    what: str
+    run: Callable[[Inputs, Tensor | None, Mapping[str, Any]], tuple[Tensor | None, Any]]
+    convert: Callable[[Inputs], Inputs] = lambda inputs: inputs
+    convert_state: Callable[[Tensor], Tensor] = lambda state: state
+    is_foreign: bool = False  # whether it is tried in a process of its own first, as it may end one
+    takes_pools: bool = False
+
+
+# ---- ours --------------------------------------------------------------------------------------------------------
+
+
+def backends_of(op: str, phase: str = "forward") -> list[str]:
+    """Return the backends that calls of an op can ask for, "auto" first, which alone updates have."""
+    return ["auto"] if phase == UPDATE else [name for name in op_of(op).backends if name != "reference"]
+
+
+def backend_of(case: Case, asked: str) -> str:
+    """Return the backend that a case takes where this one is asked for, by a name that can be asked for.
+
+    That of an update is "update". Raises UnsupportedConfigError where it cannot do it: what is in the way.
+    """
+    if case.phase == UPDATE:
+        return UPDATE
+    batch, tokens, heads, head_size, value_size = case.shape
+    device = torch.cuda.current_device()
+    if case.op == "timex":
+        directions = {"forward": ["forward"], "backward": ["backward"]}.get(case.phase, timex_module.MOST_TOKENS)
+        taken = [
+            timex_module.choose(asked, case.dtype, batch, tokens, lambda: tensors.gpu(device), direction)
+            for direction in directions
+        ]
+        return ", ".join(dict.fromkeys(taken))
+    if case.op == "wkv4":
+        return backend_of_wkv4(asked, batch * heads * head_size, tokens, tensors.multiprocessors(device))
+    (narrow, is_batch_invariant), storage = switches.current(), tensors.STORAGE[case.dtype]
+    ends = ends_of(case)
+    sequences = batch if ends is None else len(ends) - 1
+    decay = "log" if case.op in DERIVED else case.decay
+    looked_at = common.Case(
+        op_of(DERIVED.get(case.op, case.op)), "fp16" if storage in narrow else storage, head_size, value_size,
+        tokens * batch // sequences, decay, None, None, training=case.has_gradients, blocks=sequences * heads,
+        is_packed=ends is not None, multiprocessors=lambda: tensors.multiprocessors(device),
+        longest=tensors.longest(ends, tokens),
+    )  # fmt: skip
+    looked_at = looked_at.of_any_batch() if is_batch_invariant else looked_at
+    algorithm, _ = rule.choose(asked, looked_at, lambda: tensors.gpu(device))
+    return "split" if algorithm in ("segments", "large", "large_segments") else algorithm
+
+
+def ours(case: Case, asked: Sequence[str] | None = None) -> tuple[list[Contestant], dict[str, str]]:
+    """Return our contestants, first what "auto" takes, and what is in the way of backends that were asked for.
+
+    By default all backends that can do it are. Names that come to the same backend are one contestant.
+    """
+    taken: dict[str, Contestant] = {}
+    obstacles: dict[str, str] = {}
+    for name in backends_of(case.op, case.phase) if asked is None else asked:
+        try:
+            backend = backend_of(case, name)
+        except UnsupportedConfigError as error:
+            if asked is not None:
+                obstacles[name] = str(error)
+            continue
+        taken.setdefault(backend, our_call(case, name, backend))
+    return list(taken.values()), obstacles
+
+
+def our_call(case: Case, asked: str, backend: str) -> Contestant:
+    """Return the contestant that asks for a backend of ours. Raises ValueError where an update asks for one."""
+    if case.phase == UPDATE:
+        if asked != "auto":
+            raise ValueError(f"--backend: expected auto for an update, got {asked}")
+        return Contestant(OURS, backend, _our_update(case), takes_pools=True)
+    function = partial(function_of(case.op), backend=asked, **case.options)
+
+    def run(inputs: Inputs, state: Tensor | None, more: Mapping[str, Any]) -> tuple[Tensor, Any]:
+        y, final = function(*inputs, **({} if state is None else {"initial_state": state}), **more)
+        return y, final
+
+    return Contestant(OURS, backend, run)
+
+
+def _our_update(case: Case) -> Callable[[Inputs, Tensor | None, Mapping[str, Any]], tuple[Tensor, Any]]:
+    function = partial(UPDATES[case.op], **case.options)
+    return lambda inputs, pool, more: (function(pool, *inputs, **more), pool)
+
+
+# ---- torch -------------------------------------------------------------------------------------------------------
+
+
+def torch_peers(case: Case) -> list[Contestant]:
+    """Return what torch alone can do of a case; of an update a copy of the states too, which reads and writes them."""
+    if case.phase == UPDATE:
+        copy = Contestant("torch", "copy", _copy, convert_state=lambda states: torch.stack([states, states]))
+        return [copy, Contestant("torch", "step in place", partial(_step, case))]
+    if case.op == "timex":
+        return [Contestant("torch", "conv1d", _conv1d), Contestant("torch", "fft", _fft)]
+    if case.op in ("wkv5", "wkv6") and case.shape[1] <= MOST_LOOPED_TOKENS and case.kind != "packed":
+        return [Contestant("torch", "naive loop", _naive, convert_state=swapped)]
+    return []
+
+
+def swapped(state: Tensor) -> Tensor:
+    """Return a state with K before V, or V before K."""
+    return state.transpose(-1, -2).contiguous()
+
+
+def _conv1d(inputs: Inputs, state: Tensor | None, more: Mapping[str, Any]) -> tuple[Tensor, None]:
+    w, k = inputs
+    _, channels, tokens = k.shape
+    padded = torch.nn.functional.pad(k, (tokens - 1, 0))
+    return torch.nn.functional.conv1d(padded, w.unsqueeze(1), groups=channels), None
+
+
+def _fft(inputs: Inputs, state: Tensor | None, more: Mapping[str, Any]) -> tuple[Tensor, None]:
+    w, k = inputs
+    tokens = k.shape[-1]
+    spectra = [torch.fft.rfft(x.float(), n=2 * tokens) for x in (w.flip(-1), k)]
+    return torch.fft.irfft(spectra[0] * spectra[1], n=2 * tokens)[..., :tokens].to(k.dtype), None
+
+
+def _naive(inputs: Inputs, state: Tensor | None, more: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """RWKV-5 and 6 as Hugging Face models compute them without kernels: token by token, states [B, H, K, V]."""
+    r, k, v, w, u = (x.float() for x in inputs)
+    batch, tokens, heads, head_size = r.shape
+    if state is None:
+        state = r.new_zeros(batch, heads, head_size, v.shape[-1])
+    factors = torch.exp(-torch.exp(w)).unsqueeze(-1)
+    outputs = []
+    for t in range(tokens):
+        product = k[:, t].unsqueeze(-1) @ v[:, t].unsqueeze(-2)
+        outputs.append((r[:, t].unsqueeze(-2) @ (u.unsqueeze(-1) * product + state)).squeeze(-2))
+        state = product + (factors[:, t] if w.dim() == 4 else factors) * state
+    return torch.stack(outputs, dim=1).to(inputs[2].dtype), state
+
+
+def _copy(inputs: Inputs, both: Tensor | None, more: Mapping[str, Any]) -> tuple[None, Any]:
+    """Copy states from one memory into another."""
+    assert both is not None
+    return None, both[1].copy_(both[0])
+
+
+def _step(case: Case, inputs: Inputs, states: Tensor | None, more: Mapping[str, Any]) -> tuple[Tensor, Any]:
+    """Make the step of an update by products of matrices, in the dtype of the states, which change in place."""
+    assert states is not None
+    op, (batch, _, heads, head_size, value_size) = table.OPS[case.op], case.shape
+    given = dict(zip(op.names, inputs, strict=True))
+
+    def rows(name: str, wide: torch.dtype = states.dtype) -> Tensor:
+        """Return an input as a row for each head of each sequence."""
+        x = given[name].to(wide)
+        return x.expand(batch, 1, heads, x.shape[-1]).reshape(batch * heads, 1, x.shape[-1])
+
+    r, k, v = map(rows, "rkv")
+    scale = head_size**-0.5 if op.scale is None else op.scale
+    r = r if scale == 1 else scale * r
+    kv = (states if case.state_layout == "kv" else states.mT).view(batch * heads, head_size, value_size)
+    # The bonus of u is for the token itself, of which the state before it knows nothing.
+    y = r @ kv + (r * rows("u") * k).sum(-1, keepdim=True) * v if "u" in given else None
+    if "a" in given:
+        k, v = torch.cat([k, rows("b")], 1), torch.cat([v, rows("a") @ kv], 1)
+    if "w" in given:
+        kv.mul_(decay_factor(rows("w", torch.float32), case.decay).to(kv.dtype).mT)
+    kv.baddbmm_(k.mT, v)
+    y = r @ kv if y is None else y
+    return y.view(batch, 1, heads, value_size).to(given["v"].dtype), states
+
+
+# ---- rows --------------------------------------------------------------------------------------------------------
+
+
+def row(entry: Entry, who: str, what: str, skipped: str | None = None) -> dict[str, Any]:
+    """Return a row without figures."""
+    case = entry.case
+    known: dict[str, Any] = {
+        "suite": entry.suite, "op": case.op, "shape": case.shown, "dtype": str(case.dtype).removeprefix("torch."),
+        "phase": case.phase, "inputs": case.kind, "who": who, "what": what, "runs": 0, "in_graph": False, "errors": {},
+        "skipped": skipped,
+    }  # fmt: skip
+    return dict.fromkeys(COLUMNS) | known
+
+
+def is_host_bound(row: Mapping[str, Any]) -> bool:
+    """Return whether the host takes longer for a call than the GPU."""
+    known = row["host_us"] is not None and row["median_ms"] is not None
+    return known and bool(row["host_us"] > 1e3 * row["median_ms"])
+
+
+def one_line(error: BaseException) -> str:
+    """Return what is said of an error in a table."""
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {text}"[:200].removesuffix(": ")
+
+
+def rows_of(
+    entry: Entry,
+    copy_tb_per_s: float,
+    peers: Sequence[Contestant] = (),
+    tell: Callable[[int, int], None] | None = None,
+) -> list[dict[str, Any]]:
+    """Measure a case on a GPU, with peers beside ours; return a row for each contestant, skipped ones last.
+
+    The floor goes by the bandwidth of a copy. `tell` gets the rounds that are done and all.
+    """
+    case = entry.case
+    own, refused = ours(case, entry.backends)
+    skipped = [row(entry, OURS, name, why) for name, why in refused.items()]
+    cache_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    sets, flush = cases.sets_for(case, cache_bytes), None
+    if not cases.are_cold(sets, cache_bytes):
+        flush = torch.empty(2 * cache_bytes, dtype=torch.uint8, device="cuda")
+    ready: list[tuple[Contestant, timing.Turns, int]] = []
+    for contestant in (*own, *peers):
+        try:
+            ready.append((contestant, *_ready(case, contestant, sets, flush)))
+        except Exception as error:
+            skipped.append(row(entry, contestant.who, contestant.what, one_line(error)))
+    timed = timing.interleaved([turns.ms for _, turns, _ in ready], BUDGET_MS, tell)
+    judged = _errors(case, [contestant for contestant, _, _ in ready], sets[0], ours(case)[0])
+    floor = cases.floor_ms(case, copy_tb_per_s)
+    measured = []
+    for (contestant, turns, peak), times, errors in zip(ready, timed, judged, strict=True):
+        who = (contestant.who, contestant.what)
+        if isinstance(times, Exception):
+            skipped.append(row(entry, *who, one_line(times)))
+        elif not all(map(math.isfinite, (*errors["errors"].values(), errors["other_error"] or 0.0))):
+            skipped.append(row(entry, *who, "its results are not finite, so it has no speed"))
+        elif case.phase == UPDATE and not _stay_finite(turns.calls):
+            skipped.append(row(entry, *who, "its states did not stay finite, so it has no speed"))
+        else:
+            measured.append(
+                row(entry, *who)
+                | timing.spread(times)
+                | {"in_graph": turns.in_graph, "host_us": turns.host_us, "floor_ms": floor}
+                | {"fraction": floor / statistics.median(times), "peak_mib": peak / 2**20, **errors}
+            )
+    return measured + skipped
+
+
+def _stay_finite(calls: Sequence[Callable[[], Any]]) -> bool:
+    """Return whether results are finite once more, of updates that have changed their states many times."""
+    return all(bool(x.isfinite().all()) for call in calls for x in call() if x is not None)
+
+
+def run_once(
+    case: Case, contestant: Contestant, given: Given, grad: Callable[..., Any] = torch.autograd.grad
+) -> Callable[[], Any]:
+    """Return the call of a case by a contestant; for a backward alone, the forward runs here.
+
+    An update changes states of its own. It holds what it returned last: where that is new memory, each set has its own.
+    """
+    inputs = [x.detach() for x in contestant.convert(given.inputs)]
+    state, more = beside(case, contestant, given)
+    if case.phase == UPDATE:
+        last: list[Any] = []
+
+        def update() -> Any:
+            last[:] = [contestant.run(inputs, state, more)]
+            return last[0]
+
+        return update
+    if not case.has_gradients:
+        return lambda: contestant.run(inputs, state, more)
+    leaves = [x.requires_grad_() for x in inputs]
+    if case.phase == "forward+backward":
+        return lambda: grad(contestant.run(leaves, None, more)[0], leaves, given.dy)
+    y = contestant.run(leaves, None, more)[0]
+    return lambda: grad(y, leaves, given.dy, retain_graph=True)
+
+
+def beside(case: Case, contestant: Contestant, given: Given) -> tuple[Tensor | None, dict[str, Any]]:
+    """Return the state a contestant begins with, a copy as updates change it, and what else it is given with inputs."""
+    if given.slots is not None and given.state is not None:
+        if contestant.takes_pools:
+            return given.state.clone(), {"state_indices": given.slots, "out": torch.empty_like(given.dy)}
+        return contestant.convert_state(given.state[given.slots]), {"output_final_state": True}
+    more: dict[str, Any] = {"output_final_state": True} if case.with_state else {}
+    if given.cu_seqlens is not None:
+        more["cu_seqlens"] = given.cu_seqlens
+    return None if given.state is None else contestant.convert_state(given.state), more
+
+
+def _ready(case: Case, contestant: Contestant, sets: Sequence[Given], flush: Tensor | None) -> tuple[timing.Turns, int]:
+    """Compile, tune and warm a contestant up; return its turns, and the memory of one call with its inputs."""
+    first = run_once(case, contestant, sets[0])
+    first()
+    torch.cuda.synchronize()
+    # The states of an update are those of the set: what makes a copy of them is no part of the call.
+    whole = first if case.phase == UPDATE else lambda: run_once(case, contestant, sets[0])()
+    peak = timing.peak_bytes(whole) + sets[0].size()
+    calls = [first, *(run_once(case, contestant, given) for given in sets[1:])]
+    for call in calls:
+        call()
+    small = not case.has_gradients and timing.is_small(sets[0].dy.numel())
+    return timing.Turns(calls, small, flush), peak
+
+
+# ---- errors ------------------------------------------------------------------------------------------------------
+
+Results = dict[str, Tensor]  # y; the gradients by the names of their inputs: dr, dw; and the state behind an update
+
+
+def _errors(
+    case: Case, everyone: Sequence[Contestant], given: Given, own: Sequence[Contestant]
+) -> list[dict[str, Any]]:
+    """Return the relative L2 errors of the call that was timed.
+
+    The first tokens of a row depend on nothing behind them. Where the gradient of y is zero elsewhere, so do their
+    gradients. So float64 judges the whole call, with its backend and geometry, by the first tokens of its first row.
+    All tokens of it are held against another backend of ours. Of an update float64 judges y and the states of its first
+    rows, whose slots lie anywhere in the pool; those of others are held against ours, in all rows.
+
+    For each contestant there are errors, by the names of the results; error, the largest of them; other, the backend of
+    ours that did it too; and other_error, the largest distance to that. They are None where something cannot be done,
+    or the reference has no memory.
+    """
+    tokens = min(case.shape[1], _tokens_to_check(case))
+    try:
+        wanted = _exact(case, given, tokens)
+    except Exception:
+        wanted = {}
+    begun = given._replace(dy=torch.zeros_like(given.dy))
+    beginning(case, "y", begun.dy, tokens).copy_(beginning(case, "y", given.dy, tokens))
+    # First those that are made for exact sums and not for speed.
+    judges = sorted(own, key=lambda backend: backend.what not in ("recurrent", "fft"))
+    found = cache(partial(_results, case, given=given))
+    judged = []
+    for contestant in everyone:
+        errors = _distances(case, _results(case, contestant, begun) if wanted else {}, wanted, tokens)
+        who = (contestant.who, contestant.what)
+        judge = next((backend for backend in judges if who != (OURS, backend.what)), None)
+        distances = _distances(case, _results(case, contestant, given), found(judge)) if judge else {}
+        judged.append({
+            "error": max(errors.values(), default=None), "errors": errors,
+            "other": judge.what if judge and distances else None,
+            "other_error": max(distances.values(), default=None),
+        })  # fmt: skip
+    return judged
+
+
+def _tokens_to_check(case: Case) -> int:
+    _, _, heads, head_size, value_size = case.shape
+    if case.op in cases.WITHOUT_HEADS:
+        return MOST_TOKENS
+    return min(MOST_TOKENS, max(16, _MOST_STATES // (heads * head_size * value_size)))
+
+
+def beginning(case: Case, name: str, x: Tensor, tokens: int) -> Tensor:
+    """Return the part of an input, of y or of their gradients that the first tokens of the first row need.
+
+    Of an update, and of its states in the order of the rows, it is that of the first rows.
+    """
+    if case.op == "timex":  # the last column of w is that of the token itself
+        return x[:, -tokens:] if name in ("w", "dw") else x[:1, :, :tokens]
+    if name.removeprefix("d") in op_of(case.op).fixed:
+        return x
+    return x[:MOST_ROWS] if case.phase == UPDATE else x[:1, :tokens]
+
+
+def _exact(case: Case, given: Given, tokens: int) -> Results:
+    """Return results in float64, of the first tokens of the first row."""
+    names = cases.names_of(case.op)
+    exact = [
+        beginning(case, name, x.detach(), tokens).double().requires_grad_()
+        for name, x in zip(names, given.inputs, strict=True)
+    ]
+    state = given.states(MOST_ROWS if case.phase == UPDATE else 1)
+    more: dict[str, Any] = {} if state is None else {"initial_state": state.double()}
+    if case.phase == UPDATE:
+        more["output_final_state"] = True
+    if given.cu_seqlens is not None:
+        more["cu_seqlens"] = given.cu_seqlens.clamp(max=tokens).unique()
+    y, final = reference_of(case.op)(*exact, **more, **case.options)
+    results = _with_gradients(case, y, exact, beginning(case, "y", given.dy, tokens).double())
+    return {**results, "state": final.detach()} if case.phase == UPDATE else results
+
+
+def _with_gradients(case: Case, y: Tensor, inputs: Inputs, dy: Tensor) -> Results:
+    if not case.has_gradients:
+        return {"y": y.detach()}
+    grads = zip(cases.names_of(case.op), torch.autograd.grad(y, inputs, dy), strict=True)
+    return {"y": y.detach(), **{f"d{name}": grad for name, grad in grads}}
+
+
+def _results(case: Case, contestant: Contestant, given: Given) -> Results:
+    """Return what a contestant finds, as the op's callers would; nothing where it cannot do it."""
+    try:
+        inputs = contestant.convert(given.inputs if case.has_gradients else [x.detach() for x in given.inputs])
+        state, more = beside(case, contestant, given)
+        y, final = contestant.run(inputs, state, more)
+        if y is None:
+            return {}
+        results = _with_gradients(case, y, given.inputs, given.dy)
+        if case.phase == UPDATE:
+            results["state"] = final[given.slots] if contestant.takes_pools else contestant.convert_state(final)
+        return results
+    except Exception:
+        return {}
+
+
+def _distances(case: Case, results: Results, wanted: Results, tokens: int | None = None) -> dict[str, float]:
+    """Return the relative L2 distance of each result, of the first tokens alone where these are given."""
+    distances = {}
+    for name, want in wanted.items() if results else ():
+        x = results[name] if tokens is None else beginning(case, name, results[name], tokens)
+        wide = torch.float64 if tokens is not None else torch.float32
+        distances[name] = float((x.to(wide) - want.to(wide)).norm() / want.to(wide).norm())
+    return distances
+
+
+# ---- without a GPU -----------------------------------------------------------------------------------------------
+
+
+def rows_of_cpu(entry: Entry) -> list[dict[str, Any]]:
+    """Measure what a call runs on CPU tensors, in plain torch: it says nothing about the speed of the kernels."""
+    case, (backend,) = entry.case, entry.backends or ("auto",)
+    contestant, given = our_call(case, backend, backend), cases.given_for(case, "cpu")
+    times = timing.cpu_ms(run_once(case, contestant, given))
+    (errors,) = _errors(case, [contestant], given, [])
+    return [row(entry, OURS, backend) | timing.spread(times) | errors]
+
+
+def on_small_shape(entry: Entry) -> Entry:
+    """Return an entry as small as a CPU does in no time."""
+    sizes = tuple(map(min, entry.case.shape, CPU_SHAPE))
+    return entry._replace(case=entry.case._replace(shape=sizes))  # type: ignore[arg-type]

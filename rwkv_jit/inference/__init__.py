@@ -1,1 +1,0 @@
-"""Inference: steps of a few tokens over a pool of states."""

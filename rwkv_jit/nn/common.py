@@ -1,0 +1,281 @@
+"""What modules share: checks, files of states, how parameters begin, last tokens, short convolutions, and autocast."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as of_modules
+from torch.utils import _pytree as pytree
+
+from rwkv_jit.call import tensors
+from rwkv_jit.layers.convolution import causal_conv1d
+from rwkv_jit.layers.functions import gated, gated_norm
+from rwkv_jit.pool.arguments import check_shape, count
+from rwkv_jit.schedules.convolution import LEAST_WIDTH, MOST_WIDTH
+from rwkv_jit.schedules.legal import Gate, Norm
+
+_State = TypeVar("_State", bound=type)
+
+
+def in_files(state: _State) -> _State:
+    """Let files of `torch.export` and of `torch.save` hold states of a type, which is a named tuple."""
+    torch.serialization.add_safe_globals([state])
+    pytree._register_namedtuple(state, serialized_type_name=f"rwkv_jit.nn.{state.__name__}")
+    return state
+
+
+def check_place(layer: int, layers: int) -> tuple[int, int]:
+    """Return the place of a layer and how many there are, once both are checked."""
+    if count("layer", layer) >= count("layers", layers, 1):
+        raise ValueError(f"layer: expected less than the {layers} layers, got {layer}")
+    return layer, layers
+
+
+def check_heads(width: int, head_size: int) -> int:
+    """Return how many heads of a size a width has, once both are checked."""
+    if count("width", width, 1) % count("head_size", head_size, 1):
+        raise ValueError(f"width: expected a multiple of the head size, {head_size}, got {width}")
+    return width // head_size
+
+
+def fill_orthogonal(matrix: Tensor, gain: float) -> None:
+    """Fill a matrix with orthogonal rows or columns. A matrix of 16 bits is rounded from one of float32."""
+    made = torch.empty_like(matrix, dtype=torch.promote_types(matrix.dtype, torch.float32), requires_grad=False)
+    nn.init.orthogonal_(made, gain)
+    with torch.no_grad():
+        matrix.copy_(made)
+
+
+def under_autocast(x: Tensor) -> Tensor:
+    """Return the input of a layer in the dtype of autocast: norms before it leave float32, twice the memory."""
+    return tensor_of("x", x).to(dtype_under_autocast(x))
+
+
+def dtype_under_autocast(x: Tensor) -> torch.dtype:
+    """Return the dtype in which a layer takes what is normed of a residual: that of autocast, but for float64."""
+    dtype = tensors.autocast_dtype(x)
+    return x.dtype if dtype is None or x.dtype == torch.float64 else dtype
+
+
+# ---- modules that are run by functions of their parameters -------------------------------------------------------
+
+
+_GLOBAL_HOOKS = (
+    of_modules._global_forward_hooks, of_modules._global_forward_pre_hooks,
+    of_modules._global_backward_hooks, of_modules._global_backward_pre_hooks,
+)  # fmt: skip
+
+
+def is_plain(module: nn.Module, kind: type[nn.Module], **settings: Any) -> bool:
+    """Return whether a call of a module does what its type does with such settings: no adapter, and without hooks."""
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    if type(module) is not kind or "forward" in module.__dict__ or any(hooks) or any(_GLOBAL_HOOKS):
+        return False
+    return all(getattr(module, name) == value for name, value in settings.items())
+
+
+def is_plain_norm(norm: Any, kind: type[nn.Module], size: int) -> bool:
+    """Return whether a norm is plain, lacks no parameter and no eps, and is one of so many channels each."""
+    if not is_plain(norm, kind) or any(getattr(norm, own, 0) is None for own in ("weight", "bias", "eps")):
+        return False
+    if kind is nn.GroupNorm:
+        return bool(norm.num_channels == norm.num_groups * size)
+    return bool(norm.normalized_shape == (size,))
+
+
+def is_plain_block(block: Any) -> bool:
+    """Return whether all modules of a layer that a function may run are plain."""
+    norms = block.ln1, block.ln2
+    mixes_are = all(map(is_plain, (block.att, block.ffn), block._kinds))
+    return mixes_are and all(is_plain_norm(norm, nn.LayerNorm, block.att.width) for norm in norms)
+
+
+def norm_heads(
+    norm: Any, kind: type[nn.Module], y: Tensor, gate: Tensor, gate_map: Gate, bonus: Tensor | None = None, **more: Any
+) -> Tensor:
+    """Return norms of heads and a bonus, gated, [..., H V], of y [..., H, V]. `more` makes a bonus: r, k, v, r_k."""
+    if is_plain_norm(norm, kind, y.shape[-1]):
+        weight = norm.weight.expand(y.shape[-2:]) if kind is nn.RMSNorm else norm.weight
+        of_norm: Norm = "rms" if kind is nn.RMSNorm else "layer"
+        bias = getattr(norm, "bias", None)
+        return gated_norm(y, gate, weight, bias, **more, bonus=bonus, gate=gate_map, norm=of_norm, eps=norm.eps)
+    normed = norm(y) if kind is nn.RMSNorm else norm(y.flatten(0, -3).flatten(1)).view_as(y)
+    if more:
+        r, k, v = (more[name].view_as(y) for name in "rkv")
+        bonus = (r * k * more["r_k"]).sum(-1, keepdim=True) * v
+    normed = normed if bonus is None else normed + bonus.view_as(y)
+    return gated(normed.flatten(-2).to(y.dtype), gate, gate_map)  # it is float32 under autocast
+
+
+# ---- short convolutions before recurrences -----------------------------------------------------------------------
+
+
+def short_convolution(channels: int, conv_width: int, bias: bool, place: dict[str, Any]) -> nn.Conv1d:
+    """Return the taps of channels, by the names and shapes of torch's module. `convolve` does the work."""
+    if not LEAST_WIDTH <= count("conv_width", conv_width) <= MOST_WIDTH:
+        raise ValueError(f"conv_width: expected {LEAST_WIDTH} to {MOST_WIDTH}, got {conv_width}")
+    return nn.Conv1d(channels, channels, conv_width, groups=channels, bias=bias, **place)
+
+
+def convolve(
+    layer: Any, x: Tensor, sizes: Mapping[str, int], before: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return silu of convolved tokens, and the last tokens of each sequence.
+
+    `sizes` are of the channels of each of the layer's convolutions, by its name.
+    """
+    before = None if before is None else before.to(x.dtype)
+    taps = [getattr(layer, name) for name in sizes]
+    own: dict[str, Any] = {"kernel_size": (layer.conv_width,), "stride": (1,), "dilation": (1,), "padding": (0,)}
+    if len(taps) > 1:
+        own["bias"] = None
+    for each, size in zip(taps, sizes.values(), strict=True):
+        if not is_plain(each, nn.Conv1d, in_channels=size, out_channels=size, groups=size, **own):
+            return _convolve_by_calls(layer, x, sizes, before, cu_seqlens)
+    several = [each.weight.squeeze(1) for each in taps]
+    weight = several[0] if len(several) == 1 else torch.cat(several)
+    y, last = causal_conv1d(
+        x, weight, taps[0].bias, initial_state=before, output_final_state=True, cu_seqlens=cu_seqlens,
+        activation="silu",
+    )  # fmt: skip
+    assert last is not None
+    return y, last
+
+
+def _convolve_by_calls(
+    layer: Any, x: Tensor, sizes: Mapping[str, int], before: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the same by calls of the modules, of one sequence after the other."""
+    bounds, width = [0, x.shape[1]] if cu_seqlens is None else cu_seqlens.tolist(), layer.conv_width - 1
+    if before is None:
+        before = x.new_zeros(max(x.shape[0], len(bounds) - 1), x.shape[2], width)  # [N, D, W - 1]
+    made, lasts = [x.new_zeros(x.shape[0], x.shape[2], 0)], []  # [B, D, T]
+    for begin, end, first in zip(bounds, bounds[1:], before.split(x.shape[0]), strict=False):
+        text = torch.cat([first, x[:, begin:end].transpose(1, 2)], -1)  # [B, D, W - 1 + T]
+        lasts.append(text[..., end - begin :])
+        if begin < end:
+            several: list[Tensor] = []
+            for (name, size), part in zip(sizes.items(), text.split([*sizes.values()], 1), strict=True):
+                several.append(getattr(layer, name)(part))
+                check_shape(f"{name} of {list(part.shape)}", several[-1], (len(part), size, end - begin))
+            made.append(torch.cat(several, 1))
+    y = nn.functional.pad(torch.cat(made, -1), (0, x.shape[1] - bounds[-1]))
+    return nn.functional.silu(y).transpose(1, 2), torch.cat(lasts)
+
+
+def tensor_of(name: str, x: Any) -> Tensor:
+    """Return an argument that is a dense tensor of real numbers."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
+    if x.is_complex():
+        raise TypeError(f"{name}: expected real numbers, got {x.dtype}")
+    return tensors.from_any(name, x)
+
+
+def tensors_of(state: Any, count: int = 2) -> Sequence[Any]:
+    """Return the tensors of a state, or as many None where there is none."""
+    if state is None:
+        return (None,) * count
+    if not isinstance(state, (tuple, list)) or len(state) != count:
+        got = f"{len(state)} of them" if isinstance(state, (tuple, list)) else type(state).__name__
+        raise TypeError(f"state: expected a tuple of {count} tensors, got {got}")
+    return [None if x is None else tensor_of("state", x) for x in state]
+
+
+def check_tokens(given: Any, width: int) -> Tensor:
+    """Return what a layer reads, once its shape is checked."""
+    x = tensor_of("x", given)
+    if x.dim() != 3 or x.shape[-1] != width:
+        raise ValueError(f"x: expected shape [batch, tokens, {width}], got {list(x.shape)}")
+    return x
+
+
+def check_both_states(
+    state: Any, x: Tensor, cu_seqlens: Tensor | None, of_taps: tuple[int, ...], of_text: tuple[int, ...]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the last tokens and the recurrence's state of each sequence, once their shapes are checked."""
+    if state is None:
+        return None, None
+    if not (isinstance(state, (tuple, list)) and len(state) == 2 and all(isinstance(each, Tensor) for each in state)):
+        raise TypeError(f"state: expected two torch.Tensor, got {type(state).__name__}")
+    texts = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    for i, (each, shape) in enumerate(zip(state, (of_taps, of_text), strict=True)):
+        check_shape(f"state[{i}]", each, (texts, *shape))
+    return state[0], state[1]
+
+
+def fill_steps(dt_bias: Tensor) -> None:
+    """Fill what softplus makes steps of, so that these lie between 0.001 and 0.1, evenly by their logarithm."""
+    least, most = math.log(0.001), math.log(0.1)
+    steps = torch.exp(least + (most - least) * torch.rand(dt_bias.shape, device=dt_bias.device))
+    with torch.no_grad():
+        dt_bias.copy_(steps + torch.log(-torch.expm1(-steps)))
+
+
+def fill_rates(A_log: Tensor, least: float) -> None:
+    """Fill the logarithms of rates between a least one and 16."""
+    with torch.no_grad():
+        A_log.copy_(torch.empty(A_log.shape, device=A_log.device).uniform_(least, 16).log())
+
+
+# ---- parts of sequences, of which other processes have the others ------------------------------------------------
+
+
+def before_texts(
+    x: Tensor, first: Tensor | None, cu_seqlens: Tensor | None, shard: Any
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return x, the token before each of its sequences, and where these end: of a part, where there is a shard."""
+    if shard is None:
+        return x, first, cu_seqlens
+    from rwkv_jit.parallel import shifting
+
+    bounds = bounds_of(x, cu_seqlens, shard)
+    x, last = shifting.with_last(x)
+    return x, shifting.token_before(last, shard, first), bounds
+
+
+def normed_before_texts(
+    x: Tensor, add: Tensor | None, norm: nn.LayerNorm, first: Tensor | None, shard: Any
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return x, what is added to it, and the token before each sequence of a part as `norm_shift` takes it: normed."""
+    from rwkv_jit.parallel import shifting
+
+    x, last = shifting.with_last(x)
+    if add is not None:
+        add, last_added = shifting.with_last(add)
+        last = last + last_added
+    normed = nn.functional.layer_norm(last, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
+    return x, add, shifting.token_before(normed.to(dtype_under_autocast(x)), shard, first)
+
+
+def bounds_of(x: Tensor, cu_seqlens: Tensor | None, shard: Any) -> Tensor | None:
+    """Return where packed sequences end: of a part, where there is a shard."""
+    if shard is None:
+        return cu_seqlens
+    if cu_seqlens is not None:
+        raise ValueError("cu_seqlens: expected None with a shard, which has the bounds of all parts")
+    from rwkv_jit.parallel.shard import Shard
+
+    if not isinstance(shard, Shard):
+        raise TypeError(f"shard: expected a rwkv_jit.parallel.Shard, got {type(shard).__name__}")
+    shard.check("x", x)
+    return None if shard.bounds is None else shard.cu_seqlens(x.device)
+
+
+def recur(
+    op: Callable[..., tuple[Tensor, Tensor | None]], inputs: Sequence[Tensor], state: Tensor | None,
+    cu_seqlens: Tensor | None, shard: Any, **options: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return y of a recurrence and the states behind all sequences: of a part, where there is a shard."""
+    if shard is None:
+        y, final = op(*inputs, state, True, cu_seqlens, **options)
+    else:
+        from rwkv_jit.parallel import recurrences
+
+        y, final = getattr(recurrences, op.__name__)(*inputs, shard, state, True, **options)
+    assert final is not None
+    return y, final

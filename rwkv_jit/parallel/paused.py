@@ -1,0 +1,200 @@
+"""An op over one part of its sequences, in two phases: what the part does to any state is known before all else.
+
+Both directions call `at_summary` once with that, and go on from the state, or its gradient, that it returns. Kernels
+pause for it where they cut sequences into segments. All other calls run the op itself more than once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rwkv_jit.call import prepared, registry, switches, tensors, torch_op
+from rwkv_jit.call.checks import is_for_kernels
+from rwkv_jit.call.options import Tail
+from rwkv_jit.call.plan import Plan
+from rwkv_jit.call.torch_op import Options
+from rwkv_jit.kernels.signatures import forget_with
+from rwkv_jit.schedules import directions, segments
+from rwkv_jit.schedules.problem import STATE, Op, Problem
+from rwkv_jit.schedules.schedule import without
+
+ForState = Callable[[Tensor, Tensor], Tensor]  # from Q and P to the state before the part
+ForGradient = Callable[[Tensor], Tensor]  # from Q of gradients to the gradient of the state behind it
+
+
+class Call(NamedTuple):
+    """What is called: an op, and its options as they came, complete."""
+
+    op: Op
+    tail: Tail
+
+    def options(self, inputs: Sequence[Tensor], cu_seqlens: Tensor | None) -> Options:
+        """Return the options of a call with gradients, with the algorithm that will run; states are [V, K] here."""
+        asked = torch_op.asked_options(self.tail, inputs[0].dtype, switches.current())._replace(state_layout="vk")
+        is_direct = tensors.is_eager() and tensors.are_plain(inputs)
+        return torch_op.chosen(self.op, inputs, cu_seqlens, self.tail.decay_bound, asked, True, is_direct)
+
+    def forward(
+        self, inputs: Sequence[Tensor], state: Tensor, cu_seqlens: Tensor | None, options: Options, training: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return y, the states behind all sequences, and what the backward takes."""
+        run = registry.find(f"{self.op.name}_fwd")
+        y, final, kept = run(*inputs, state, cu_seqlens, *options, True, training)
+        return y, final, kept
+
+    def backward(
+        self, saved: Sequence[Tensor | None], options: Options, dy: Tensor, grad_final: Tensor | None,
+        wanted: Sequence[str],
+    ) -> list[Tensor | None]:  # fmt: skip
+        """Return the gradients of the inputs and of the state, of those by these names.
+
+        `saved` are the inputs, the state, cu_seqlens and what the forward has left.
+        """
+        run, names = registry.find(f"{self.op.name}_bwd"), (*self.op.names, STATE)
+        if not wanted:
+            return [None] * len(names)
+        *given, kept = saved
+        made = run(dy, grad_final, *given, *options, kept, wanted=" ".join(wanted))
+        return [x if name in wanted else None for name, x in zip(names, made, strict=True)]
+
+    def states(self, inputs: Sequence[Tensor], sequences: int, rows: int | None = None) -> Tensor:
+        """Return states of zeros; by default with as many rows as those of the call."""
+        sizes = torch_op.sizes_of(self.op, inputs)
+        lead = inputs[self.op.lead]
+        dtype = torch.float64 if lead.dtype == torch.float64 else torch.float32
+        return lead.new_zeros(sequences, sizes["H"], sizes["V"] if rows is None else rows, sizes["K"], dtype=dtype)
+
+    def wanted(self, wants: Sequence[bool]) -> tuple[str, ...]:
+        """Return the names of those whose gradients are wanted: inputs, and last the state."""
+        return tuple(name for name, is_wanted in zip((*self.op.names, STATE), wants, strict=True) if is_wanted)
+
+
+class Way(NamedTuple):
+    """How a call runs in both directions. The forward returns last what the backward takes."""
+
+    summary: Callable[[Sequence[Tensor]], tuple[Tensor, Tensor]]
+    forward: Callable[[Sequence[Tensor], ForState], tuple[Tensor, Tensor, Sequence[Tensor]]]
+    backward: Callable[[Sequence[Tensor], Tensor, ForGradient], list[Tensor | None]]  # the state's gradient is the last
+
+
+def way_of(call: Call, inputs: Sequence[Tensor], wants: Sequence[bool]) -> Way:
+    """Return how calls run with inputs of this signature.
+
+    `wants` says of which inputs, and last whether of the state, gradients are wanted.
+    """
+    problem = _problem(call, inputs, any(wants))
+    if problem is None:
+        return _by_calls(call, inputs, wants)
+    wanted = prepared.wanted(call.op, wants, True) if problem.training else ()
+    kernels = _Kernels(problem._replace(wanted=wanted))
+    return Way(kernels.summary, kernels.forward, kernels.backward)
+
+
+# ---- kernels that pause ------------------------------------------------------------------------------------------
+
+
+def _problem(call: Call, inputs: Sequence[Tensor], training: bool) -> Problem | None:
+    """Return the problem of kernels that pause, None where a call takes others."""
+    if not (is_for_kernels(call.tail.backend, inputs[0]) and tensors.is_eager() and tensors.are_plain(inputs)):
+        return None
+    options, gpu = call.options(inputs, None), tensors.gpu(inputs[0].device.index)
+    problem = torch_op.problem_of(call.op, inputs, call.states(inputs, 0), None, options, True, training, gpu)
+    return problem._replace(backend="segments", is_shard=True) if segments.takes_shard(problem) else None
+
+
+class _Kernels:
+    """A call whose kernels pause, with what its first runs have prepared for inputs of the same signature."""
+
+    def __init__(self, problem: Problem):
+        self.problem = problem
+        self._plans: dict[Any, Plan] = {}
+        forget_with(self)
+
+    def forget(self) -> None:
+        """Drop what was prepared; a graph may hold this call after a fork."""
+        self._plans.clear()
+
+    def _plan(self, direction: Any, make: Callable[[], Plan]) -> Plan:
+        plan = self._plans.get(direction)
+        if plan is None:
+            plan = self._plans[direction] = make()
+        return plan
+
+    def _plan_forward(self, given: Sequence[Tensor | None]) -> Plan:
+        problem, is_summary = self.problem, given[-2] is None
+
+        def make() -> Plan:
+            named = dict(zip((*problem.op.names, "initial_state", "cu_seqlens"), given, strict=True))
+            if is_summary:
+                schedule = without(directions.forward(problem._replace(training=False)), ("y", "final_state"))
+                return Plan(schedule, problem, named)
+            soon = directions.backward(problem).requests(problem.gpu) if problem.training else ()
+            return Plan(directions.forward(problem), problem, named, soon=soon)
+
+        return self._plan(is_summary, make)
+
+    def summary(self, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        given = [*inputs, None, None]
+        bias, transition = self._plan_forward(given).run(given, lambda _: None)
+        return bias, transition
+
+    def forward(self, inputs: Sequence[Tensor], at_summary: ForState) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+        state = inputs[0].new_empty(self.problem.state_shape, dtype=torch.float32)
+        given = [*inputs, state, None]
+
+        def fill(results: list[Tensor]) -> None:
+            state.copy_(at_summary(results[2], results[3]))
+
+        y, final, _, _, *kept = self._plan_forward(given).run(given, fill)
+        return y, final, [*inputs, state, *kept]
+
+    def backward(self, saved: Sequence[Tensor], dy: Tensor, at_summary: ForGradient) -> list[Tensor | None]:
+        *inputs, state, kept = saved
+        grad_final = torch.empty_like(state)
+        given = [*inputs, state, None, dy, grad_final, kept]
+
+        def fill(results: list[Tensor]) -> None:
+            grad_final.copy_(at_summary(results[-1]))
+
+        plan = self._plan(tensors.signature([dy]), lambda: prepared.plan_backward(self.problem, given))
+        *grads, _ = plan.run(given, fill)
+        found, wanted = iter(grads), self.problem.wanted
+        return [next(found) if not wanted or name in wanted else None for name in (*self.problem.op.names, STATE)]
+
+
+# ---- the op itself -----------------------------------------------------------------------------------------------
+
+
+def _by_calls(call: Call, like: Sequence[Tensor], wants: Sequence[bool]) -> Way:
+    op, wanted = call.op, call.wanted(wants)
+    values = op.names.index("v")
+    options = call.options(like, None)  # the switches of precision may be others when gradients are made
+
+    def summary(inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        v, sequences = inputs[values], inputs[op.lead].shape[0]
+        zeros = call.states(inputs, sequences)
+        rows = zeros.shape[-1] if op.family == "delta" else 1
+        units = call.states(inputs, sequences, rows)
+        units += torch.eye(rows, dtype=units.dtype, device=units.device) if rows > 1 else 1
+        alone = [*inputs[:values], v.new_zeros(*v.shape[:-1], rows), *inputs[values + 1 :]]
+        _, transition, _ = call.forward(alone, units, None, call.options(alone, None), False)
+        _, bias, _ = call.forward(inputs, zeros, None, options, False)
+        return bias, transition
+
+    def forward(inputs: Sequence[Tensor], at_summary: ForState) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+        state = at_summary(*summary(inputs))
+        y, final, kept = call.forward(inputs, state, None, options, bool(wanted))
+        return y, final, [*inputs, state, kept]
+
+    def backward(saved: Sequence[Tensor], dy: Tensor, at_summary: ForGradient) -> list[Tensor | None]:
+        *inputs, state, kept = saved
+        given = (*inputs, state, None, kept)
+        *_, bias = call.backward(given, options, dy, None, (STATE,))
+        assert bias is not None
+        return call.backward(given, options, dy, at_summary(bias), wanted)
+
+    return Way(summary, forward, backward)

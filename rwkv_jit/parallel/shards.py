@@ -1,0 +1,123 @@
+"""A call over one part of its sequences, with autograd: a part of one sequence, or of several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rwkv_jit.parallel.exchange import Exchange
+from rwkv_jit.parallel.paused import Call, Way
+from rwkv_jit.parallel.shard import Shard
+from rwkv_jit.schedules.problem import STATE, Op
+
+
+def of_one_text(way: Way, shard: Shard, initial: Tensor | None, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return y and the states behind a part that belongs to one sequence, or to as many as a batch has."""
+    made: tuple[Tensor, Tensor] = _OneText.apply(way, shard, initial, *inputs)  # type: ignore[no-untyped-call]
+    return made
+
+
+def of_texts(
+    call: Call, shard: Shard, wants: Sequence[bool], initial: Tensor | None, inputs: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return y and the states behind all sequences of a part with the end of one and the beginning of another.
+
+    What begins here runs first, for its state is awaited. The rest of a sequence that began elsewhere runs when all
+    processes have got so far. `wants` says of which inputs, and last whether of the states, gradients are wanted.
+    """
+    made: tuple[Tensor, Tensor] = _Texts.apply(call, shard, wants, initial, *inputs)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _OneText(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, way: Way, shard: Shard, initial: Tensor | None, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.way, ctx.exchange = way, Exchange(shard)
+        y, final, saved = way.forward(inputs, lambda bias, transition: ctx.exchange.state(bias, transition, initial))
+        ctx.exchange.finish()
+        ctx.save_for_backward(*saved)
+        ctx.set_materialize_grads(False)
+        ctx.like, ctx.has_own_state = (y.shape, y.dtype, y.device), initial is not None and not shard.is_continued
+        return y, final
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, grad_final: Tensor | None) -> tuple[Tensor | None, ...]:
+        shape, dtype, device = ctx.like
+        dy = torch.zeros(shape, dtype=dtype, device=device) if dy is None else dy
+        *grads, grad_state = ctx.way.backward(
+            ctx.saved_tensors, dy, lambda bias: ctx.exchange.gradient(bias, grad_final)
+        )
+        ctx.exchange.finish()
+        return (None, None, grad_state if ctx.has_own_state else None, *grads)
+
+
+class _Texts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, call: Call, shard: Shard, wants: Sequence[bool], initial: Tensor | None, *inputs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        assert shard.bounds is not None
+        first, training = int(shard.is_continued), any(wants)
+        cut = shard.bounds[first]
+        new, rest = (_tokens(call.op, inputs, part) for part in (slice(cut, None), slice(0, cut)))
+        bounds = shard.cu_seqlens(inputs[0].device, first)
+        states = call.states(inputs, shard.texts - first) if initial is None else initial[first:].contiguous()
+        # The switches of precision may be others when gradients are made.
+        ctx.options, ctx.options_of_rest = call.options(new, bounds), call.options(rest, None) if first else None
+        y, final, kept = call.forward(new, states, bounds, ctx.options, training)
+        exchange, bias = Exchange(shard), final[-1:]
+        rows = bias.shape[-1] if call.op.family == "delta" else 1
+        before = exchange.state(bias, bias.new_zeros(1, bias.shape[1], rows, bias.shape[-1]), None)
+        kept_of_rest = None
+        if first:
+            y_of_rest, final_of_rest, kept_of_rest = call.forward(rest, before, None, ctx.options_of_rest, training)
+            y, final = torch.cat([y_of_rest, y], 1), torch.cat([final_of_rest, final])
+        exchange.finish()
+        ctx.save_for_backward(*inputs, states, kept, before, kept_of_rest)
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.exchange, ctx.wants, ctx.first, ctx.cut, ctx.bounds = call, exchange, wants, first, cut, bounds
+        return y, final
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, grad_final: Tensor | None) -> tuple[Tensor | None, ...]:
+        call, first, cut = ctx.call, ctx.first, ctx.cut
+        *inputs, states, kept, before, kept_of_rest = ctx.saved_tensors
+        new, rest = (_tokens(call.op, inputs, part) for part in (slice(cut, None), slice(0, cut)))
+        if dy is None:
+            v = inputs[call.op.names.index("v")]
+            dy = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
+        wanted = call.wanted(ctx.wants)
+        bias, of_rest = torch.zeros_like(states[-1:]), None
+        if first:
+            grad = None if grad_final is None else grad_final[:1].contiguous()
+            given = (*rest, before, None, kept_of_rest)
+            also_of_state = dict.fromkeys((*wanted, STATE))
+            *of_rest, bias = call.backward(given, ctx.options_of_rest, dy[:, :cut], grad, [*also_of_state])
+        behind = ctx.exchange.gradient(bias, None)
+        of_states = torch.zeros_like(states) if grad_final is None else grad_final[first:].clone()
+        of_states[-1:] += behind
+        given = (*new, states, ctx.bounds, kept)
+        *grads, grad_states = call.backward(given, ctx.options, dy[:, cut:], of_states, wanted)
+        ctx.exchange.finish()
+        if of_rest is not None:
+            pairs = zip(call.op.inputs.values(), of_rest, grads, strict=True)
+            grads = [None if a is None or b is None else _joined(dims, a, b) for dims, a, b in pairs]
+            if grad_states is not None:
+                grad_states = torch.cat([torch.zeros_like(grad_states[:1]), grad_states])
+        return (None, None, None, grad_states, *grads)
+
+
+def _tokens(op: Op, inputs: Sequence[Tensor], part: slice) -> list[Tensor]:
+    """Return some tokens of all inputs that have any."""
+    return [x[:, part] if "T" in dims else x for dims, x in zip(op.inputs.values(), inputs, strict=True)]
+
+
+def _joined(dims: str, first: Tensor, second: Tensor) -> Tensor:
+    """Return the gradient of an input from those of its two pieces."""
+    return torch.cat([first, second], 1) if "T" in dims else first + second

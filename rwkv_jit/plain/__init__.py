@@ -1,0 +1,1 @@
+"""Definitions in plain torch."""

@@ -1,0 +1,171 @@
+"""Calls over a pool of states: those that are known run at once, all others after their checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from rwkv_jit.call import sharding, switches, tensors, torch_op
+from rwkv_jit.call.plan import Plan
+from rwkv_jit.call.tensors import Memory
+from rwkv_jit.kernels import env
+from rwkv_jit.kernels.signatures import BySignature
+from rwkv_jit.pool import registry
+from rwkv_jit.pool.ring import ReplayRing
+from rwkv_jit.schedules.problem import Op, Problem
+from rwkv_jit.schedules.update import Pool
+
+ADDRESS_BITS = 15  # of an address that is no multiple of 16
+_PLAIN = (str, int, float, type(None))
+
+
+class Step(Protocol):
+    """A call that has been checked."""
+
+    @property
+    def state(self) -> Tensor:
+        """Return the pool."""
+
+    @property
+    def y(self) -> Tensor | None:
+        """Return where y is written, if anything is."""
+
+    @property
+    def given(self) -> tuple[Any, ...]:
+        """Return what the torch op takes behind the op's name."""
+
+    @property
+    def tensors(self) -> list[Tensor | None]:
+        """Return the tensors as plans take them: the inputs, the pool, those that are options, y, those of a ring."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether there is nothing to do."""
+
+    def run(self) -> Plan:
+        """Run the kernels, and return their plan."""
+
+
+class Kind(NamedTuple):
+    """What tells the functions over a pool apart."""
+
+    name: str  # of the public function, with {op} for the op's name
+    torch_op: str
+    tensors: tuple[str, ...]  # the options that are tensors, in the order in which plans take them
+    check: Callable[..., Step]  # of the op, the name, the pool, the inputs, the options, and the ring if there is one
+    has_tokens: bool = True  # the inputs are those of the op
+
+
+class _Known(NamedTuple):
+    """A call that has come before: what tells whether another one is like it, its plan, and what its y is made of."""
+
+    options: list[tuple[str, Any]]  # that are no tensors
+    tensors: list[str]  # those that are
+    are_alike: Callable[..., bool]  # the pool, the ring, the inputs and these
+    plan: Plan
+    y: Memory | None
+
+
+_known: BySignature[_Known] = BySignature()
+
+
+def call(
+    kind: Kind, op: Op, state: Any, arrays: Sequence[Any], options: Mapping[str, Any], ring: ReplayRing | None = None
+) -> Tensor:
+    """Run a call: at once where it is known, else after all checks; return y, which kinds without one do not have."""
+    if "out" in options:
+        out = tensors.apart(options["out"], arrays)
+        if out is not options["out"]:
+            return options["out"].copy_(call(kind, op, state, arrays, {**options, "out": out}, ring))  # type: ignore[no-any-return]
+    asked: Any = None
+    known: _Known | None = None
+    try:
+        if tensors.is_eager():
+            length, of_ring = (0, ()) if ring is None else (ring.length, ring.tensors)
+            asked = (
+                op.name, kind.name, length, arrays[0].shape if arrays else None, tuple(options),
+                torch.is_grad_enabled(), switches.is_batch_invariant(), state.data_ptr() & ADDRESS_BITS,
+            )  # fmt: skip
+            known = _known.get(asked)
+            if known is not None:
+                for name, value in known.options:
+                    if options[name] is not value and options[name] != value:
+                        known = None
+                        break
+                else:
+                    if not known.are_alike(state, *of_ring, *arrays, *[options[name] for name in known.tensors]):
+                        known = None
+    except (AttributeError, TypeError, RuntimeError):  # no dense tensors, or an option that cannot be one
+        asked = known = None
+    if known is None:
+        return _checked_call(kind, op, state, arrays, dict(options), ring, asked)
+    get = options.get
+    y = get("out")
+    if y is None and known.y is not None:
+        y = tensors.new_on(known.plan.device.index, known.y)
+    known.plan.run([*arrays, state, *map(get, kind.tensors), y, *(() if ring is None else ring.fields)])
+    return y  # type: ignore[return-value]
+
+
+def _checked_call(
+    kind: Kind, op: Op, state: Any, arrays: Sequence[Any], options: dict[str, Any], ring: ReplayRing | None, asked: Any
+) -> Tensor:
+    """Run a call after all checks; one that was `asked` for so is known from then on."""
+    name = kind.name.format(op=op.name)
+    if sharding.any_distributed((state, *arrays, *options.values())):
+        raise TypeError(f"state: {name} changes it in place and takes no DTensors; pass to_local() of each")
+    cast = torch_op.under_autocast(op, arrays) if kind.has_tokens else None
+    if cast is not None:
+        with tensors.exactly(cast[0]):
+            return call(kind, op, state, cast, options, ring)
+    step = kind.check(op, name, state, arrays, options, *(() if ring is None else (ring,)))
+    if not (step.state.is_cuda and tensors.is_eager() and tensors.are_plain(step.tensors)):
+        registry.find(kind.torch_op)(op.name, *step.given)
+        return step.y  # type: ignore[return-value]
+    if step.is_empty:
+        return step.y  # type: ignore[return-value]
+    plan = step.run()
+    own = [option for option, value in options.items() if isinstance(value, Tensor)]
+    others = [(option, value) for option, value in options.items() if option not in own]
+    # Others are looked at anew each time: arrays of another library, seeds that are numbers, slots to check.
+    are_the_same = all(isinstance(x, Tensor) for x in (state, *arrays)) and not env.checks_indices()
+    are_the_same = are_the_same and all(isinstance(x, _PLAIN) and option != "seed" for option, x in others)
+    if asked is not None and are_the_same:
+        of_ring = () if ring is None else ring.tensors
+        are_alike = tensors.likeness([state, *of_ring, *arrays, *(options[option] for option in own)])
+        made_of = None if step.y is None else tensors.memory(step.y.shape, step.y.dtype)
+        _known.keep(asked, _Known(others, own, are_alike, plan, made_of))
+    return step.y  # type: ignore[return-value]
+
+
+# ---- what kernels are made for -----------------------------------------------------------------------------------
+
+
+def problem_of(op: Op, inputs: Sequence[Tensor], state: Tensor, **more: Any) -> Problem:
+    """Return the problem of a call on a GPU."""
+    sizes: dict[str, Any] = {}
+    for dims, x in zip(op.inputs.values(), inputs, strict=True):
+        sizes.update(zip(dims, x.shape, strict=True))
+    return Problem(
+        op, tensors.gpu(state.device.index),
+        {name: tensors.STORAGE[x.dtype] for name, x in zip(op.names, inputs, strict=True)},
+        **{"N": sizes["B"], "state_type": tensors.STORAGE[state.dtype],
+           "is_batch_invariant": switches.is_batch_invariant(), **sizes, **more},
+    )  # fmt: skip
+
+
+def pool_of(state: Tensor, index_bytes: int, null_index: int, w0: Tensor | None, seed: Tensor | None) -> Pool:
+    """Return what kernels know of a pool."""
+    slots = state.shape[0]
+    stride = state.stride(0) if slots > 1 else 0
+    address = state.data_ptr() | 16 | (stride * state.element_size() if slots > 1 else 0)
+    w0_type = "fp32" if w0 is None else tensors.STORAGE[w0.dtype]
+    return Pool(slots, stride, address & -address, index_bytes, null_index, w0_type, seed is not None)
+
+
+def one_slot(state: Tensor) -> Tensor:
+    """Return what kernels are bound to: they take the pool's address, that of its first slot, which has no gaps."""
+    return state[0] if state.shape[0] else state

@@ -1,0 +1,34 @@
+"""What `FlopCounterMode` of torch counts over pools of states: as much as for the op over as many tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from rwkv_jit.call.flops import register
+from rwkv_jit.schedules.table import OPS
+
+_INPUTS = 8  # their place behind y among the arguments of a replay
+
+
+def _count(op: str, state: Tensor, y: Tensor, inputs: Sequence[Tensor], *_: Any, **__: Any) -> int:
+    products = 4 if OPS[op].family == "delta" else 2
+    return 2 * products * inputs[0].numel() * y.shape[-1]
+
+
+def _count_replay(op: str, phase: str, state: Tensor, y: Tensor | None, *given: Any, **__: Any) -> int:
+    """Count the tokens; what commits and flushes do is counted of none."""
+    return 0 if y is None else _count(op, state, y, given[_INPUTS])
+
+
+def _count_wkv4(op: str, state: Tensor, y: Tensor, *_: Any, **__: Any) -> int:
+    """Count two sums that gain a term each, and the output, which is made of the sums and a term more of each."""
+    return 8 * y.numel()
+
+
+register("wkv4_states", _count_wkv4)
+register("update_states", _count)
+register("varlen_states", _count)
+register("replay_states", _count_replay)

@@ -1,0 +1,436 @@
+"""Sequences of any lengths, whose states are in a pool and change in place: prompts beside decodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rwkv_jit.call import checks, rule, switches, tensors, torch_op
+from rwkv_jit.call.plan import Plan
+from rwkv_jit.call.tensors import Array
+from rwkv_jit.kernels.signatures import BySignature
+from rwkv_jit.pool import arguments, calls, plain, registry
+from rwkv_jit.pool.options import DecayVarlenOptions
+from rwkv_jit.schedules import common, varlen
+from rwkv_jit.schedules.common import Case
+from rwkv_jit.schedules.problem import Op, Problem
+from rwkv_jit.schedules.table import OPS
+from rwkv_jit.schedules.varlen import FEW_TOKENS, Varlen
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from rwkv_jit.pool.options import VarlenOptions
+
+
+# ---- the public calls --------------------------------------------------------------------------------------------
+
+
+def wkv7_varlen(
+    state: Array, r: Array, w: Array, k: Array, v: Array, a: Array, b: Array, **options: Unpack[DecayVarlenOptions]
+) -> Tensor:
+    r"""RWKV-7 time mixing of sequences of any lengths, which changes states of a pool in place: prompts beside decodes.
+
+        sa = S a;   S <- S diag(d(w)) + sa b^T + v k^T;   y = scale S r
+
+    per sequence and head, token by token, with S [V, K].
+
+    Parameters
+    ----------
+    state, **options
+        As `PoolOptions` and `DecayVarlenOptions` say, errors and precision too.
+    r, k, a, b : torch.Tensor, shape (T, H, K) or (1, T, H, K), float16, bfloat16 or float32
+        As `wkv7` takes them.
+    w : torch.Tensor, shape and dtype of r, or float32
+        Decay before the map that `decay` names.
+    v : torch.Tensor, shape (T, H, V) or (1, T, H, V), dtype of r
+        Value.
+
+    Returns
+    -------
+    y : torch.Tensor, shape and dtype of v
+
+    References
+    ----------
+    Peng et al., RWKV-7 "Goose" with Expressive Dynamic State Evolution, arXiv:2503.14456.
+
+    Examples
+    --------
+    >>> pool = torch.zeros(16, 4, 64, 64, device="cuda")
+    >>> r, w, k, v, a, b = torch.randn(6, 102, 4, 64, device="cuda") / 8
+    >>> bounds = torch.tensor([0, 1, 2, 102], dtype=torch.int32, device="cuda")  # two decodes and a prompt
+    >>> slots = torch.tensor([5, 2, 11], dtype=torch.int32, device="cuda")
+    >>> rwkv_jit.wkv7_varlen(pool, r, w, k, v, a, b, cu_seqlens=bounds, state_indices=slots).shape
+    torch.Size([102, 4, 64])
+    """
+    return calls.call(_KIND, OPS["wkv7"], state, (r, w, k, v, a, b), options)
+
+
+def wkv6_varlen(
+    state: Array, r: Array, k: Array, v: Array, w: Array, u: Array, **options: Unpack[DecayVarlenOptions]
+) -> Tensor:
+    r"""RWKV-6 time mixing of sequences of any lengths, which changes states of a pool in place.
+
+        y = scale (S r + (sum_j u_j r_j k_j) v);   S <- S diag(d(w)) + v k^T
+
+    per sequence and head, token by token, with S [V, K].
+
+    Parameters
+    ----------
+    state, **options
+        As `PoolOptions` and `DecayVarlenOptions` say, errors and precision too.
+    r, k : torch.Tensor, shape (T, H, K) or (1, T, H, K), float16, bfloat16 or float32
+        Receptance and key, as `wkv6` takes them.
+    v : torch.Tensor, shape (T, H, V) or (1, T, H, V), dtype of r
+        Value.
+    w : torch.Tensor, shape and dtype of r, or float32
+        Decay before the map that `decay` names.
+    u : torch.Tensor, shape (H, K), dtype of r or float32
+        Bonus of the current token.
+
+    Returns
+    -------
+    y : torch.Tensor, shape and dtype of v
+
+    References
+    ----------
+    Peng et al., Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence, arXiv:2404.05892.
+
+    Examples
+    --------
+    >>> pool = torch.zeros(16, 4, 64, 64, device="cuda")
+    >>> r, k, v, w = torch.randn(4, 50, 4, 64, device="cuda")
+    >>> bounds = torch.tensor([0, 20, 50], device="cuda")
+    >>> rwkv_jit.wkv6_varlen(pool, r, k, v, w, torch.zeros(4, 64, device="cuda"), cu_seqlens=bounds).shape
+    torch.Size([50, 4, 64])
+    """
+    return calls.call(_KIND, OPS["wkv6"], state, (r, k, v, w, u), options)
+
+
+def wkv5_varlen(
+    state: Array, r: Array, k: Array, v: Array, w: Array, u: Array, **options: Unpack[DecayVarlenOptions]
+) -> Tensor:
+    r"""RWKV-5 time mixing of sequences of any lengths, which changes states of a pool in place.
+
+        y = scale (S r + (sum_j u_j r_j k_j) v);   S <- S diag(d(w)) + v k^T
+
+    per sequence and head, token by token, with S [V, K] and one decay for all tokens.
+
+    Parameters
+    ----------
+    state, **options
+        As `PoolOptions` and `DecayVarlenOptions` say, errors and precision too.
+    r, k : torch.Tensor, shape (T, H, K) or (1, T, H, K), float16, bfloat16 or float32
+        Receptance and key, as `wkv5` takes them.
+    v : torch.Tensor, shape (T, H, V) or (1, T, H, V), dtype of r
+        Value.
+    w, u : torch.Tensor, shape (H, K), dtype of r or float32
+        Decay before the map that `decay` names, and bonus of the current token.
+
+    Returns
+    -------
+    y : torch.Tensor, shape and dtype of v
+
+    References
+    ----------
+    Peng et al., Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence, arXiv:2404.05892.
+
+    Examples
+    --------
+    >>> pool = torch.zeros(16, 4, 64, 64, device="cuda")
+    >>> r, k, v = torch.randn(3, 50, 4, 64, device="cuda")
+    >>> w, u = torch.randn(2, 4, 64, device="cuda")
+    >>> bounds = torch.tensor([0, 20, 50], device="cuda")
+    >>> rwkv_jit.wkv5_varlen(pool, r, k, v, w, u, cu_seqlens=bounds).shape
+    torch.Size([50, 4, 64])
+    """
+    return calls.call(_KIND, OPS["wkv5"], state, (r, k, v, w, u), options)
+
+
+def gla_varlen(state: Array, q: Array, k: Array, v: Array, g: Array, **options: Unpack[DecayVarlenOptions]) -> Tensor:
+    r"""Gated linear attention of sequences of any lengths, which changes states of a pool in place.
+
+        S <- S diag(d(g)) + v k^T;   y = scale S q
+
+    per sequence and head, token by token, with S [V, K].
+
+    Parameters
+    ----------
+    state, **options
+        As `PoolOptions` and `DecayVarlenOptions` say, errors and precision too.
+    q, k : torch.Tensor, shape (T, H, K) or (1, T, H, K), float16, bfloat16 or float32
+        Query and key, as `gla` takes them.
+    v : torch.Tensor, shape (T, H, V) or (1, T, H, V), dtype of q
+        Value.
+    g : torch.Tensor, shape and dtype of q, or float32
+        Decay before the map that `decay` names; by default its logarithm.
+
+    Returns
+    -------
+    y : torch.Tensor, shape and dtype of v
+
+    References
+    ----------
+    Yang et al., Gated Linear Attention Transformers with Hardware-Efficient Training, arXiv:2312.06635.
+
+    Examples
+    --------
+    >>> pool = torch.zeros(16, 4, 64, 128, device="cuda")
+    >>> q, k, x = torch.randn(3, 50, 4, 64, device="cuda")
+    >>> v, g = torch.randn(50, 4, 128, device="cuda"), torch.nn.functional.logsigmoid(x)
+    >>> rwkv_jit.gla_varlen(pool, q, k, v, g, cu_seqlens=torch.tensor([0, 20, 50], device="cuda")).shape
+    torch.Size([50, 4, 128])
+    """
+    return calls.call(_KIND, OPS["gla"], state, (q, k, v, g), options)
+
+
+def linear_attention_varlen(state: Array, q: Array, k: Array, v: Array, **options: Unpack[VarlenOptions]) -> Tensor:
+    r"""Linear attention of sequences of any lengths, which changes states of a pool in place.
+
+        S <- S + v k^T;   y = scale S q
+
+    per sequence and head, token by token, with S [V, K].
+
+    Parameters
+    ----------
+    state, **options
+        As `PoolOptions` and `VarlenOptions` say, errors and precision too.
+    q, k : torch.Tensor, shape (T, H, K) or (1, T, H, K), float16, bfloat16 or float32
+        Query and key, as `linear_attention` takes them.
+    v : torch.Tensor, shape (T, H, V) or (1, T, H, V), dtype of q
+        Value.
+
+    Returns
+    -------
+    y : torch.Tensor, shape and dtype of v
+
+    References
+    ----------
+    Katharopoulos et al., Transformers are RNNs, arXiv:2006.16236.
+
+    Examples
+    --------
+    >>> pool = torch.zeros(16, 4, 64, 128, device="cuda")
+    >>> q, k = torch.randn(2, 50, 4, 64, device="cuda")
+    >>> v, bounds = torch.randn(50, 4, 128, device="cuda"), torch.tensor([0, 20, 50], device="cuda")
+    >>> rwkv_jit.linear_attention_varlen(pool, q, k, v, cu_seqlens=bounds).shape
+    torch.Size([50, 4, 128])
+    """
+    return calls.call(_KIND, OPS["linear_attention"], state, (q, k, v), options)
+
+
+# ---- a call ------------------------------------------------------------------------------------------------------
+
+
+class _Step(NamedTuple):
+    """A call that has been checked. Its inputs are [1, T, ..]."""
+
+    op: Op
+    state: Tensor
+    y: Tensor
+    inputs: Sequence[Tensor]
+    w0: Tensor | None
+    cu_seqlens: Tensor
+    state_indices: Tensor | None
+    write_indices: Tensor | None
+    has_initial_state: Tensor | None
+    num_active: Tensor | None
+    checkpoint_offsets: Tensor | None
+    checkpoint_indices: Tensor | None
+    seed: Tensor | None
+    null_index: int
+    max_seqlen: int | None
+    scale: float
+    decay: str
+    decay_bound: float | None
+    state_layout: str
+
+    @property
+    def given(self) -> tuple[Any, ...]:
+        return self[1:]
+
+    @property
+    def has_few_tokens(self) -> bool:
+        """Return whether no sequence has more tokens than go one by one."""
+        tokens: int = self.inputs[self.op.lead].shape[1]
+        return min(tokens, self.max_seqlen or tokens) <= FEW_TOKENS and self.checkpoint_offsets is None
+
+    @property
+    def is_empty(self) -> bool:
+        return self.y.numel() == 0
+
+    @property
+    def tensors(self) -> list[Tensor | None]:
+        return [*self.inputs, self.state, *self[4:13], self.y]
+
+    def run(self) -> Plan:
+        arrays = self.tensors
+        alignment = self.state.data_ptr() & calls.ADDRESS_BITS
+        options = self[13:], self.has_few_tokens, switches.is_batch_invariant()
+        key = self.op.name, options, alignment, tensors.signature(arrays)
+        plan = _plans.get(key)
+        if plan is None:
+            named = dict(zip((*self.op.names, "state", *_KIND.tensors, "y"), arrays, strict=True))
+            named["state"] = calls.one_slot(self.state)
+            plan = _plans.keep(key, self._plan(named))
+        plan.run(arrays)
+        return plan
+
+    def _plan(self, named: dict[str, Tensor | None]) -> Plan:
+        options = {"scale": self.scale, "decay": self.decay, "state_layout": self.state_layout}
+        p = calls.problem_of(self.op, self.inputs, self.state, **options)
+        if self.w0 is not None:
+            p = p._replace(w0_type=tensors.STORAGE[self.w0.dtype])
+        several = [x for x in (self.state_indices, self.write_indices, self.checkpoint_indices) if x is not None]
+        index_bytes = several[0].element_size() if several else 4
+        pool = calls.pool_of(self.state, index_bytes, self.null_index, self.w0, self.seed)
+        sequences = self.cu_seqlens.shape[0] - 1
+        checkpoints = 0 if self.checkpoint_offsets is None else self.checkpoint_offsets.shape[1]
+        call = Varlen(sequences, checkpoints, self.cu_seqlens.element_size(), self.has_few_tokens)
+        if not call.has_few_tokens:
+            p = p._replace(**self._algorithm(p, sequences))
+        return Plan(varlen.schedule(p, pool, call), p, named)
+
+    def _algorithm(self, p: Problem, sequences: int) -> dict[str, Any]:
+        """Return what the rule says of sequences that are no short ones, as fields of the problem."""
+        device = self.state.device.index
+
+        def chosen(case: Case) -> dict[str, Any]:
+            case = case.of_any_batch() if switches.is_batch_invariant() else case
+            made = rule.chosen(backend, case, lambda: tensors.gpu(device), lambda: rule.known(device))
+            return {**made._asdict(), "chunk_len": made.chunk_len or 0}
+
+        # What has a sequence in the second extent of a grid has no room for more of them.
+        pieces = sequences * (1 if self.checkpoint_offsets is None else self.checkpoint_offsets.shape[1] + 1)
+        backend = "auto" if pieces <= common.MOST_HEADS else "recurrent"
+        tokens = max(p.T, rule.LEAST_TOKENS)  # where there are fewer, they go one by one whatever is chosen
+        case = Case(
+            self.op, p.types["v"], p.K, p.V, tokens, self.decay, self.decay_bound, None, training=False,
+            blocks=sequences * p.H, is_packed=True,
+        )  # fmt: skip
+        longest, multiprocessors = self.max_seqlen or (p.T if sequences == 1 else 0), tensors.multiprocessors(device)
+        if longest and sequences * p.H <= multiprocessors and self.checkpoint_offsets is None:
+            cut = case._replace(tokens=p.T // sequences, multiprocessors=lambda: multiprocessors, longest=longest)
+            made = chosen(cut)
+            if made["backend"] in ("segments", "large"):
+                return made
+        return chosen(case)
+
+
+def _check(op: Op, name: str, state: Any, arrays: Sequence[Any], options: dict[str, Any]) -> _Step:
+    """Check a call, and return it with all options.
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError
+        Naming the argument, what was expected and what came.
+    """
+    has_decay = op.decay != "none"
+    legal = [x for x in DecayVarlenOptions.__annotations__ if has_decay or x not in ("decay", "decay_bound", "w0")]
+    arguments.check_names(name, options, legal)
+    decay, layout, rounds = arguments.names(op, options)
+    null_index = arguments.null_index(options.get("null_index", -1))
+
+    inputs = checks.as_tensors(op, arrays)
+    if inputs[op.lead].dim() == 3:
+        inputs = [x.unsqueeze(0) if x.dim() == 3 else x for x in inputs]
+    wide = not inputs[op.lead].is_cuda
+    sizes = checks.check_inputs(op, inputs, wide)
+    lead = inputs[op.lead]
+    scale = arguments.scale(op, options, sizes)
+    decay_bound, most = options.get("decay_bound"), options.get("max_seqlen")
+    checks.check_decay_bound(decay_bound)
+    if most is not None:
+        checks.check_count("max_seqlen", most)
+
+    if options.get("cu_seqlens") is None:
+        raise TypeError("cu_seqlens: expected where each sequence begins and ends, got None")
+    bounds = tensors.from_any("cu_seqlens", options["cu_seqlens"])
+    checks.check_packing(bounds, lead)
+    count = bounds.shape[0] - 1
+    state = tensors.from_any("state", state, in_place=True)
+    arguments.check_pool(op, state, tuple(sizes[dim] for dim in op.state_dims(layout)), lead, wide)
+    w0 = arguments.w0(options.get("w0"), sizes["H"], sizes["K"], lead)
+    read, written = (arguments.indices(x, options.get(x), count, lead) for x in ("state_indices", "write_indices"))
+    arguments.check_room("state", state, read, count, "sequences")
+    has_state = arguments.has_initial_state(options.get("has_initial_state"), count, lead)
+    active = arguments.num_active(options.get("num_active"), lead)
+    offsets, places = (options.get(x) for x in ("checkpoint_offsets", "checkpoint_indices"))
+    if (offsets is None) != (places is None):
+        raise ValueError("checkpoint_offsets: expected together with checkpoint_indices, got one of the two")
+    if offsets is not None:
+        offsets, places = (tensors.from_any(x, options[x]) for x in ("checkpoint_offsets", "checkpoint_indices"))
+        if offsets.dim() != 2 or offsets.shape[0] != count or not offsets.shape[1]:
+            raise ValueError(f"checkpoint_offsets: expected shape [{count}, checkpoints], got {list(offsets.shape)}")
+        arguments.check_shape("checkpoint_indices", places, tuple(offsets.shape))
+        arguments.check_dtype("checkpoint_offsets", offsets, (bounds.dtype,), lead)
+        arguments.check_dtype("checkpoint_indices", places, arguments.INDEX_TYPES, lead)
+    arguments.check_alike({"state_indices": read, "write_indices": written, "checkpoint_indices": places})
+    y = arguments.y_of(
+        options.get("out"), inputs[op.names.index("v")], tensors.from_any("v", arrays[op.names.index("v")])
+    )
+    arguments.refuse_gradients(op, name, (state, y, w0, inputs))
+    seed = arguments.seed_tensor(options.get("seed"), rounds, state, lead)
+    step = _Step(
+        op, state, y, inputs, w0, bounds, read, written, has_state, active, offsets, places, seed, null_index, most,
+        scale, decay, decay_bound, layout,
+    )  # fmt: skip
+    _check_values(step)
+    return step
+
+
+def _check_values(step: _Step) -> None:
+    """Check the values of bounds and indices where that costs nothing, or where the user has asked for it."""
+    given = [step.cu_seqlens, step.state_indices, step.write_indices, step.num_active, step.checkpoint_indices]
+    if not arguments.may_look_at(given):
+        return
+    tokens, slots = step.inputs[step.op.lead].shape[1], step.state.shape[0]
+    bounds = step.cu_seqlens.tolist()
+    arguments.check_bounds(bounds, tokens)
+    active = arguments.check_active(step.num_active, len(bounds) - 1)
+    read, written = (None if x is None else x[:active] for x in (step.state_indices, step.write_indices))
+    arguments.check_slots(
+        {"state_indices": read, "write_indices": written}, slots, step.null_index,
+        None if step.checkpoint_indices is None else step.checkpoint_indices[:active], step.has_initial_state,
+    )  # fmt: skip
+
+
+_KIND = calls.Kind(
+    "{op}_varlen",
+    "varlen_states",
+    ("w0", "cu_seqlens", "state_indices", "write_indices", "has_initial_state", "num_active", "checkpoint_offsets",
+     "checkpoint_indices", "seed"),
+    _check,
+)  # fmt: skip
+_plans: BySignature[Plan] = BySignature()
+
+
+# ---- the torch op ------------------------------------------------------------------------------------------------
+
+
+def run(op: str, *given: Any) -> None:
+    """Run the torch op with CPU or CUDA tensors."""
+    step = _Step(OPS[op], *given)
+    if step.is_empty:
+        return
+    if step.state.is_cuda:
+        step.run()
+        return
+    torch_op.say_reference(f"{op}_varlen", step.state)
+    with tensors.exactly(step.state), torch.no_grad():
+        options = step.null_index, step.scale, step.decay, step.state_layout
+        plain.varlen(*step[:13], *options, FEW_TOKENS)
+
+
+def fake(op: str, *given: Any) -> None:
+    """Do nothing with tensors that have no memory."""
+
+
+def record(keys: Any, op: str, *given: Any) -> None:
+    """Refuse to record gradients."""
+    arguments.refuse_gradients(OPS[op], f"{op}_varlen", given)
+    with torch._C._AutoDispatchBelowAutograd():
+        registry.find(_KIND.torch_op).redispatch(keys & torch._C._after_autograd_keyset, op, *given)

@@ -1,0 +1,1 @@
+"""What ops are and which launches they take, by sizes and names: without torch and without CUDA."""

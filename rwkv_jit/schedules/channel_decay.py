@@ -1,0 +1,127 @@
+"""Kimi Delta Attention on the tensor cores: 64 tokens at once, in blocks of warp groups that hold a head each.
+
+Key heads may be fewer than value heads. Any decay is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rwkv_jit.kernels.gpu import Gpu
+from rwkv_jit.kernels.template import Parameter
+from rwkv_jit.schedules import common, head_decay
+from rwkv_jit.schedules.common import Case, Obstacle
+from rwkv_jit.schedules.problem import BYTES, LARGEST_DECAY, Problem
+from rwkv_jit.schedules.schedule import Schedule, Step, aligned
+
+CHUNK_LEN = 64
+HEAD_SIZE = 128
+_THREADS = 512
+_TILE = 2 * 64 * 64  # bytes
+
+
+def why_not(case: Case, gpu: Callable[[], Gpu]) -> Obstacle | None:
+    """Return why these kernels cannot do a call; None where they can. The GPU is asked for where all else is right."""
+    obstacle = common.obstacle(case, gpu, HEAD_SIZE, (CHUNK_LEN,), str(CHUNK_LEN), holds_heads=True)
+    if obstacle is not None:
+        return obstacle
+    if (case.head_size, case.value_size) != (HEAD_SIZE, HEAD_SIZE):
+        return "takes head sizes of 128, got {} and {} for v", case.head_size, case.value_size
+    there = gpu()
+    return None if there.has_warp_groups else ("needs sm_90, got {}", there.arch)
+
+
+def shared_bytes(storage: str) -> int:
+    """Return the size of the forward's Smem where g has this type; a multiple of 1 KB."""
+    wide = BYTES[storage]
+    rows, matrices, values = 2 * 6 * _TILE, ((2 if wide == 2 else 1) + 2) * _TILE, 4 * _TILE
+    solver = _TILE + 4 * 4 * 16 * 20
+    work = max(2 * _TILE + solver, 4 * CHUNK_LEN * HEAD_SIZE)
+    factors = 2 * (4 * CHUNK_LEN + HEAD_SIZE) + (2 * 4 + 3 + 2 + 2) * HEAD_SIZE // 2
+    rest = 4 * (2 * 3 * CHUNK_LEN + 4 * HEAD_SIZE + factors + 2 * 8) + 7 * 8
+    size = rows + matrices + values + wide * CHUNK_LEN * HEAD_SIZE + work + rest
+    return -(-size // 1024) * 1024
+
+
+def kept(p: Problem) -> dict[str, Any]:
+    """Return what the forward keeps: a state and the token matrices of each chunk, and what it wrote."""
+    chunks = p.slots(CHUNK_LEN) * p.H
+    return {
+        "states": 2 * chunks * p.V * p.K, "matrices": chunks * 2 * _TILE,
+        "kept_u": aligned(2 * p.B * p.T * p.H * p.V),
+    }  # fmt: skip
+
+
+def forward(p: Problem, lower_bound: float) -> Schedule:
+    """Return the forward; a bound of log-decays counts where there is one."""
+    parameters: dict[str, Parameter] = {
+        "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "CHUNK_LEN": CHUNK_LEN, "NUM_THREADS": _THREADS, "GROUP": p.H // p.G,
+        "SHARED_BYTES": shared_bytes(p.types["w"]), "LARGEST_DECAY": LARGEST_DECAY[p.types["v"]],
+        "KEEPS": p.training, **common.types(p),
+    }  # fmt: skip
+    absent = {name: None for name in ("a_log", "dt_bias") if name not in p.op.inputs}
+    left = kept(p) if p.training else {}
+    absent |= {name: None for name in ("states", "matrices", "kept_u") if name not in left}
+    given = {**common.given(p), "lower_bound": lower_bound, **absent}
+    step = Step("channel_decay_group_forward", "channel_decay_forward", parameters, (p.N, p.H, 1), given, "sm_90a")
+    return Schedule((step,), common.forward_results(p), left, vectors=vectors(p))
+
+
+def backward_bytes(storage: str) -> int:
+    """Return the size of the Smem of the walk back where g has this type; a multiple of 1 KB."""
+    wide = BYTES[storage]
+    rows, written = (3 if wide == 2 else 2) * 4 * _TILE, 4 * _TILE
+    matrices, values, gates = 4 * _TILE, 4 * _TILE, wide * CHUNK_LEN * HEAD_SIZE
+    factors = 2 * (4 * CHUNK_LEN + HEAD_SIZE)
+    rest = 4 * (2 * 3 * CHUNK_LEN + 4 * HEAD_SIZE + factors) + 4 * 8
+    return -(-(rows + written + matrices + values + gates + rest) // 1024) * 1024
+
+
+def key_gradient_bytes(storage: str) -> int:
+    """Return the size of the Smem of the gradients of keys where g has this type; a multiple of 1 KB."""
+    states, values, operands, pairs = 2 * 4 * _TILE, 6 * _TILE, 6 * _TILE, 2 * _TILE
+    gates = BYTES[storage] * CHUNK_LEN * HEAD_SIZE
+    rest = 4 * (8 * 128 + 4 * 64 + 3 * 64 + 8 * 3 * 64 + 2 * 64 + 8) + 2 * 64 + 8
+    return -(-(states + values + operands + pairs + gates + rest) // 1024) * 1024
+
+
+def backward(p: Problem, lower_bound: float) -> Schedule:
+    """Return the backward: the walk from the last chunk to the first, then what chunks have for themselves."""
+    own = {name: name in p.op.inputs for name in ("a_log", "dt_bias")}
+    shared: dict[str, Parameter] = {"HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "CHUNK_LEN": CHUNK_LEN, **common.types(p)}
+    given = {
+        **common.given(p),
+        "lower_bound": lower_bound,
+        **{name: None for name, is_there in own.items() if not is_there},
+    }
+    if not p.has_final_state:
+        given["grad_final_state"] = None
+    walk = Step(
+        "channel_decay_group_backward", "channel_decay_backward",
+        {**shared, "NUM_THREADS": _THREADS, "GROUP": p.H // p.G, "SHARED_BYTES": backward_bytes(p.types["w"])},
+        (p.N, p.H, 1), given, "sm_90a",
+    )  # fmt: skip
+    slots = p.slots(CHUNK_LEN)
+    widths = {"a_log": ("a_log_chunks", p.H), "dt_bias": ("bias_chunks", p.H * p.K)}
+    summed = {buffer: (name, width) for name, (buffer, width) in widths.items() if own[name]}
+    absent = {buffer: None for buffer, _ in widths.values() if buffer not in summed}
+    left_out = ("T_STATE", "STATE_LAYOUT")
+    parameters: dict[str, Parameter] = {
+        **{name: value for name, value in shared.items() if name not in left_out}, "NUM_THREADS": 256,
+        "SHARED_BYTES": key_gradient_bytes(p.types["w"]), "LARGEST_DECAY": LARGEST_DECAY[p.types["v"]],
+        "BLOCKS_PER_SM": 1,
+    }  # fmt: skip
+    keys = Step(
+        "channel_decay_group_key_gradients", "channel_decay_key_gradients", parameters, (slots * p.H, 1, 1),
+        {**given, **absent, "slots": slots}, "sm_90a", is_resident=True,
+    )  # fmt: skip
+    zeros, sums, scratch = head_decay.sums_over_slots(p, summed, slots)
+    scratch["slopes"] = 2 * slots * p.H * p.V * p.K
+    return Schedule((*zeros, walk, keys, *sums), common.backward_results(p), scratch=scratch, vectors=vectors(p))
+
+
+def vectors(p: Problem) -> dict[str, int]:
+    """Return how many neighbours of each input are read at once; what heads have one of is read alone."""
+    streamed = {name: 16 // BYTES[p.types[name]] for name in ("r", "k", "v", "w")}
+    return {**dict.fromkeys(p.op.inputs, 1), **streamed}

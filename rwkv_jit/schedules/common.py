@@ -1,0 +1,368 @@
+"""What schedules of several algorithms have in common: types, numbers, results, and sums over rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rwkv_jit.kernels.errors import UnsupportedConfigError
+from rwkv_jit.kernels.gpu import TENSOR_CORES, Gpu
+from rwkv_jit.kernels.template import Parameter
+from rwkv_jit.schedules.problem import BYTES, LARGEST_DECAY, Op, Problem, is_framed
+from rwkv_jit.schedules.schedule import Result, Step
+
+DTYPES = {"fp16": "torch.float16", "bf16": "torch.bfloat16", "fp32": "torch.float32", "fp64": "torch.float64"}
+_MANY = 1 << 20  # blocks or tokens, more than any rule asks for
+MOST_HEADS = 65535  # of a grid's second extent
+LARGEST_HEAD = 128  # that a block holds
+_SUM_THREADS, _SUM_COLUMNS = 256, 32  # of a block that sums rows
+_COPY_THREADS, _COPY_TILE = 256, 32
+
+
+# ---- the rule ----------------------------------------------------------------------------------------------------
+
+# Why an algorithm cannot do a call: the end of a sentence, and the values to format it with. A compiler that traces a
+# call can compare sizes, but not print them.
+Obstacle = tuple[Any, ...]
+
+
+class Case(NamedTuple):
+    """What the rule looks at: a call on CUDA tensors, or the calls that a kernel is compiled for."""
+
+    op: Op
+    dtype: str  # of r, k and v
+    head_size: int
+    value_size: int
+    tokens: int  # of a sequence, on average
+    decay: str
+    decay_bound: float | None
+    chunk_len: int | None
+    num_threads: int | None = None
+    training: bool = True  # with gradients
+    blocks: int = _MANY  # sequences times heads
+    is_packed: bool = False
+    multiprocessors: Callable[[], int] | None = None  # of the device; None where a call is traced
+    longest: int = 0  # about the tokens of the longest packed sequence, where it is known
+
+    def of_any_batch(self) -> Case:
+        """Return the case of a call with many long sequences."""
+        return self._replace(tokens=_MANY, blocks=_MANY, is_packed=False, multiprocessors=None)
+
+
+def obstacle(
+    case: Case, gpu: Callable[[], Gpu], largest_head: int, chunk_lens: Sequence[int], lengths: str,
+    holds_heads: bool = False,
+) -> Obstacle | None:  # fmt: skip
+    """Return why no kernels on the tensor cores can do a call; the GPU is asked for where all else is right.
+
+    `lengths` is what the message calls the chunk lengths. Where blocks hold a head, keys may not be too long beside
+    the values.
+    """
+    head_size, value_size, chunk_len = case.head_size, case.value_size, case.chunk_len
+    if case.dtype not in ("fp16", "bf16"):
+        return "takes float16 and bfloat16, got {}", DTYPES[case.dtype]
+    if head_size > largest_head or value_size > largest_head:
+        return "takes head sizes up to {}, got {} and {} for v", largest_head, head_size, value_size
+    if holds_heads and padded(head_size) > 2 * padded(value_size):
+        return "takes keys up to twice as long as values (in steps of 32), got {} and {} for v", head_size, value_size
+    if chunk_len is not None and chunk_len not in chunk_lens:
+        return "takes chunk_len {}, got {}", lengths, chunk_len
+    there = gpu()
+    if not there.has_tensor_cores:
+        return "needs an architecture from sm_{} on, got {}", TENSOR_CORES, there.arch
+    return None
+
+
+def shared_obstacle(case: Case, gpu: Gpu, chunk_len: int, shared_bytes: int) -> Obstacle | None:
+    """Return that a block needs more shared memory than there is; None where it does not."""
+    if shared_bytes <= gpu.shared_limit:
+        return None
+    text = "needs {} bytes of shared memory at head sizes {} and {} and chunk_len={}, {} has {}"
+    return text, shared_bytes, case.head_size, case.value_size, chunk_len, gpu.arch, gpu.shared_limit
+
+
+def framed_lengths(case: Case, lengths: Sequence[int]) -> list[int]:
+    """Return the chunk lengths whose frames no decay leaves, if the bound holds."""
+    return [each for each in lengths if is_framed(case.dtype, case.decay, case.decay_bound, each)]
+
+
+def check_heads(p: Problem, backend: str) -> None:
+    """Check that a grid has room for all heads.
+
+    Raises
+    ------
+    UnsupportedConfigError
+        It has not.
+    """
+    if p.H > MOST_HEADS:
+        raise UnsupportedConfigError(f"backend: {backend!r} takes up to {MOST_HEADS} heads, got {p.H}; use 'recurrent'")
+
+
+def sequences_and_heads(p: Problem) -> tuple[Any, Any]:
+    """Return two extents of a grid that has a block for each sequence and head, in the order that kernels take."""
+    return (p.H, launched(p)) if p.is_pooled else (p.N, p.H)
+
+
+def launched(p: Problem) -> Any:
+    """Return how many sequences a launch is for."""
+    return p.N // p.waves if p.is_pooled else p.N
+
+
+# ---- sizes -------------------------------------------------------------------------------------------------------
+
+
+def padded(size: int) -> int:
+    """Return a head size as the chunked kernels see it: the next multiple of 32."""
+    return -(-size // 32) * 32
+
+
+def vector(size: int, storage: str) -> int:
+    """Return how many elements of a row are read at once: 16 bytes or four elements, where rows consist of them."""
+    return 16 // BYTES[storage] if size % 8 == 0 else 4 if size % 4 == 0 else 1
+
+
+def vectors(p: Problem) -> dict[str, int]:
+    """Return how many neighbours of each input the kernels in chunks read at once; of dy as many as of v."""
+    widths = {name: vector(getattr(p, dims[-1]), p.types[name]) for name, dims in p.op.inputs.items()}
+    return {**widths, "dy": widths["v"]}
+
+
+def together(p: Problem, *names: str) -> int:
+    """Return how many neighbours of each of these inputs (or of dy) can be read at once: 4, 2 or 1."""
+    vectors = dict(zip((*p.op.names, "dy"), p.vectors, strict=False))
+    return math.gcd(4, p.T, *(vectors.get(name, 4) for name in names))
+
+
+def _width(p: Problem, name: str) -> Any:
+    return math.prod(p.shape(name))
+
+
+# ---- what kernels take -------------------------------------------------------------------------------------------
+
+
+def given(p: Problem) -> dict[str, Any]:
+    """Return what the arguments of all kernels are bound to: numbers by name, and null where a call has nothing."""
+    bind: dict[str, Any] = {
+        "tokens": p.T, "heads": p.H, "key_heads": p.G, "sequences": p.N, "batch": p.B, "channels": p.C,
+        "scale": p.scale,
+    }  # fmt: skip
+    for name in ("w", "u"):
+        if name not in p.op.inputs:
+            bind |= {name: None, f"d{name}": None}
+    if not p.has_final_state:
+        bind["final_state"] = None
+    if not p.has_initial_state:
+        bind["grad_initial_state"] = None
+    return bind | _of_pool(p)
+
+
+def _of_pool(p: Problem) -> dict[str, Any]:
+    """Return what arguments about a pool are bound to, in calls that have none."""
+    return {"waves": p.waves} if p.is_pooled else {"pieces": None, "slot_stride": 0, "wave": 0, "waves": 1}
+
+
+def types(p: Problem, *without: str) -> dict[str, Parameter]:
+    """Return the types that templates are made for, and what tells the op from others that take the same templates."""
+    chosen: dict[str, Parameter] = {
+        "T_IO": p.types["v"], "T_STATE": p.state_type, "DECAY": p.decay, "STATE_LAYOUT": p.state_layout,
+        **{f"T_{name.upper()}": p.types[name] for name in p.op.wide if name in p.types}, **p.op.constants,
+    }  # fmt: skip
+    return {name: value for name, value in chosen.items() if name not in without}
+
+
+def bias(p: Problem) -> dict[str, Parameter]:
+    """Return what tells templates that map decays of w0, which is added to w before (decay_bias.cuh)."""
+    return {"T_W0": p.w0_type}
+
+
+def forward_results(p: Problem) -> dict[str, Result]:
+    """Return y, and the final state where it is wanted."""
+    y = Result((p.B, p.T, p.H, p.V), p.types["v"])
+    return {"y": y, "final_state": Result(p.state_shape, p.state_type)} if p.has_final_state else {"y": y}
+
+
+def backward_results(p: Problem) -> dict[str, Result]:
+    """Return the gradients of all inputs, and of the initial state where there is one."""
+    gradients = {f"d{name}": Result(p.shape(name), p.types[name]) for name in p.op.inputs}
+    if p.has_initial_state:
+        gradients["grad_initial_state"] = Result(p.state_shape, p.state_type)
+    return gradients
+
+
+# ---- sums, and copies of states ----------------------------------------------------------------------------------
+
+
+def sequence_gradients(p: Problem) -> dict[str, Any]:
+    """Return the bytes of a gradient for each sequence, of inputs that are the same for every token."""
+    return {f"d{name}_sequences": 4 * p.N * _width(p, name) for name in p.op.fixed}
+
+
+def to_sequence_gradients(p: Problem) -> dict[str, str]:
+    """Return the names for kernels that leave a gradient for each sequence."""
+    return {f"d{name}": f"d{name}_sequences" for name in p.op.fixed}
+
+
+def chunk_gradients(p: Problem, chunk_len: int) -> dict[str, Any]:
+    """Return the bytes of a gradient for each chunk there can be, of inputs that are the same for every token."""
+    return {f"d{name}_chunks": 4 * p.slots(chunk_len) * _width(p, name) for name in p.op.fixed}
+
+
+def largest_decay(p: Problem) -> int:
+    """Return what half a chunk may decay in its frame, for kernels that take others by halves; else 0."""
+    return LARGEST_DECAY[p.types["v"]] if p.has_halves else 0
+
+
+def level_tiles(p: Problem, tile_bytes: int, shared_bytes: int, blocks: int) -> dict[str, Parameter]:
+    """Return the parameters of a kernel that takes chunks by halves: the tiles for rows of levels, shared memory.
+
+    There is a tile for each level, so that all are multiplied at once, where a multiprocessor has room for as many
+    blocks then. Otherwise levels take turns in those of the operands, which are two.
+    """
+    levels = p.chunk_len.bit_length() - 1
+    most = shared_bytes + (levels - 2) * tile_bytes
+    if p.has_halves and p.gpu.has_room(blocks, most):
+        return {"LEVEL_TILES": levels, "SHARED_BYTES": most}
+    return {"LEVEL_TILES": 2, "SHARED_BYTES": shared_bytes}
+
+
+def kept_frames(p: Problem) -> dict[str, Any]:
+    """Return the bytes of what tells the backward how many chunks of a head the forward had in frames."""
+    return {"framed": 4 * p.N * p.H} if p.has_halves else {}
+
+
+def all_framed(p: Problem) -> tuple[str, Any] | None:
+    """Return what tells that the forward had all chunks in frames, of sequences of one length."""
+    return None if p.is_packed or p.is_pooled else ("framed", -(-p.T // p.chunk_len))
+
+
+def framed(p: Problem) -> str | None:
+    """Return what a kernel's argument of that name is bound to."""
+    return "framed" if p.has_halves and p.training else None
+
+
+def halved(p: Problem) -> str | None:
+    """Return what a kernel's argument of that name is bound to."""
+    return "halved" if p.has_halves else None
+
+
+OVERLAPS_SINCE = 90  # of the architectures, on which a launch may begin beside the one before it
+
+
+def ways(p: Problem) -> tuple[bool, ...]:
+    """Return the launches of a kernel that meets decays: in frames and, where decays may leave these, by halves."""
+    return (False, True) if p.has_halves else (False,)
+
+
+def step_of_places(
+    name: str, parameters: Mapping[str, Parameter], grid: tuple[Any, Any, Any], bind: Mapping[str, Any],
+    by_halves: bool, arch: str | None = None,
+) -> Step:  # fmt: skip
+    """Return the launch of a kernel for all places at once, or for those by halves, which blocks look for."""
+    if by_halves:
+        grid = (math.prod(grid), 1, 1)
+    return Step(name, name, parameters, grid, bind, arch, is_resident=by_halves)
+
+
+def sum_sequences(p: Problem, scratch: Mapping[str, Any]) -> list[Step]:
+    """Return the steps that add up the gradients of sequences to results: as many as there is scratch for."""
+    steps = []
+    for name in p.op.fixed:
+        rows, width = f"d{name}_sequences", _width(p, name)
+        steps.append(sum_rows(rows, f"d{name}", 1, scratch[rows] // (4 * max(width, 1)), width, p.types[name]))
+    return steps
+
+
+def sum_chunks(p: Problem, chunk_len: int) -> list[Step]:
+    """Return the steps that add up the gradients of chunks to those of sequences."""
+    rows = p.slots(chunk_len) // max(p.N, 1)
+    return [
+        sum_rows(
+            f"d{name}_chunks", f"d{name}_sequences", p.N, rows, _width(p, name), "fp32",
+            chunk_len if p.is_packed else 0, p.T,
+        )
+        for name in p.op.fixed
+    ]  # fmt: skip
+
+
+def sum_segments(p: Problem, segments: int) -> list[Step]:
+    """Return the steps that add up the gradients of segments to those of sequences."""
+    return [
+        sum_rows(f"d{name}_segments", f"d{name}_sequences", p.N, segments, _width(p, name), "fp32")
+        for name in p.op.fixed
+    ]
+
+
+def sum_rows(
+    rows: str, sums: str, groups: Any, group_rows: Any, width: Any, storage: str, packed_chunk_len: int = 0,
+    tokens: Any = 0, thread_columns: int = 0,
+) -> Step:  # fmt: skip
+    """Return the step that adds up rows of floats, group by group in a fixed order.
+
+    Groups have `group_rows` each, or where sequences are packed a row for each chunk that there can be. Threads share a
+    column; but where rows are few and long, a thread has `thread_columns`, which divide the width.
+    """
+    columns, vector = (_SUM_THREADS, thread_columns) if thread_columns else (_SUM_COLUMNS, 1)
+    parameters: dict[str, Parameter] = {
+        "T_OUT": storage, "NUM_THREADS": _SUM_THREADS, "COLUMNS": columns, "VECTOR": vector,
+    }  # fmt: skip
+    bind = {
+        "rows": rows, "sums": sums, "cu_seqlens": "cu_seqlens" if packed_chunk_len else None, "group_rows": group_rows,
+        "width": width, "chunk_len": packed_chunk_len, "tokens": tokens,
+    }  # fmt: skip
+    return Step("sum_rows", "sum_rows", parameters, (-(-width // (columns * vector)), groups, 1), bind)
+
+
+def copy_states(
+    p: Problem, source: str, target: str, source_type: str, target_type: str, source_layout: str, target_layout: str,
+    row_step: Any = 1, first_row: Any = 0,
+) -> Step:  # fmt: skip
+    """Return the step that copies states to another type or layout: of every sequence row i * row_step + first_row.
+
+    Of calls over a pool the initial states are read there, and the final ones written.
+    """
+    parameters: dict[str, Parameter] = {
+        "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "T_FROM": source_type, "T_TO": target_type, "NUM_THREADS": _COPY_THREADS,
+        "FROM_VK": source_layout == "vk", "TO_VK": target_layout == "vk", "RAGGED": False,
+        "FROM_POOL": p.is_pooled and source == "initial_state", "TO_POOL": p.is_pooled and target == "final_state",
+    }  # fmt: skip
+    grid = (p.N * p.H, -(-p.V // _COPY_TILE), -(-p.K // _COPY_TILE))
+    bind = {
+        "from": source, "to": target, "cu_seqlens": None, "heads": p.H, "row_step": row_step, "first_row": first_row,
+        "tokens": 0, "segment_len": 0, **_of_pool(p),
+    }  # fmt: skip
+    return Step("copy_states", "copy_states", parameters, grid, bind)
+
+
+# ---- geometry ----------------------------------------------------------------------------------------------------
+
+# Threads that a multiprocessor shall have room for, which leaves them 255, 168 and 128 registers each.
+_RESIDENT_THREADS = (256, 384, 512)
+
+
+class Candidate(NamedTuple):
+    """A geometry of one direction that can be measured."""
+
+    direction: str
+    chunk_len: int
+    num_threads: int
+    blocks: int  # that a multiprocessor shall have room for
+
+
+def candidates_of_blocks(direction: str, chunk_len: int, threads: int, shared_bytes: int, gpu: Gpu) -> list[Candidate]:
+    """Return blocks of so many threads and so much shared memory, with each number of them that is worth measuring.
+
+    It matters by the registers that it leaves to a thread.
+    """
+    several = {gpu.resident_blocks(threads, resident, shared_bytes) for resident in _RESIDENT_THREADS}
+    return [Candidate(direction, chunk_len, threads, blocks) for blocks in sorted(several)]
+
+
+def blocks_of(p: Problem, direction: str, by_rule: int) -> int:
+    """Return how many blocks a multiprocessor shall have room for: as tuned, or by the rule."""
+    return (p.forward_blocks if direction == "forward" else p.backward_blocks) or by_rule
+
+
+def named(parameters: Mapping[str, Parameter], *names: str) -> dict[str, Parameter]:
+    """Return some of the parameters, those that are there."""
+    return {name: parameters[name] for name in names if name in parameters}

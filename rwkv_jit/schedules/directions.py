@@ -1,0 +1,114 @@
+"""The whole of a direction: an algorithm's schedule, with what all of them have around it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from rwkv_jit.schedules import (
+    common,
+    delta_chunked,
+    delta_large,
+    diagonal_chunked,
+    diagonal_large,
+    narrow,
+    recurrent,
+    segments,
+    timex_tiles,
+    timex_transforms,
+    wkv4,
+)
+from rwkv_jit.schedules.problem import STATE, Problem
+from rwkv_jit.schedules.schedule import Item, Schedule, Step, renamed, without
+
+# The modules of the algorithms by family and name. An op of your own has a family of its own here.
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "delta": {
+        "recurrent": recurrent,
+        "chunked": delta_chunked,
+        "segments": segments,
+        "large": delta_large,
+        "large_segments": segments,
+    },
+    "diagonal": {
+        "recurrent": recurrent,
+        "chunked": diagonal_chunked,
+        "segments": segments,
+        "large": diagonal_large,
+        "large_segments": segments,
+    },
+    "wkv4": {"auto": wkv4, "recurrent": wkv4, "split": wkv4},
+    "timex": {"tiles": timex_tiles, "transforms": timex_transforms},
+}
+
+
+def kept(p: Problem) -> dict[str, Any]:
+    """Return the bytes of what the forward keeps, by name."""
+    if _is_of_state_alone(p):
+        return {}
+    if narrow.applies(p):
+        return narrow.kept(p, _kept(narrow.narrowed(p)))
+    return _kept(p)
+
+
+def _kept(p: Problem) -> dict[str, Any]:
+    """Return what an algorithm keeps, with as much behind it as sequences may need that are cut another way."""
+    left: dict[str, Any] = algorithm(p).kept(p)
+    if p.leaves_cut_open:
+        left["room"] = segments.most_kept(p) - sum(left.values())
+    return left
+
+
+def forward(p: Problem) -> Schedule:
+    """Return the forward."""
+    if _is_of_state_alone(p):
+        p = p._replace(training=False)
+    schedule: Schedule = narrow.forward(p, algorithm(p)) if narrow.applies(p) else algorithm(p).forward(p)
+    return replace(schedule, kept=kept(p)) if p.leaves_cut_open else schedule
+
+
+def backward(p: Problem) -> Schedule:
+    """Return the backward: gradients of sequences are added up, and those of states have the states' type.
+
+    What nobody wants is left out.
+    """
+    is_of_state_alone = _is_of_state_alone(p)
+    if is_of_state_alone:
+        schedule = segments.backward_of_state(p)
+    elif narrow.applies(p):
+        schedule = narrow.backward(p, algorithm(p))
+    else:
+        schedule = algorithm(p).backward(p)
+    before: list[Step] = []
+    after = [] if is_of_state_alone else common.sum_sequences(p, schedule.scratch)
+    names, scratch = {}, dict(schedule.scratch)
+    if p.state_type != "fp32":
+        size, layout = p.state_bytes, p.state_layout
+        if p.has_final_state:
+            name = names["grad_final_state"] = "wide_grad_final_state"
+            before.append(common.copy_states(p, "grad_final_state", name, p.state_type, "fp32", layout, layout))
+            scratch[name] = size
+        if p.has_initial_state:
+            name = names["grad_initial_state"] = "wide_grad_initial_state"
+            after.append(common.copy_states(p, name, "grad_initial_state", "fp32", p.state_type, layout, layout))
+            scratch[name] = size
+    steps: list[Item] = [*before, *renamed(schedule.steps, names), *after]
+    made = replace(schedule, steps=tuple(steps), scratch=scratch, main=schedule.main + len(before))
+    if not p.wanted:
+        return made
+    gradients = {name: f"d{name}" for name in p.op.inputs} | {STATE: "grad_initial_state"}
+    return without(made, [gradient for name, gradient in gradients.items() if name not in p.wanted])
+
+
+def has_state_alone(p: Problem) -> bool:
+    """Return whether there is another backward for the initial state alone, which needs nothing that is kept."""
+    return p.backend in ("chunked", "segments") and p.has_initial_state and not p.is_narrow
+
+
+def _is_of_state_alone(p: Problem) -> bool:
+    return p.wanted == (STATE,) and has_state_alone(p) and not p.is_shard
+
+
+def algorithm(p: Problem) -> Any:
+    """Return the module of the algorithm of a problem."""
+    return ALGORITHMS[p.op.family][p.backend]

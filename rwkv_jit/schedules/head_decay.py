@@ -1,0 +1,318 @@
+"""Ops with one decay for a head on the tensor cores: 16 or 32 tokens at once, in a block that holds a head.
+
+Key heads may be fewer than value heads. Nothing leaves a range whatever the decays are: they stand between two tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rwkv_jit.kernels.gpu import Gpu
+from rwkv_jit.kernels.template import Parameter
+from rwkv_jit.schedules import common
+from rwkv_jit.schedules.common import LARGEST_HEAD, Case, Obstacle, padded
+from rwkv_jit.schedules.problem import Problem
+from rwkv_jit.schedules.schedule import Extent, Schedule, Step, Zero, aligned
+
+CHUNK_LENS: tuple[int, ...] = (32, 16)
+KEPT_LENS = (64, 32)  # tokens that gradients of keys are made for at a time
+_LEAST_ROWS = 32  # of a block
+_GROUP_ROWS = 64  # value rows of a warp group in the forward
+_GROUP_THREADS = 256  # of the blocks that make the gradients of keys by warp groups
+_THREADS = 256  # that registers shall leave room for on a multiprocessor
+_BLOCKS = 2  # of a multiprocessor, for which a sequence may be cut
+_LEAST_SEGMENT = 1024  # tokens; a block may run through as many others before them
+_WALK_THREADS = 256
+_OF_HEADS = ("own", "a_log", "dt_bias")  # inputs that are the same for every token
+
+Constants = Mapping[str, Parameter]  # of an op: what its kernels have and have not
+
+
+def why_not(case: Case, gpu: Callable[[], Gpu]) -> Obstacle | None:
+    """Return why these kernels cannot do a call; None where they can. The GPU is asked for where all else is right."""
+    obstacle = common.obstacle(case, gpu, LARGEST_HEAD, CHUNK_LENS, "16 or 32", holds_heads=True)
+    if obstacle is not None:
+        return obstacle
+    there = gpu()
+    chunk_len = case.chunk_len or default_chunk_len(case, there)
+    return common.shared_obstacle(case, there, chunk_len, most_shared_bytes(case, chunk_len))
+
+
+def shared_bytes(head_size: int, rows: int, chunk_len: int, has: Constants) -> int:
+    """Return the size of the forward's Smem, of a block of value rows. Rows of tiles are 8 elements longer."""
+    key_tile, value_tile, token_tile = (2 * chunk_len * (width + 8) for width in (padded(head_size), rows, chunk_len))
+    solver = max(token_tile, chunk_len // 16 * 4 * 16 * 20)
+    return 3 * (2 * key_tile + value_tile) + 2 * (solver + token_tile + factor_bytes(chunk_len, has))
+
+
+def takes_group_forward(head_size: int, value_size: int, chunk_len: int, gpu: Gpu) -> bool:
+    """Return whether four warps multiply together in the forward."""
+    return takes_warp_groups(head_size, value_size, gpu) and chunk_len == 32
+
+
+def group_forward_bytes(head_size: int, rows: int, chunk_len: int, has: Constants) -> int:
+    """Return the size of the Smem of the forward by warp groups, of a block of value rows; a multiple of 1 KB."""
+    token_tile, pairs = 2 * chunk_len * (chunk_len + 8), 2 * 2 * chunk_len * head_size
+    stage = 2 * chunk_len * (rows + 8) + 2 * token_tile + factor_bytes(chunk_len, has)
+    ring = 6 if rows == 2 * _GROUP_ROWS else 4
+    return -(-ring * (pairs + stage + 2 * 8) // 1024) * 1024
+
+
+def backward_bytes(head_size: int, rows: int, chunk_len: int, has: Constants) -> int:
+    """Return the size of the Smem of the backward from chunk to chunk, of a block of value rows."""
+    key_tile, value_tile = (2 * chunk_len * (width + 8) for width in (padded(head_size), rows))
+    return 3 * (2 * key_tile + value_tile + matrix_bytes(chunk_len, has) + state_factor_bytes(chunk_len))
+
+
+def key_gradient_bytes(head_size: int, value_size: int, chunk_len: int, threads: int, has: Constants) -> int:
+    """Return the size of the Smem of the kernel that makes the gradients of keys."""
+    key_tile, value_tile, token_tile = (
+        2 * chunk_len * (padded(width) + 8) for width in (head_size, value_size, chunk_len)
+    )
+    sides, warps = _sides(has), threads // 32
+    floats = (6 + 3 * warps // 2 + 2 * sides * chunk_len // 16 + 2) * chunk_len + warps
+    size: int = aligned(2 * key_tile + (1 + sides) * value_tile + sides * token_tile + 4 * floats)
+    return size
+
+
+def most_shared_bytes(case: Case, chunk_len: int) -> int:
+    """Return what the largest of a call's kernels takes."""
+    sizes, has = (case.head_size, padded(case.value_size)), case.op.constants
+    most = shared_bytes(*sizes, chunk_len, has)
+    if case.training:
+        threads = key_threads(case.head_size)
+        keys = key_gradient_bytes(case.head_size, case.value_size, KEPT_LENS[-1], threads, has)
+        most = max(most, backward_bytes(*sizes, chunk_len, has), keys)
+    return most
+
+
+def _sides(has: Constants) -> int:
+    """Return how many tiles there are of gradients of rows: of what is read, and with a delta of what is erased."""
+    return 1 + bool(has["HAS_DELTA"])
+
+
+def factor_bytes(chunk_len: int, has: Constants) -> int:
+    """Return the size of what multiplies the tokens of a chunk."""
+    return pair_factor_bytes(chunk_len, has) + state_factor_bytes(chunk_len)
+
+
+def pair_factor_bytes(chunk_len: int, has: Constants) -> int:
+    """Return the size of those of them that multiply pairs of tokens: decays, and what norms and rates make differ."""
+    by_token = 1 + bool(has["HAS_RATE"] or has["HAS_NORM"]) + 3 * bool(has["HAS_NORM"])
+    size: int = aligned(4 * (by_token * chunk_len + 5 - by_token))
+    return size
+
+
+def state_factor_bytes(chunk_len: int) -> int:
+    """Return the size of those that multiply tokens with the state, and with themselves."""
+    size: int = aligned(4 * (3 * chunk_len + 2))
+    return size
+
+
+def matrix_bytes(chunk_len: int, has: Constants) -> int:
+    """Return the size of a chunk's matrices of tokens, M and with a delta Tm: blocks on and below the diagonal."""
+    blocks = chunk_len // 16
+    return _sides(has) * blocks * (blocks + 1) // 2 * 2 * 16 * 16
+
+
+def default_chunk_len(case: Case, gpu: Gpu) -> int:
+    """Return the longest chunk that fits."""
+    fitting = [each for each in CHUNK_LENS if most_shared_bytes(case, each) <= gpu.shared_limit]
+    return fitting[0] if fitting else CHUNK_LENS[-1]
+
+
+def rows_of_block(value_size: int, blocks: int, multiprocessors: int | None, least: int = _LEAST_ROWS) -> int:
+    """Return the value rows of a block: all of a head's, or fewer where there are few heads."""
+    rows = padded(value_size)
+    if multiprocessors is not None:
+        while rows % (2 * least) == 0 and 2 * blocks * padded(value_size) // rows <= multiprocessors:
+            rows //= 2
+    return rows
+
+
+def segments(p: Problem) -> int:
+    """Return how many blocks a sequence is cut into where its decays let them: as many as fill the GPU."""
+    forgets = p.decay != "none" and (p.op.constants["HAS_NORM"] or not p.op.constants["HAS_DELTA"])
+    if not forgets or p.multiprocessors is None:
+        return 1
+    count: int = min(_BLOCKS * p.multiprocessors // (p.N * p.H), p.B * p.T // (p.N * _LEAST_SEGMENT))
+    return max(count, 1)
+
+
+def walk_bytes(p: Problem) -> Any:
+    """Return the size of what blocks read of which chunks they take, in both directions where there are two."""
+    return (1 + p.training) * p.N * segments(p) * p.H * 16
+
+
+def kept_len(head_size: int, value_size: int, has: Constants, gpu: Gpu) -> int:
+    """Return for how many tokens at a time there are gradients of keys, with a state kept of each: what fits."""
+    threads = key_threads(head_size)
+    sizes = {each: key_gradient_bytes(head_size, value_size, each, threads, has) for each in KEPT_LENS}
+    fitting = [each for each, size in sizes.items() if size <= gpu.shared_limit]
+    return fitting[0] if fitting else KEPT_LENS[-1]
+
+
+def takes_warp_groups(head_size: int, value_size: int, gpu: Gpu) -> bool:
+    """Return whether four warps multiply together for the gradients of keys."""
+    return gpu.has_warp_groups and {head_size, value_size} <= {64, 128}
+
+
+def group_bytes(head_size: int, value_size: int, chunk_len: int, has: Constants) -> int:
+    """Return the size of the Smem of the kernel that makes the gradients of keys by warp groups; a multiple of 1 KB."""
+    tile, sides, length = 2 * 64 * 64, _sides(has), 64
+    ring = 2 * ((1 + sides) * tile + 2 * 2 * 64 * head_size)
+    keys, factors = 2 * 2 * 2 * length * head_size, 2 * (length // chunk_len) * pair_factor_bytes(chunk_len, has)
+    warps = _GROUP_THREADS // 32
+    rest = 4 * ((15 + sides) * length + warps + warps * (value_size if has["HAS_OWN"] else 1)) + 3 * 72 + 2 * 8
+    size = ring + keys + sides * tile + factors + rest
+    return -(-size // 1024) * 1024
+
+
+def key_threads(head_size: int) -> int:
+    """Return the threads of a block that makes the gradients of keys: two warps for each 16 channels, of four."""
+    return 64 * min(4, padded(head_size) // 16)
+
+
+def _kept_len(p: Problem) -> int:
+    return kept_len(p.K, p.V, p.op.constants, p.gpu)
+
+
+def kept(p: Problem) -> dict[str, Any]:
+    """Return what the forward keeps: states, matrices and factors of tokens, and with a delta what it wrote."""
+    chunks, has = p.slots(p.chunk_len) * p.H, p.op.constants
+    sizes = {
+        "states": 2 * p.slots(_kept_len(p)) * p.H * padded(p.V) * padded(p.K),
+        "matrices": chunks * matrix_bytes(p.chunk_len, has),
+        "factors": chunks * factor_bytes(p.chunk_len, has),
+    }
+    if segments(p) > 1:
+        sizes["walks"] = walk_bytes(p)
+    return sizes | ({"kept_u": aligned(2 * p.B * p.T * p.H * p.V)} if has["HAS_DELTA"] else {})
+
+
+def _of_heads(p: Problem, rows: int, threads: int, shared: int, blocks: int) -> tuple[dict[str, Parameter], Extent]:
+    """Return the geometry of a launch with a block for each segment, value head and part of its rows."""
+    count = segments(p)
+    parameters: dict[str, Parameter] = {
+        "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "ROWS": rows, "CHUNK_LEN": p.chunk_len, "NUM_THREADS": threads,
+        "BLOCKS_PER_SM": blocks, "SHARED_BYTES": shared, "GROUP": p.H // p.G,
+        "KEPT_LEN": _kept_len(p) if p.training else 0, "SEGMENTED": count > 1,
+        "AS_MATRICES": p.training and takes_warp_groups(p.K, p.V, p.gpu), **common.types(p),
+    }  # fmt: skip
+    if p.op.constants["HAS_STEP"]:
+        parameters["T_W"] = p.types["beta"]
+    return parameters, (p.N * count, p.H, -(-p.V // rows))
+
+
+def _by_warps(
+    p: Problem, shared_bytes_of: Callable[[int, int, int, Constants], int]
+) -> tuple[dict[str, Parameter], Extent]:
+    """Return the geometry of a launch whose warps multiply by themselves."""
+    rows = rows_of_block(p.V, p.N * p.H * segments(p), p.multiprocessors)
+    threads = max(rows, 128 if p.K > 64 else 64)
+    shared = shared_bytes_of(p.K, rows, p.chunk_len, p.op.constants)
+    return _of_heads(p, rows, threads, shared, p.gpu.resident_blocks(threads, _THREADS, shared))
+
+
+def _by_groups(p: Problem) -> tuple[dict[str, Parameter], Extent]:
+    """Return the geometry of the forward by warp groups: one for 64 rows each, and as many beside them."""
+    rows = rows_of_block(p.V, p.N * p.H * segments(p), p.multiprocessors, _GROUP_ROWS)
+    shared = group_forward_bytes(p.K, rows, p.chunk_len, p.op.constants)
+    return _of_heads(p, rows, 4 * rows, shared, 2 * _GROUP_ROWS // rows)
+
+
+def forward(p: Problem) -> Schedule:
+    """Return the forward, and before it which chunks its blocks take where they share sequences."""
+    by_groups = takes_group_forward(p.K, p.V, p.chunk_len, p.gpu)
+    parameters, grid = _by_groups(p) if by_groups else _by_warps(p, shared_bytes)
+    name, arch = "head_decay_forward", "sm_90a" if by_groups else None
+    template = "head_decay_group_forward" if by_groups else name
+    count, left = segments(p), kept(p) if p.training else {}
+    absent = {name: None for name in ("beta", "own", "a_log", "dt_bias") if name not in p.op.inputs}
+    absent |= {name: None for name in ("states", "matrices", "factors", "kept_u") if name not in left}
+    given = {**_given(p), **absent, "segments": count}
+    if count == 1:
+        step = Step(template, name, parameters, grid, {**given, "walks": None}, arch)
+        return Schedule((step,), common.forward_results(p), left, vectors=vectors(p))
+    scratch = {} if p.training else {"walks": walk_bytes(p)}
+    launches = _walks(p, parameters, given), Step(template, name, parameters, grid, given, arch)
+    return Schedule(launches, common.forward_results(p), left, scratch, vectors(p), main=1)
+
+
+def _given(p: Problem) -> dict[str, Any]:
+    """Return what the arguments of all kernels are bound to; decays are made of steps, where these are raw."""
+    return common.given(p) | ({"w": "beta"} if p.op.constants["HAS_STEP"] else {})
+
+
+def _walks(p: Problem, parameters: Mapping[str, Parameter], given: Mapping[str, Any]) -> Step:
+    """Return the launch that finds which chunks blocks take."""
+    name, shared = "head_decay_walks", ("CHUNK_LEN", "KEPT_LEN", "SEGMENTED", "T_IO", "T_W", "T_BETA", "DECAY")
+    flags = "HAS_DELTA", "HAS_RATE", "HAS_GATE", "HAS_STEP", "HAS_BIAS", "BETA_MAP"
+    own = {each: parameters[each] for each in (*shared, *flags)} | {"NUM_THREADS": _WALK_THREADS}
+    return Step(name, name, own, (p.N * segments(p), p.H, 1 + p.training), given)
+
+
+def backward(p: Problem) -> Schedule:
+    """Return the backward: from chunk to chunk, then what chunks have for themselves."""
+    parameters, grid = _by_warps(p, backward_bytes)
+    given = {**_given(p), **{f"d{name}": None for name in ("w", "beta") if name not in p.op.inputs}}
+    if not p.has_final_state:
+        given["grad_final_state"] = None
+    length = _kept_len(p)
+    slots = p.slots(length)
+    # Of inputs that are the same for every token there are sums of chunks first.
+    chunks = {f"{name.removeprefix('dt_')}_chunks": (name, p.H * (p.V if name == "own" else 1)) for name in _OF_HEADS}
+    summed = {buffer: of for buffer, of in chunks.items() if of[0] in p.op.inputs}
+    given |= {name: None for name in _OF_HEADS if name not in p.op.inputs}
+    given |= {buffer: None for buffer in chunks if buffer not in summed}
+    count, name = segments(p), "head_decay_backward"
+    given |= {"segments": count} | ({} if count > 1 else {"walks": None})
+    walk = Step(name, name, parameters, grid, given)
+    zeros, sums, scratch = sums_over_slots(p, summed, slots)
+    scratch["slopes"] = 2 * slots * p.H * padded(p.V) * padded(p.K)
+    keys = _key_gradients(p, parameters, given, length)
+    return Schedule((*zeros, walk, keys, *sums), common.backward_results(p), scratch=scratch, vectors=vectors(p))
+
+
+def sums_over_slots(
+    p: Problem, summed: Mapping[str, tuple[str, int]], slots: int
+) -> tuple[list[Zero], list[Step], dict[str, int]]:
+    """Return what gradients need that chunks have parts of: buffers to be zeroed, sums behind all else, and bytes.
+
+    By the buffer of the parts `summed` has the input, and how many numbers a slot has of its gradient.
+    """
+    zeros = [Zero(buffer) for buffer in summed] if p.is_packed else []  # slots may belong to no chunk
+    sums = [
+        common.sum_rows(buffer, f"d{name}", 1, slots, width, p.types[name]) for buffer, (name, width) in summed.items()
+    ]
+    return zeros, sums, {buffer: 4 * slots * width for buffer, (_, width) in summed.items()}
+
+
+def _key_gradients(
+    p: Problem, parameters: Mapping[str, Parameter], given: Mapping[str, Any], chunk_len: int
+) -> Step:  # fmt: skip
+    """Return the launch that makes the gradients of keys, for chunks of this length."""
+    name, slots, has = "head_decay_key_gradients", p.slots(chunk_len), p.op.constants
+    template, grid, threads, arch = name, (slots, p.G, 1), key_threads(p.K), None
+    most_threads, shared = 2 * threads, key_gradient_bytes(p.K, p.V, chunk_len, threads, has)
+    by_groups = takes_warp_groups(p.K, p.V, p.gpu)
+    if by_groups:
+        template, grid, arch = "head_decay_group_key_gradients", (slots * p.G, 1, 1), "sm_90a"
+        threads = most_threads = _GROUP_THREADS
+        shared = group_bytes(p.K, p.V, p.chunk_len, has)
+    own: dict[str, Parameter] = {
+        "CHUNK_LEN": chunk_len, "PART_LEN": p.chunk_len, "NUM_THREADS": threads, "SHARED_BYTES": shared,
+        "BLOCKS_PER_SM": p.gpu.resident_blocks(threads, most_threads, shared),
+    }  # fmt: skip
+    left_out = ("ROWS", "KEPT_LEN", "AS_MATRICES", "SEGMENTED", "T_STATE", "STATE_LAYOUT")
+    own = {name: value for name, value in parameters.items() if name not in left_out} | own
+    of_u: dict[str, Any] = {"u": "v", "dv": None}
+    if has["HAS_DELTA"]:
+        of_u = {"u": "kept_u", "u_strides": (p.T * p.H * p.V, p.H * p.V, p.V)}
+    return Step(template, name, own, grid, {**given, **of_u, "slots": slots}, arch, is_resident=by_groups)
+
+
+def vectors(p: Problem) -> dict[str, int]:
+    """Return how many neighbours of each input are read at once; what heads have one of is read alone."""
+    return {**common.vectors(p), "w": 1, "beta": 1, "a_log": 1, "dt_bias": 1}

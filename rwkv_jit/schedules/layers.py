@@ -1,0 +1,331 @@
+"""The kernels of the small work of a layer: how each is cut, and its launch.
+
+Tensors that a call does not have are null: plans know their names all the same.
+
+None of them goes by how many rows there are: a row has the same result in any batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import ceil
+from typing import Any, NamedTuple, get_args
+
+from rwkv_jit.kernels.gpu import Gpu
+from rwkv_jit.kernels.template import Parameter
+from rwkv_jit.schedules.common import OVERLAPS_SINCE
+from rwkv_jit.schedules.legal import BetaMap, Gate, Kind, Norm, RateMap
+from rwkv_jit.schedules.problem import BYTES, Op, Problem
+from rwkv_jit.schedules.schedule import Result, Schedule, Step
+
+_ACCESS_BYTES = 16
+_ROW_THREADS = 512  # at most of a row, so that a thread has registers for a piece of each mix
+_HEAD_THREADS = 64
+_DELTA_BLOCKS, _FEW_DELTA_BLOCKS = 12, 8
+MOST_VALUE_HEADS = 4  # of a key head, for which a thread has registers
+_MULTIPROCESSORS = 132  # where it is not known how many there are
+_MOST_BLOCKS = 16  # of a multiprocessor, of the smallest GPUs
+_ELEMENT_THREADS = 256
+_SHIFT_THREADS = 128
+_SHIFT_ROWS = 8  # tokens whose mixes a thread makes
+# Of norms with mixes: so many tokens of a block that the one it norms in vain does not weigh, unless blocks are few.
+_MOST_NORM_ROWS = 16
+_LEAST_NORM_BLOCKS = 512
+KINDS: tuple[str, ...] = get_args(Kind)
+GATES: tuple[str, ...] = get_args(Gate)
+NORMS: tuple[str, ...] = get_args(Norm)
+LOG_DECAYS = ("none", "log", "softplus", "bounded")  # as KINDS
+BETA_MAPS: tuple[str, ...] = get_args(BetaMap)
+RATE_MAPS: tuple[str, ...] = get_args(RateMap)
+MOST_PARTS = 31  # whose kinds a number of 64 bits says
+MOST_MIXES = 6
+_HEAD = "NHK"
+OPS = {
+    op.name: op
+    for op in (
+        Op("shift_mix", dict(x="NC", add="NC", weight="C", bias="C", mixes="GC"), wide=("weight", "bias", "mixes")),
+        Op(
+            "prepare_keys",
+            dict(
+                k=_HEAD, v=_HEAD, rate=_HEAD, v_first=_HEAD, v_gate=_HEAD, k_k="HK", k_a="HK", a0="HK", v0="HK",
+                r=_HEAD, r_k="HK",
+            ),
+            wide=("rate", "v_gate", "k_k", "k_a", "a0", "v0", "r_k"),
+        ),
+        Op(
+            "gated_norm",
+            dict(y=_HEAD, g=_HEAD, weight="HK", bias="HK", r=_HEAD, k=_HEAD, v=_HEAD, r_k="HK", bonus=_HEAD),
+            wide=("r_k", "weight", "bias"),
+        ),
+        Op(
+            "delta_operands", dict(k=_HEAD, q=_HEAD, beta=_HEAD, g=_HEAD, A_log="H", dt_bias="HK"),
+            wide=("beta", "g", "A_log", "dt_bias"),
+        ),
+        Op("activate", dict(x="NC"), wide=()),
+        Op("gated", dict(x="N", g="N"), wide=()),
+        Op("token_shift", dict(x="NC", mixes="GC", amounts="GNC", first="SC"), wide=("mixes",)),
+        Op(
+            "norm_shift", dict(x="NC", add="NC", weight="C", bias="C", mixes="GC", first="SC"),
+            wide=("weight", "bias", "mixes"),
+        ),
+    )
+}  # fmt: skip
+SHIFTS = ("token_shift", "norm_shift")  # whose last input says where texts end
+
+
+class Given(NamedTuple):
+    """What a call has."""
+
+    gpu: Gpu  # what kernels are chosen and compiled for
+    types: Mapping[str, str]  # the storage types of the inputs that are given, and of the pool, by name
+    rows: int  # tokens of all sequences together; of `activate` the parts
+    # (channels, mixes), or (heads, head size), or of `activate` the elements of a part; of `delta_operands`
+    # (key heads, head size, value heads)
+    sizes: tuple[int, ...]
+    alignment: int = _ACCESS_BYTES  # bytes that all addresses of what is written are a multiple of, up to 16
+    results: Mapping[str, Result] = {}  # what the call makes
+
+
+class Sequences(NamedTuple):
+    """The sequences of `shift_mix`, and the pool that has the token before each."""
+
+    number: int
+    tokens: int = 1  # of each sequence
+    bound_bytes: int = 0  # of the numbers in cu_seqlens: 4 or 8; 0 where all sequences have as many tokens
+    slots: int = 1  # of the pool
+    slot_stride: int = 0  # elements from one slot to the next
+    index_bytes: int = 4  # of the indices: 4 or 8
+    null_index: int = -1  # a slot at or below it is none
+
+
+def problem(name: str, given: Given) -> Problem:
+    """Return the problem of a call, as plans want one."""
+    return Problem(OPS[name], given.gpu, given.types)
+
+
+def shift_mix(given: Given, sequences: Sequences, eps: float) -> Schedule:
+    """Return the launch of `shift_mix`: the pool is bound to its first slot."""
+    channels, mixes = given.sizes
+    vector, is_packed = vector_of(channels, given, "x", "shift"), sequences.bound_bytes > 0
+    threads = min(_ROW_THREADS, 32 * ceil(channels / (32 * vector)))
+    parameters: dict[str, Parameter] = {
+        "CHANNELS": channels, "MIXES": mixes, "VECTOR": vector, "NUM_THREADS": threads, "HAS_ADD": "add" in given.types,
+        "PACKED": is_packed, "ONE_TOKEN": sequences.tokens == 1 and not is_packed,
+        "BOUND_BYTES": sequences.bound_bytes or 4, "INDEX_BYTES": sequences.index_bytes,
+        "T_IO": given.types["x"], **types_of(given, ("weight", "bias", "mixes", "shift")),
+    }  # fmt: skip
+    bind = {
+        "rows": given.rows, "tokens": sequences.tokens, "sequences": sequences.number, "slots": sequences.slots,
+        "slot_stride": sequences.slot_stride, "null_index": sequences.null_index, "eps": eps,
+    }  # fmt: skip
+    return _schedule("shift_mix", given, vector, parameters, (given.rows, 1, 1), bind)
+
+
+def prepare_keys(given: Given, rate_map: str, *asked: str) -> Schedule:
+    """Return the launch of `prepare_keys`; `asked` are the results of a call that names them."""
+    blocks = (12, 8, 6)[("v_first" in given.types) + ("r_k" in given.types)]
+    more = keys_parameters(given, rate_map) | _asked_for(asked, ("new_rate", "factors"))
+    return _of_heads("prepare_keys", "k", given, more, {}, blocks)
+
+
+def keys_parameters(given: Given, rate_map: str) -> dict[str, Parameter]:
+    """Return the parameters that tell what makes keys apart."""
+    flags = {f"HAS_{x.upper()}": x in given.types for x in ("v_first", "a0", "v0")}
+    flags |= {"HAS_BONUS": "r_k" in given.types, "RATE_IS_GIVEN": rate_map == "identity"}
+    return {**flags, **types_of(given, ("rate", "v_gate", "k_k", "k_a", "a0", "v0", "r_k"))}
+
+
+def delta_operands(given: Given, lower_bound: float, kinds: Sequence[str]) -> Schedule:
+    """Return the launch of `delta_operands`."""
+    parameters, given = delta_parameters(given, kinds), given._replace(sizes=given.sizes[:2])
+    blocks = _FEW_DELTA_BLOCKS if has_much(parameters) else _DELTA_BLOCKS
+    return _of_heads("delta_operands", "k", given, parameters, {"lower_bound": lower_bound}, blocks)
+
+
+def delta_parameters(given: Given, kinds: Sequence[str]) -> dict[str, Parameter]:
+    """Return the parameters that tell operands of delta rules apart."""
+    gate, gate_of, rate_map, rate_of, norm = kinds
+    heads, _, value_heads = given.sizes
+    return {
+        "GROUP": value_heads // heads, "GATE": LOG_DECAYS.index(gate), "G_PER_CHANNEL": gate_of == "channel",
+        "BETA_MAP": BETA_MAPS.index(rate_map), "BETA_PER_CHANNEL": rate_of == "channel", "HAS_NORM": norm == "l2",
+        "HAS_Q": "q" in given.types, "HAS_DT_BIAS": "dt_bias" in given.types,
+        "HAS_W": makes_decays(gate, gate_of), **types_of(given, ("beta", "g", "A_log", "dt_bias")),
+    }  # fmt: skip
+
+
+def has_much(parameters: Mapping[str, Parameter]) -> bool:
+    """Return whether a thread of `delta_operands` has so much of several value heads that blocks must be few."""
+    return int(parameters["GROUP"]) > (1 if parameters["BETA_PER_CHANNEL"] else 2)
+
+
+def makes_decays(gate: str, gate_of: str) -> bool:
+    """Return whether `delta_operands` makes log-decays for all channels, where g is not that itself."""
+    return gate in ("softplus", "bounded") or (gate == "log" and gate_of == "head")
+
+
+def gated_norm(given: Given, eps: float, gate: str, norm: str, *asked: str) -> Schedule:
+    """Return the launch of `gated_norm`; `asked` are the results of a call that names them."""
+    blocks = 10 if "r_k" in given.types else 16
+    more = gated_norm_parameters(given, gate, norm) | _asked_for(asked, ("means", "factors"))
+    return _of_heads("gated_norm", "y", given, more, {"eps": eps}, blocks)
+
+
+def gated_norm_parameters(given: Given, gate: str, norm: str) -> dict[str, Parameter]:
+    """Return the parameters that tell norms apart."""
+    return {
+        "HAS_BONUS": "r_k" in given.types, "TAKES_BONUS": "bonus" in given.types, "HAS_BIAS": "bias" in given.types,
+        "CENTERED": norm == "layer", "GATE": GATES.index(gate), **types_of(given, ("r_k", "weight", "bias")),
+    }  # fmt: skip
+
+
+def gated(given: Given, gate: str) -> Schedule:
+    """Return the launch of `gated`."""
+    (count,) = given.sizes
+    vector = vector_of(count, given, "x")
+    return _schedule("gated", given, vector, *elements(given, vector, gate), {"count": count})
+
+
+def elements(given: Given, vector: int, gate: str) -> tuple[dict[str, Parameter], tuple[int, int, int]]:
+    """Return the parameters and the grid of a kernel for elements behind a gate."""
+    parameters: dict[str, Parameter] = {
+        "T_IO": given.types["x"], "VECTOR": vector, "NUM_THREADS": _ELEMENT_THREADS, "GATE": GATES.index(gate),
+    }  # fmt: skip
+    return parameters, (ceil(given.sizes[0] / (vector * _ELEMENT_THREADS)), 1, 1)
+
+
+def token_shift(given: Given, texts: Sequences) -> Schedule:
+    """Return the launch of `token_shift`."""
+    channels, mixes = given.sizes
+    vector = vector_of(channels, given, "x")
+    parameters, slices = shift_parameters(given, texts, vector)
+    grid = ceil(given.rows / _SHIFT_ROWS), slices, 1
+    bind: dict[str, Any] = {"rows": given.rows, "tokens": texts.tokens, "texts": texts.number}
+    bind |= {f"mixed{m}": None for m in range(mixes, MOST_MIXES)}
+    return _schedule("token_shift", given, vector, parameters | {"ROWS": _SHIFT_ROWS}, grid, bind)
+
+
+def norm_shift(given: Given, texts: Sequences, eps: float) -> Schedule:
+    """Return the launch of `norm_shift`."""
+    vector = vector_of(given.sizes[0], given, "x")
+    parameters = norm_shift_parameters(given, texts, vector, given.results["mixed0"].dtype, _ROW_THREADS)
+    block_rows = min(max(given.rows // _LEAST_NORM_BLOCKS, 1), _MOST_NORM_ROWS)
+    bind: dict[str, Any] = {
+        "rows": given.rows, "tokens": texts.tokens, "texts": texts.number, "block_rows": block_rows, "eps": eps,
+    }  # fmt: skip
+    bind |= {f"mixed{m}": None for m in range(given.sizes[1], MOST_MIXES)}
+    grid = ceil(given.rows / block_rows), 1, 1
+    return _schedule("norm_shift", given, vector, parameters | {"HAS_ADD": "add" in given.types}, grid, bind)
+
+
+def norm_shift_parameters(
+    given: Given, texts: Sequences, vector: int, mixed: str, most_threads: int
+) -> dict[str, Parameter]:
+    """Return the parameters that both directions of `norm_shift` have, of mixes of a type."""
+    channels, mixes = given.sizes
+    pieces = ceil(channels / (vector * most_threads))  # of a thread
+    return {
+        "CHANNELS": channels, "MIXES": mixes, "VECTOR": vector, "HAS_FIRST": "first" in given.types,
+        "NUM_THREADS": 32 * ceil(channels / (32 * vector * pieces)),
+        "PACKED": texts.bound_bytes > 0, "BOUND_BYTES": texts.bound_bytes or 4,
+        "T_IO": given.types["x"], "T_MIXED": mixed, **types_of(given, ("weight", "bias", "mixes")),
+    }  # fmt: skip
+
+
+def shift_parameters(given: Given, texts: Sequences, vector: int) -> tuple[dict[str, Parameter], int]:
+    """Return the parameters that both directions of `token_shift` have, and how many blocks share a row."""
+    channels, mixes = given.sizes
+    threads = min(_SHIFT_THREADS, 32 * ceil(channels / (32 * vector)))
+    parameters: dict[str, Parameter] = {
+        "CHANNELS": channels, "MIXES": mixes, "VECTOR": vector, "NUM_THREADS": threads,
+        "HAS_AMOUNTS": "amounts" in given.types, "HAS_FIRST": "first" in given.types,
+        "PACKED": texts.bound_bytes > 0, "BOUND_BYTES": texts.bound_bytes or 4, "T_IO": given.types["x"],
+        **types_of(given, ("mixes",)),
+    }  # fmt: skip
+    return parameters, ceil(channels / (vector * threads))
+
+
+def activate(given: Given, kinds: Sequence[str], in_place: bool) -> Schedule:
+    """Return the launch of `activate`, whose y is x where it is in place."""
+    (count,) = given.sizes
+    vector = vector_of(count, given, "x")
+    numbers = sum(KINDS.index(kind) << 2 * part for part, kind in enumerate(kinds))
+    parameters: dict[str, Parameter] = {
+        "T_IO": given.types["x"], "VECTOR": vector, "NUM_THREADS": _ELEMENT_THREADS,
+    }  # fmt: skip
+    grid = ceil(count / (vector * _ELEMENT_THREADS)), given.rows, 1
+    bind = {"count": count, "kinds": numbers, "y": "x" if in_place else "y"}
+    return _schedule("activate", given, vector, parameters, grid, bind)
+
+
+def _of_heads(
+    name: str, lead: str, given: Given, more: dict[str, Parameter], bind: Mapping[str, Any], blocks: int
+) -> Schedule:
+    """Return the launch of a kernel in which lanes share heads: as many blocks as run at once, if rows are many."""
+    vector = vector_of(given.sizes[1], given, lead)
+    parameters, slices = head_parameters(given, lead, vector, _HEAD_THREADS, blocks)
+    block_rows = rows_of_block(given, parameters, slices)
+    bind = {"rows": given.rows, "heads": given.sizes[0], "block_rows": block_rows, **bind}
+    grid = ceil(given.rows / block_rows), slices, 1
+    return _schedule(name, given, vector, parameters | more, grid, bind)
+
+
+def head_parameters(
+    given: Given, lead: str, vector: int, most_threads: int, blocks: int
+) -> tuple[dict[str, Parameter], int]:
+    """Return the parameters of a kernel in which lanes share heads, and how many blocks share a row.
+
+    A multiprocessor has `blocks` of `most_threads` with a piece each, or as many threads in smaller ones.
+    """
+    heads, head_size = given.sizes
+    lanes = min(32, 1 << (ceil(head_size / vector) - 1).bit_length())
+    threads = min(most_threads, 32 * ceil(heads * lanes / 32))
+    blocks = max(blocks * most_threads // (threads * ceil(head_size / (vector * lanes))), 1)
+    parameters: dict[str, Parameter] = {
+        "T_IO": given.types[lead], "HEAD_SIZE": head_size, "VECTOR": vector, "LANES": lanes, "NUM_THREADS": threads,
+        "BLOCKS_PER_SM": min(blocks, _MOST_BLOCKS),
+    }  # fmt: skip
+    return parameters, ceil(heads * lanes / threads)
+
+
+def rows_of_block(given: Given, parameters: Mapping[str, Parameter], slices: int, least: int = 1) -> int:
+    """Return how many rows a block has where as many blocks are launched as run at once, or fewer with `least` rows."""
+    most = max(int(parameters["BLOCKS_PER_SM"]) * (given.gpu.multiprocessors or _MULTIPROCESSORS) // slices, 1)
+    return max(ceil(given.rows / most), min(least, given.rows))
+
+
+def _schedule(
+    name: str, given: Given, vector: int, parameters: Mapping[str, Parameter], grid: tuple[int, int, int],
+    bind: Mapping[str, Any],
+) -> Schedule:  # fmt: skip
+    template = f"layer_{name}"
+    step = Step(template, template, parameters, grid, bind, overlaps=given.gpu.number >= OVERLAPS_SINCE)
+    inputs = [x for x in OPS[name].inputs if x in given.types]
+    return Schedule((step,), given.results, vectors=vectors_of(inputs, given, vector, parameters))
+
+
+def vectors_of(names: Sequence[str], given: Given, vector: int, parameters: Mapping[str, Parameter]) -> dict[str, int]:
+    """Return how many neighbours of each tensor are read at once; what heads have one of is read alone."""
+    alone = [x for x in ("beta", "g") if not parameters.get(f"{x.upper()}_PER_CHANNEL", True)]
+    return {x: 1 if x in alone else min(vector, _ACCESS_BYTES // BYTES[given.types[x]]) for x in names}
+
+
+def vector_of(size: int, given: Given, *written: str) -> int:
+    """Return how many neighbours a thread takes at once: as many as divide a row, and can be written at once."""
+    sizes = [BYTES[given.types[name]] for name in written]
+
+    def is_possible(vector: int) -> bool:
+        fits = size % vector == 0 and vector * sizes[0] <= _ACCESS_BYTES
+        return fits and all(min(_ACCESS_BYTES, vector * each) <= given.alignment for each in sizes)
+
+    return next((vector for vector in (8, 4, 2) if is_possible(vector)), 1)
+
+
+def _asked_for(asked: Sequence[str], names: Sequence[str]) -> dict[str, Parameter]:
+    """Return the parameters that tell which of these a call makes: what is made for nobody who does not ask."""
+    return {f"MAKES_{name.upper()}": name in asked for name in names}
+
+
+def types_of(given: Given, names: Sequence[str]) -> dict[str, Parameter]:
+    """Return the types of these as templates name them; what is absent has one too."""
+    return {f"T_{name.upper()}": given.types.get(name, "fp32") for name in names}

@@ -1,0 +1,130 @@
+"""The kernel of steps that read a state and the entries since it was written, and write it once in a while.
+
+The geometry is that of updates, but that a block has all values of a head where these are not many: blocks that share a
+head read its entries once each.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from rwkv_jit.kernels.errors import UnsupportedConfigError
+from rwkv_jit.kernels.template import Parameter
+from rwkv_jit.schedules import update
+from rwkv_jit.schedules.common import OVERLAPS_SINCE
+from rwkv_jit.schedules.problem import Problem
+from rwkv_jit.schedules.schedule import Schedule, Step
+from rwkv_jit.schedules.update import Pool
+
+_MOST_WARPS = 8
+# Warps that a head shall have at least where heads are few, and GPUs whose code takes more registers.
+_LEAST_WARPS, _NEEDS_MORE_REGISTERS = 4, 100
+# Threads that a multiprocessor shall have room for: of a step of few tokens, and of one of more or with more keys.
+# Measured on an H100, as what follows.
+_RESIDENT, _MOST_LIGHT_TOKENS, _HEAVY, _HEAVY_RESIDENT = 512, 4, 256, 256
+# The time that a byte of an entry takes, beside one of a state.
+_TIME_OF_ENTRIES = 1.5
+
+
+class Ring(NamedTuple):
+    """What tells rings apart for a kernel, and what a launch does with one."""
+
+    length: int  # the most entries that are kept
+    entries: int  # how many there is memory for
+    kept: int  # with more than so many a state is written
+    is_draft: bool = False  # the tokens are speculative: cursors and states stay
+    accept_bytes: int = 0  # of the numbers of accepted tokens, of a commit alone: 4 or 8
+
+
+def entry_bytes(has_decay: bool, has_delta: bool, head_size: int, value_size: int, size: int) -> int:
+    """Return the bytes of an entry of a head, with inputs of `size` bytes."""
+    of_keys = 4 * has_decay + size * (1 + has_delta)
+    return head_size * of_keys + value_size * (size + 4 * has_delta)
+
+
+def best_length(state_bytes: int, bytes_of_entry: int) -> int:
+    """Return how many entries to keep so that a token takes the least time, from 1 to 15.
+
+    With so many a token reads half of them on average, and the state is written once in one token more. The state is
+    read in every token.
+    """
+    of_entry = _TIME_OF_ENTRIES * bytes_of_entry / 2
+    return min(range(1, 16), key=lambda length: state_bytes / (length + 1) + of_entry * length)
+
+
+def geometry(p: Problem, pool: Pool, ring: Ring, tokens: int) -> dict[str, Parameter]:
+    """Return what `steps.geometry` does, and SHARED_BYTES."""
+    cut = update.geometry(p, pool, held=_held(p, pool, ring, tokens))
+    if p.state_layout == "vk":
+        of_warp = int(cut["ROWS"]) * 32 // int(cut["KEY_LANES"])
+        warps = max(int(cut["NUM_THREADS"]) // 32, min(update.power(p.V / of_warp), _MOST_WARPS))
+        cut["NUM_THREADS"] = 32 * warps
+    threads = int(cut["NUM_THREADS"])
+    shared = shared_bytes(p, cut, ring, tokens)
+    if shared > p.gpu.shared_limit:
+        raise UnsupportedConfigError(
+            f"length: {ring.entries} entries of head sizes {p.K}, {p.V} and {tokens} tokens need {shared} bytes of "
+            f"shared memory in a block, and {p.gpu.arch} has {p.gpu.shared_limit}"
+        )
+    is_heavy = p.K > _HEAVY or tokens > _MOST_LIGHT_TOKENS
+    resident = _HEAVY_RESIDENT if is_heavy else _RESIDENT
+    return {**cut, "BLOCKS_PER_SM": p.gpu.resident_blocks(threads, resident, shared), "SHARED_BYTES": shared}
+
+
+def _held(p: Problem, pool: Pool, ring: Ring, tokens: int) -> int:
+    """Return how many numbers of a state in the vk layout a thread has."""
+    # Tokens with a flush behind them and bits at random need the registers, on newer GPUs several tokens at all.
+    has_room = tokens == 1 or (ring.is_draft and p.gpu.number < _NEEDS_MORE_REGISTERS)
+    # Where heads are few, more warps for each of them are faster.
+    has_few_heads = p.multiprocessors is not None and update.FEW_VK * p.multiprocessors > p.B * p.H
+    has_few_warps = p.K * p.V < _LEAST_WARPS * 32 * update.MOST_HELD
+    if pool.is_stochastic or not has_room or (has_few_heads and has_few_warps):
+        return update.HELD
+    return update.MOST_HELD
+
+
+def shared_bytes(p: Problem, cut: dict[str, Parameter], ring: Ring, tokens: int) -> int:
+    """Return the bytes of shared memory of a block: at least what the template's struct takes."""
+    vector, key_lanes, key_warps, rows, threads = (int(cut[name]) for name in update.SPREAD)
+    is_vk, has_decay, has_delta = p.state_layout == "vk", p.decay != "none", p.op.family == "delta"
+    keys = (vector * math.ceil(p.K / (vector * key_lanes)) if is_vk else rows) * key_lanes * key_warps
+    values = (rows if is_vk else vector) * (32 // key_lanes) * (threads // 32 // key_warps)
+    past = ring.length if tokens else ring.entries
+    most, step, folded = past + tokens, max(tokens, 1), 1 if ring.is_draft else past + tokens
+    token = 2 * keys + (keys if has_decay else 4) + 2 * (keys if has_delta else 4)
+    token += (keys if tokens and "u" in p.op.inputs else 4) + -(-values // 4) * 4
+    floats = step * token + (keys * (past + 1) if has_decay else 4)
+    floats += folded * keys + (folded * keys if has_delta else 4)
+    floats = -(-floats // 4) * 4 + most * step * (4 if has_delta else 1)
+    floats += step * (1 + has_delta) * key_warps * values + folded * values + (folded * values if has_delta else 1)
+    return -(-4 * floats // 16) * 16
+
+
+def schedule(p: Problem, pool: Pool, ring: Ring, tokens: int) -> Schedule:
+    """Return the launch of a step of so many tokens, or of none: the state is bound to its first slot."""
+    cut = geometry(p, pool, ring, tokens)
+    constants: dict[str, Parameter] = {"DELTA": p.op.family == "delta", "BONUS": False, "DECAY": p.decay}
+    if tokens:
+        constants["BONUS"] = "u" in p.op.inputs
+    elif p.decay != "none":  # entries hold decays as they are
+        constants["DECAY"] = "raw"
+    types = {**p.types, "w0": pool.w0_type} if tokens else {}
+    parameters: dict[str, Parameter] = {
+        "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "T_IO": p.types["v"], "T_STATE": p.state_type,
+        "T_W": types.get("w", "fp32"), "T_U": types.get("u", "fp32"), "T_W0": types.get("w0", "fp32"),
+        "STATE_LAYOUT": p.state_layout, "STOCHASTIC": pool.is_stochastic, "INDEX_BYTES": pool.index_bytes,
+        "ACCEPT_BYTES": ring.accept_bytes or 4, "ONE_TOKEN": tokens == 1, "TOKENS": tokens, "DRAFT": ring.is_draft,
+        "LENGTH": ring.length, "ENTRIES": ring.entries, **constants, **cut,
+    }  # fmt: skip
+    inputs = ("r", "w", "k", "v", "a", "b", "u")
+    bind = {
+        **{name: None for name in inputs if name not in p.op.inputs},
+        **({} if ring.accept_bytes else {"accept_lens": None}),
+        "slot_stride": pool.slot_stride, "slots": pool.slots, "null_index": pool.null_index, "batch": p.B,
+        "heads": p.H, "kept": ring.kept, "scale": p.scale,
+    }  # fmt: skip
+    rows = min(p.B, update.MOST_ROWS)
+    grid = (p.H * update.value_blocks(p, cut), rows, -(-p.B // max(rows, 1)))
+    overlaps = p.gpu.number >= OVERLAPS_SINCE
+    return Schedule((Step("replay_states", "replay_states", parameters, grid, bind, overlaps=overlaps),))

@@ -1,0 +1,128 @@
+"""TimeX by Fourier transforms that a block holds in shared memory, for rows too long for tiles.
+
+`timex_transform.cu` says how. What a filter multiplies spectra by is made first. A gradient of the filter is a sum over
+the batch, made in parts where the channels are too few for all blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from rwkv_jit.kernels.errors import UnsupportedConfigError
+from rwkv_jit.kernels.gpu import Gpu
+from rwkv_jit.kernels.template import Parameter
+from rwkv_jit.schedules import common
+from rwkv_jit.schedules.problem import Problem
+from rwkv_jit.schedules.schedule import Result, Schedule, Step, Stride
+
+# Of transforms, and points of a thread; no shorter one pays, and no block holds a longer one. Lengths between powers of
+# two do not pay either: with a first pass of 24 points, 1536 took 0.166 ms where 2048 took 0.138, and 6144 0.87 where
+# 8192 took 0.49 (8 rows of 768 channels, float32, H200).
+_LENGTHS = {1024: 32, 2048: 16, 4096: 16, 8192: 32, 16384: 32}
+_REGISTERS = {1024: 160, 2048: 96, 4096: 80, 8192: 128, 16384: 128}  # of a thread
+_GRADIENT_REGISTERS = _REGISTERS | {4096: 128}  # of one that sums spectra: with 80 it has too few
+_ALL_REGISTERS = 2**16  # of a multiprocessor
+_MOST_BLOCKS = 2**31 - 1  # of a launch
+_ROUNDS = 4  # of groups of rows that blocks shall take, so that few of them wait at the end
+
+
+class _Geometry(NamedTuple):
+    """How a transform is cut."""
+
+    length: int
+    threads: int
+    shared_bytes: int
+
+
+def length(tokens: int) -> int:
+    """Return that of the shortest transform in which nothing comes round; of the longest if there is none.
+
+    A loop, as the compiler of torch 2.6 knows no `next` with a default.
+    """
+    for each in _LENGTHS:
+        if each >= tokens:
+            return each
+    return max(_LENGTHS)
+
+
+def _geometry(tokens: int) -> _Geometry:
+    points = length(tokens)
+    return _Geometry(points, points // _LENGTHS[points], points // 16 * 17 * 8)
+
+
+def obstacle(_batch: int, tokens: int, gpu: Gpu) -> str | None:
+    """Return what is in the way of such rows, for a sentence that begins with who they are for."""
+    if tokens > max(_LENGTHS):
+        return f"takes at most {max(_LENGTHS)} tokens, got {tokens}"
+    needed, limit = _geometry(tokens).shared_bytes, gpu.shared_limit
+    return None if needed <= limit else f"needs {needed} bytes of shared memory, {gpu.arch} has {limit}"
+
+
+# ---- schedules ---------------------------------------------------------------------------------------------------
+
+
+def forward(p: Problem) -> Schedule:
+    """Return the convolution."""
+    return Schedule(tuple(_convolve(p, "k", "y")), {"y": Result(p.shape("k"), p.types["k"])}, {}, _factors(p))
+
+
+def backward(p: Problem) -> Schedule:
+    """Return the gradients: of w a sum for each group of rows, of k the correlation with the filter."""
+    cut, parameters = _geometry(p.T), _parameters(p, "dy", "k")
+    at_once = (p.multiprocessors or 1) * int(parameters["GRADIENT_BLOCKS_PER_SM"])
+    group_rows = -(-p.B // -(-_ROUNDS * at_once // p.C))
+    groups = -(-p.B // group_rows)
+    blocks = min(at_once, p.C * groups)
+    scratch = {"spectra": 24 * blocks * cut.length, **_factors(p)}
+    is_sum = groups == 1 and p.types["w"] == "fp32"
+    bind = {
+        **common.given(p), "g": "dy", "scratch": "spectra", "sums": "dw" if is_sum else "sums",
+        "g_batch_stride": Stride("dy", "B"), "g_stride": Stride("dy", "C"), "k_batch_stride": Stride("k", "B"),
+        "k_stride": Stride("k", "C"), "group_rows": group_rows, "groups": groups,
+    }  # fmt: skip
+    steps = [_step("timex_transform_gradient", parameters, blocks, bind)]
+    if not is_sum:
+        scratch["sums"] = 4 * groups * p.C * p.T
+        columns = 1 if p.T % 4 else 4  # not by C, which calls ahead of time do not know
+        steps.append(common.sum_rows("sums", "dw", 1, groups, p.C * p.T, p.types["w"], thread_columns=columns))
+    steps += _convolve(p, "dy", "dk")
+    return Schedule(tuple(steps), common.backward_results(p), scratch=scratch)
+
+
+def _convolve(p: Problem, source: str, target: str) -> list[Step]:
+    """Return the convolution of k, or the correlation of dy, which is the gradient of k: first what rows are given."""
+    rows = p.B * p.C
+    if rows > _MOST_BLOCKS:
+        raise UnsupportedConfigError(f"k: 'transforms' take at most {_MOST_BLOCKS} rows, got {rows}; use 'fft'")
+    is_correlation = source == "dy"
+    bind = {
+        **common.given(p), "k": source, "out": target, "w_stride": Stride("w", "C"),
+        "k_batch_stride": Stride(source, "B"), "k_stride": Stride(source, "C"), "eps": 0.0 if is_correlation else p.eps,
+        "conjugates": int(is_correlation),
+    }  # fmt: skip
+    parameters = _parameters(p, "w", source)
+    return [_step("timex_factors", parameters, p.C, bind), _step("timex_transform", parameters, rows, bind)]
+
+
+def _step(entry: str, parameters: dict[str, Parameter], blocks: Any, bind: dict[str, Any]) -> Step:
+    return Step("timex_transform", entry, parameters, (blocks, 1, 1), bind)
+
+
+def _factors(p: Problem) -> dict[str, Any]:
+    """Return the bytes of what filters multiply spectra by."""
+    return {"factors": 16 * p.C * _geometry(p.T).length}
+
+
+def _parameters(p: Problem, *sources: str) -> dict[str, Parameter]:
+    """Return those of all kernels; they read two neighbours of these inputs at once, or one."""
+    cut = _geometry(p.T)
+    room = p.gpu.shared_per_multiprocessor // (cut.shared_bytes + 1024)
+    blocks, of_gradient = (
+        min(room, _ALL_REGISTERS // (cut.threads * registers[cut.length]))
+        for registers in (_REGISTERS, _GRADIENT_REGISTERS)
+    )
+    return {
+        "T_W": p.types["w"], "T_IO": p.types["k"], "LENGTH": cut.length, "NUM_THREADS": cut.threads,
+        "BLOCKS_PER_SM": blocks, "GRADIENT_BLOCKS_PER_SM": of_gradient, "SHARED_BYTES": cut.shared_bytes,
+        "PAIRED": common.together(p, *sources) > 1,
+    }  # fmt: skip

@@ -1,0 +1,137 @@
+"""The kernel of a few tokens over a pool of states: one pass over the state, whose sums are of the state as it was.
+
+The geometry is which part of a head's state each thread holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from rwkv_jit.kernels.gpu import TENSOR_CORES
+from rwkv_jit.kernels.template import Parameter
+from rwkv_jit.schedules.common import OVERLAPS_SINCE
+from rwkv_jit.schedules.problem import BYTES, Problem
+from rwkv_jit.schedules.schedule import Schedule, Step
+
+MOST_ROWS = 65535  # of a grid's second extent
+_ACCESS_BYTES = 16
+_MOST_KEY_WARPS = 16
+# What follows was measured on an H100 and an H200. Numbers of the state that a thread holds, and threads that a
+# multiprocessor shall have room for then: in some cases more numbers are faster than more threads. Code for sm_80 takes
+# more registers than the others.
+HELD, MOST_HELD = 32, 64
+_RESIDENT, _FEWER_RESIDENT = 768, 512
+_HEAVY, _HEAVY_RESIDENT = 256, 256  # with more keys threads need registers for these too
+# In the vk layout a block is a warp, or as many as load a token's keys for each other.
+_KEYS_OF_WARP, _MOST_WARPS = 128, 8
+_KV_THREADS = 128
+# Blocks of a multiprocessor below which a call has few, whose threads take less each.
+FEW_VK, _FEW_KV = 4, 2
+SPREAD = ("VECTOR", "KEY_LANES", "KEY_WARPS", "ROWS", "NUM_THREADS")
+
+
+class Pool(NamedTuple):
+    """What tells pools apart for a kernel, and what a step does with one."""
+
+    slots: int
+    slot_stride: int  # elements from one slot to the next
+    alignment: int = _ACCESS_BYTES  # bytes that all addresses of states are a multiple of, up to 16
+    index_bytes: int = 4  # of the indices: 4 or 8
+    null_index: int = -1  # a slot at or below it is none
+    w0_type: str = "fp32"  # the storage type of w0
+    is_stochastic: bool = False  # states are rounded at random
+
+
+def geometry(p: Problem, pool: Pool, is_packed: bool = False, held: int = 0) -> dict[str, Parameter]:
+    """Return VECTOR, KEY_LANES, KEY_WARPS, ROWS, NUM_THREADS and BLOCKS_PER_SM.
+
+    In the vk layout a thread has `held` numbers of the state, or as many as an update shall have.
+    """
+    size = BYTES[p.state_type]
+    if not held:
+        # As many bytes as of float32, where nothing else needs the registers.
+        is_narrow = size == 2 and _has_one_token(p, is_packed) and not pool.is_stochastic
+        held = MOST_HELD if is_narrow else HELD
+    row = p.K if p.state_layout == "vk" else p.V
+    vector = math.gcd(row, min(_ACCESS_BYTES, pool.alignment) // size)
+    spread, few = (_spread_vk, FEW_VK) if p.state_layout == "vk" else (_spread_kv, _FEW_KV)
+    cut = spread(p, vector, held, False)
+    if p.multiprocessors is not None and p.B * p.H * value_blocks(p, cut) < few * p.multiprocessors:
+        cut = spread(p, vector, held, True)
+    is_light = vector * int(cut["ROWS"]) <= HELD and _has_one_token(p, is_packed) and p.gpu.number > TENSOR_CORES
+    resident = _HEAVY_RESIDENT if p.K > _HEAVY else _RESIDENT if is_light else _FEWER_RESIDENT
+    return {**cut, "BLOCKS_PER_SM": max(1, resident // int(cut["NUM_THREADS"]))}
+
+
+def _has_one_token(p: Problem, is_packed: bool) -> bool:
+    return p.T == 1 and not is_packed
+
+
+def power(value: float) -> int:
+    """Return the least power of two that is not below."""
+    return 1 << (max(math.ceil(value), 1) - 1).bit_length()
+
+
+def _spread_vk(p: Problem, vector: int, held: int, has_few_blocks: bool) -> dict[str, Parameter]:
+    """Return how warps hold values of their own: a lane has some keys of several of them."""
+    key_lanes = min(power(p.K / vector), 32)
+    keys = vector * math.ceil(p.K / (vector * key_lanes))
+    most = held // 2 if has_few_blocks and key_lanes == 32 else held
+    rows = max(1, min(most // keys, power(p.V * key_lanes / 32)))
+    warps = min(power(p.K / _KEYS_OF_WARP), _MOST_WARPS)
+    return {"VECTOR": vector, "KEY_LANES": key_lanes, "KEY_WARPS": 1, "ROWS": rows, "NUM_THREADS": 32 * warps}
+
+
+def _spread_kv(p: Problem, vector: int, held: int, has_few_blocks: bool) -> dict[str, Parameter]:
+    """Return how warps share the keys of a block's values: an access of several keys in a lane."""
+    access = vector * BYTES[p.state_type]
+    value_lanes = min(power(p.V / vector), 32, max(1, (64 if has_few_blocks or p.K > _HEAVY else 128) // access))
+    key_lanes = 32 // value_lanes
+    if has_few_blocks:
+        rows = 8 // BYTES[p.state_type]
+    else:
+        rows = max(1, min(math.ceil(p.K / (2 * key_lanes)), MOST_HELD // vector))
+    key_warps = min(power(p.K / (key_lanes * rows)), _MOST_KEY_WARPS)
+    value_warps = min(max(1, _KV_THREADS // (32 * key_warps)), power(p.V / (value_lanes * vector)))
+    return {
+        "VECTOR": vector, "KEY_LANES": key_lanes, "KEY_WARPS": key_warps,
+        "ROWS": math.ceil(p.K / (key_lanes * key_warps)), "NUM_THREADS": 32 * key_warps * value_warps,
+    }  # fmt: skip
+
+
+def value_blocks(p: Problem, cut: Mapping[str, Parameter]) -> Any:
+    """Return how many blocks share the values of a head."""
+    vector, key_lanes, key_warps, rows, threads = (int(cut[name]) for name in SPREAD)
+    values = rows if p.state_layout == "vk" else vector
+    return math.ceil(p.V / (values * (32 // key_lanes) * (threads // 32 // key_warps)))
+
+
+def schedule(p: Problem, pool: Pool) -> Schedule:
+    """Return the launch of a step: the state is bound to its first slot, y to memory of the caller's."""
+    return Schedule((step(p, pool),))
+
+
+def step(p: Problem, pool: Pool, is_packed: bool = False) -> Step:
+    """Return the launch for p.B rows: of as many tokens each, or pieces of packed sequences."""
+    cut = geometry(p, pool, is_packed)
+    parameters: dict[str, Parameter] = {
+        "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "T_IO": p.types["v"], "T_STATE": p.state_type,
+        "T_W": p.types.get("w", "fp32"), "T_U": p.types.get("u", "fp32"), "T_W0": pool.w0_type,
+        "DECAY": p.decay, "STATE_LAYOUT": p.state_layout, "DELTA": p.op.family == "delta",
+        "BONUS": "u" in p.op.inputs, "STOCHASTIC": pool.is_stochastic, "INDEX_BYTES": pool.index_bytes,
+        "ONE_TOKEN": _has_one_token(p, is_packed), "PACKED": is_packed, **cut,
+    }  # fmt: skip
+    bind = {
+        **{name: None for name in ("w", "u", "a", "b") if name not in p.op.inputs},
+        "slot_stride": pool.slot_stride, "slots": pool.slots, "null_index": pool.null_index, "batch": p.B,
+        "tokens": p.T, "heads": p.H, "scale": p.scale,
+    }  # fmt: skip
+    others = ("state_indices", "write_indices") if is_packed else ("bounds", "pieces")
+    bind |= dict.fromkeys(others)
+    rows = min(p.B, MOST_ROWS)
+    grid = (p.H * value_blocks(p, cut), rows, -(-p.B // max(rows, 1)))
+    # Packed rows read what the launch before has just written, so that nothing could be brought near meanwhile.
+    overlaps = p.gpu.number >= OVERLAPS_SINCE and not is_packed
+    return Step("update_states", "update_states", parameters, grid, bind, overlaps=overlaps)

@@ -1,0 +1,83 @@
+"""Sequences of any lengths over a pool of states: each goes the way that is fastest for its length.
+
+A first launch looks at the lengths, on the GPU. Sequences of a few tokens go token by token, all others by the
+algorithm that a call of `wkv7` and its like would take, beside them on another stream. Checkpoints cut a sequence into
+pieces, which that algorithm does in waves: each begins with the state that the one before has written. Few heads and
+long prompts go in segments, and then all sequences do.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from rwkv_jit.schedules import directions, update
+from rwkv_jit.schedules.problem import Problem
+from rwkv_jit.schedules.schedule import Item, Schedule, Step, Zero, aligned, renamed
+from rwkv_jit.schedules.update import Pool
+
+FEW_TOKENS = 8  # of a sequence that goes token by token, where an algorithm by chunks takes longer
+_ALL_TOKENS = 2**62
+_PIECE_BYTES = 16
+_THREADS = 128
+_BOUNDS = "piece_bounds"
+_NAMES = {"initial_state": "state", "final_state": "state", "cu_seqlens": _BOUNDS}
+
+
+class Varlen(NamedTuple):
+    """What tells calls apart for these launches, beside the problem and the pool."""
+
+    sequences: int
+    checkpoints: int = 0  # of each
+    bound_bytes: int = 4  # of the numbers in cu_seqlens
+    has_few_tokens: bool = False  # no sequence has more than FEW_TOKENS, and none has checkpoints
+
+
+def schedule(p: Problem, pool: Pool, call: Varlen) -> Schedule:
+    """Return the launches for a problem of packed tokens, whose algorithm is chosen."""
+    pieces = call.sequences * (call.checkpoints + 1)
+    scratch: dict[str, Any] = {_BOUNDS: aligned(8 * (pieces + 1)), "pieces": _PIECE_BYTES * pieces}
+    few = update.step(p._replace(B=pieces), pool, is_packed=True)
+    few = few._replace(bind={**few.bind, "bounds": _BOUNDS})
+    if call.has_few_tokens:
+        return Schedule((_arrange(p, pool, call, _ALL_TOKENS), few), scratch=scratch)
+    # Segments have a launch for all sequences, whatever their lengths are.
+    is_cut = p.backend == "segments"
+    arrange = _arrange(p, pool, call, 0 if is_cut else FEW_TOKENS)
+    of_chunks = directions.forward(
+        p._replace(
+            N=pieces,
+            is_packed=True,
+            is_pooled=True,
+            waves=call.checkpoints + 1,
+            has_initial_state=True,
+            has_final_state=True,
+        )
+    )
+    waves: list[Item] = []
+    for wave in range(call.checkpoints + 1):
+        waves += renamed(of_chunks.steps, {**_NAMES, "slot_stride": pool.slot_stride, "wave": wave})
+    # Waves come one after another anyway, and what is zeroed before each has to wait for the one before.
+    if not is_cut and not call.checkpoints:
+        waves = _beside(waves)
+    return Schedule(
+        (arrange, *waves, few), scratch={**scratch, **of_chunks.scratch}, main=1 + of_chunks.main,
+        vectors={**of_chunks.vectors, "y": of_chunks.vectors.get("v", 1)},  # which a caller may want anywhere
+    )  # fmt: skip
+
+
+def _arrange(p: Problem, pool: Pool, call: Varlen, few_tokens: int) -> Step:
+    """Return the launch that looks at the lengths and the slots."""
+    parameters = {"NUM_THREADS": _THREADS, "BOUND_BYTES": call.bound_bytes, "INDEX_BYTES": pool.index_bytes}
+    bind = {
+        "tokens": p.T, "sequences": call.sequences, "checkpoints": call.checkpoints, "slots": pool.slots,
+        "null_index": pool.null_index, "few_tokens": few_tokens, "bounds": _BOUNDS,
+    }  # fmt: skip
+    grid = (-(-call.sequences // _THREADS), 1, 1)
+    return Step("arrange_sequences", "arrange_sequences", parameters, grid, bind)
+
+
+def _beside(several: list[Item]) -> list[Item]:
+    """Return launches on the stream beside the call's, behind what is filled with zeros before."""
+    zeros = [each for each in several if isinstance(each, Zero)]
+    launches = [each._replace(is_beside=True) for each in several if isinstance(each, Step)]
+    return [*zeros, launches[0]._replace(waits=True), *launches[1:]]
