@@ -28,9 +28,9 @@ sys.path.insert(0, str(ROOT))  # what is built is this checkout's
 import torch  # noqa: E402
 
 import rwkv_jit  # noqa: E402
-from rwkv_jit.ahead import requests as ahead_requests
-from rwkv_jit.ahead import warm
-from rwkv_jit.desk import demo, terminal
+from rwkv_jit.ahead import requests as ahead_requests  # noqa: E402
+from rwkv_jit.ahead import warm  # noqa: E402
+from rwkv_jit.desk import demo, terminal  # noqa: E402
 from rwkv_jit.kernels import identity  # noqa: E402
 from rwkv_jit.kernels.cache import bundle, installed  # noqa: E402
 from rwkv_jit.kernels.kernel import Kernel, Request  # noqa: E402

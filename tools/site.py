@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-PACKAGE = Path(__file__).resolve().parents[1] / "rwkv_jit" / "__init__.py"
+PACKAGE = Path(__file__).resolve().parents[1] / "rwkv_jit" / "kernels" / "__init__.py"
 
 
 def on_config(config: Any) -> Any:

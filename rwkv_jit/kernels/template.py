@@ -100,7 +100,7 @@ def _argument(declared: str) -> Argument:
 
 def directory() -> Path:
     """Return the library's own templates: inside the package when installed, beside it in a checkout."""
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     inside = package / "kernel_templates"
     return inside if inside.is_dir() else package.parent / "kernel_templates"
 

@@ -5,18 +5,18 @@
 # fmt: off
 
 from rwkv_jit.call.options import CallOptions, DecayOptions
-from rwkv_jit.parallel.shard import Shard
 from rwkv_jit.call.tensors import SupportsDLPack
+from rwkv_jit.parallel.shard import Shard
 from torch import Tensor
 from typing import Literal, overload
 from typing_extensions import Unpack
+from rwkv_jit.nn.tensor_parallel import tensor_parallel as tensor_parallel
 from rwkv_jit.parallel.recurrences import summary as summary
 from rwkv_jit.parallel.shard import Shard as Shard
 from rwkv_jit.parallel.shifting import token_shift as token_shift
 from rwkv_jit.parallel.summaries import compose as compose
 from rwkv_jit.parallel.summaries import merge as merge
 from rwkv_jit.parallel.summaries import neutral as neutral
-from rwkv_jit.nn.tensor_parallel import tensor_parallel as tensor_parallel
 
 __all__ = [
     "Shard", "compose", "gla", "linear_attention", "merge", "neutral", "summary", "tensor_parallel", "token_shift",

@@ -24,7 +24,7 @@ def libraries():
         return {line.split()[-1] for line in maps if "nvrtc" in line}
 of_torch = libraries()  # a build for CUDA loads its own
 import rwkv_jit
-from rwkv_jit.ahead.warm import kernel_wheels
+from rwkv_jit.ahead import kernel_wheels
 from rwkv_jit.kernels import stats
 kernels = rwkv_jit.warm("wkv7", 8, torch.float32, arch="sm_80")
 one = rwkv_jit.specialize("wkv7", 8, dtype=torch.float32, arch="sm_80", direction="backward")

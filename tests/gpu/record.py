@@ -19,14 +19,21 @@ STEMS = {
     PARALLEL: ("gla", "wkv7"),
 }  # fmt: skip
 OPS = tuple(STEMS)
-# The modules between a call and the driver, beside those in the rooms. References and the cache decide nothing about a
-# kernel's results, and plain torch launches none.
-LAUNCHING = (
-    "compiler.py", "cuda.py", "dlpack.py", "gpu.py", "kernel.py", "launch.py", "modes.py", "plan.py", "problem.py",
-    "rule.py", "schedule.py", "signatures.py", "template.py", "tensors.py", "tuned.py",
-)  # fmt: skip
-ROOMS, PLAIN = ("algorithms", "ops"), ("ops/plain.py", "layers/plain.py")
-FOR_LAYERS = {"inference/arguments.py", "inference/calls.py"}
+# The modules between a call and the driver: of the kernel service those that launch, and whole rooms. References and
+# the cache decide nothing about a kernel's results, and plain torch launches none.
+LAUNCHING = tuple(
+    f"kernels/{name}.py" for name in ("compiler", "cuda", "dlpack", "gpu", "kernel", "launch", "signatures", "template")
+)
+ROOMS, PLAIN = ("call", "ops", "schedules"), "call/plain.py"
+# Of these rooms, what others have: schedules of calls over a pool, and of layers.
+OF_POOL = {f"schedules/{name}.py" for name in ("replay", "update", "varlen")}
+OF_LAYERS = {
+    f"schedules/{name}.py"
+    for name in (
+        "channel_decay", "convolution", "derived_table", "head_decay", "layer_gradients", "layers", "loss"
+    )
+}  # fmt: skip
+FOR_LAYERS = {"pool/arguments.py", "pool/calls.py"}
 _MEASURED_WITH = re.compile(r'^_TEMPLATES = "\w+"$', re.MULTILINE)
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _INCLUDE = re.compile(r'#include "([\w.]+)"')
@@ -42,7 +49,7 @@ def template_text(name: str, seen: set[str], paths: dict[str, Path]) -> str:
 
 def module_tree(name: str) -> str:
     text = (ROOT / "rwkv_jit" / name).read_text(encoding="utf-8")
-    if name == "tuned.py":  # of which templates a shipped choice is; that kernels are right does not go by it
+    if name == "call/tuned.py":  # of which templates a shipped choice is; that kernels are right does not go by it
         text = _MEASURED_WITH.sub("", text)
     return text_tree(text)
 
@@ -89,12 +96,12 @@ def _in_room(room: str) -> set[str]:
 def modules(op: str) -> list[str]:
     """All modules that decide about the results of an op."""
     of_others = set().union(*(own_modules(other) for other in OPS if other != op))
-    own = _in_room(INFERENCE) if op in (INFERENCE, "wkv4") else set()
+    own = _in_room("pool") | OF_POOL if op in (INFERENCE, "wkv4") else set()
     if op == LAYERS:
-        own = _in_room(LAYERS) | _in_room("nn") | _in_room("derived") | FOR_LAYERS
+        own = _in_room(LAYERS) | _in_room("nn") | _in_room("derived") | FOR_LAYERS | OF_LAYERS
     if op == PARALLEL:
         own = _in_room(PARALLEL)
-    return sorted({*LAUNCHING, *_in_rooms(), *own} - of_others - {*PLAIN})
+    return sorted({*LAUNCHING, *own, *(_in_rooms() - OF_POOL - OF_LAYERS)} - of_others - {PLAIN})
 
 
 def templates(op: str) -> list[str]:

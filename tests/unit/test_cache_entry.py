@@ -117,7 +117,7 @@ print(template.directory())
 print(cache.key(rendered, compiler.key_options("sm_90"), "sm_90", "12.9 \\u00e9"))
 """
     copy = tmp_path / "another installation"
-    shutil.copytree(template.__file__.removesuffix("template.py"), copy / "rwkv_jit")
+    shutil.copytree(Path(template.__file__).parents[1], copy / "rwkv_jit")
     shutil.copytree(template.directory(), copy / "kernel_templates")
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()

@@ -243,7 +243,7 @@ def test_api_page_has_every_public_name():
     modules |= {f"compat.hf.{name}" for name in rwkv_jit.compat.hf.__all__}
     modules |= {f"compat.mamba.{name}" for name in rwkv_jit.compat.mamba.__all__}
     modules |= {f"compat.megatron.{name}" for name in rwkv_jit.compat.megatron.__all__}
-    assert set(listed) == modules | {"custom.OwnKernel", "kernel.Kernel"}
+    assert set(listed) == modules | {"call.custom.OwnKernel", "kernels.kernel.Kernel"}
     assert set(rwkv_jit._MODULES) == set(rwkv_jit.__all__)
 
 

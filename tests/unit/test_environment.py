@@ -9,6 +9,7 @@ import threading
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
+from graphlib import TopologicalSorter
 from importlib import metadata
 from pathlib import Path
 
@@ -482,78 +483,15 @@ def test_counts_of_many_threads_add_up():
 
 # ---- who imports whom --------------------------------------------------------------------------------------------
 
-# Every module imports from lines above its own alone.
-ORDER = """
-legal errors
-lazy after signatures gpu reference dlpack bench.timing ops algorithms inference derived
-env template models sass derived.reference report
-stats problem cache.files cache.entry
-forks cache.lock cache.owned ops.table derived.table
-cuda cache.claim cache.bundle listing
-cache.installed
-cache
-identity
-compiler
-kernel kernel_wheels
-launch schedule machine
-tensors algorithms.parts modes
-plan custom algorithms.narrow algorithms.recurrent algorithms.delta_chunked algorithms.delta_large
-algorithms.wkv4 algorithms.timex_tiles algorithms.timex_transforms algorithms.diagonal_chunked
-algorithms.diagonal_groups
-algorithms.diagonal_large
-algorithms.segments
-algorithms.whole
-tuned
-rule
-ops.checks ops.options ops.plain ops.recording ops.registry ops.sharding ops.known_calls
-ops.flops ops.torch_op layers parallel.summaries parallel.shard
-ops.wide_keys parallel.exchange parallel.two_phases
-parallel.parts
-parallel.recurrences
-ops.gla ops.linear_attention ops.timex ops.wkv4 ops.wkv5 ops.wkv6 ops.wkv7 inference.rounding inference.steps
-inference.registry inference.options inference.varlen_steps layers.registry layers.plain layers.steps derived.steps
-derived.channel_steps
-layers.loss_steps
-inference.arguments layers.gradient_steps layers.reference layers.placed layers.convolution_steps
-inference.replay_steps inference.states
-inference.ring inference.pool derived.arguments
-inference.calls
-inference.plainly inference.flops
-inference.update inference.varlen inference.wkv4 layers.calls layers.loss layers.flops layers.convolution
-inference.replay_calls layers.gradients
-layers.functions derived.operands derived.own_kernels
-derived.head_decays derived.channel_decays
-derived.diagonal
-parallel.shifting derived.delta derived.delta_pooled derived.diagonal_pooled
-inference.replay nn.parts nn.checkpoints
-nn.convolution nn.mixing nn.attention nn.delta nn.mamba2
-nn.rwkv7 nn.rwkv4 nn.rwkv5 nn.rwkv6 nn.language_model
-nn.model
-nn parallel.tensor ahead_layers
-parallel
-ahead_requests
-ahead bench.cases
-bench.measure compat.replacing
-bench compat.alias compat.buffers compat.naming compat.rows compat.scripts compat.fla compat.falling_back
-bench.layers compat.causal_conv1d compat.flash_rwkv compat.functions compat.rwkv7_hf compat.rwkvfla compat.wind
-compat.mamba
-compat.fla.functions
-compat compat.counts compat.fla.layers compat.fla.family
-compat.autoload compat.deepspeed compat.fla.patches compat.megatron compat.hf_models profiling tune demo
-compat.channels compat.delta compat.diagonal compat.hf compat.trainer doctor
-compat.extensions compat.hf_kernels.layers commands
-compat.hf_kernels compat.hf_rwkv4
-compat.loading cli
-__main__
-"""
-LINES = {name: line for line, names in enumerate(ORDER.split("\n")) for name in names.split()}
-# What a call asks for is worked out without tensors and without a GPU.
-PURE = {"legal", "errors", "gpu", "problem", "schedule", "template", "algorithms"}
+# The rooms from the ground up: each imports from those before it alone. `schedules` know sizes and names, no tensors.
+ROOMS = (
+    "kernels", "schedules", "plain", "call", "pool", "ops", "layers", "derived", "parallel", "nn", "ahead", "compat",
+    "desk", "__main__",
+)  # fmt: skip
 WITHOUT_TORCH = {
-    "legal", "lazy", "errors", "after", "report", "signatures", "gpu", "env", "template", "sass", "stats", "problem",
-    "listing", "forks", "ops.table", "cuda", "identity", "compiler", "kernel", "kernel_wheels", "launch", "schedule",
-    "rule", "ops.options", "commands", "cli", "compat", "compat.alias", "compat.fla", "compat.replacing",
-    "compat.autoload", "nn", "parallel", "__main__",
+    "call.options", "call.rule", "ahead.kernel_wheels", "desk.cli", "desk.commands",
+    "desk.kernel_table", "desk.terminal", "compat", "compat.alias", "compat.autoload", "compat.fla", "compat.replacing",
+    "nn", "parallel", "__main__",
 }  # fmt: skip
 
 
@@ -584,33 +522,44 @@ def own_imports(name):
     return own - {""}
 
 
-def test_every_module_has_its_place_in_the_order():
-    assert set(MODULES) == set(LINES)
+def room(name):
+    return name.split(".")[0]
+
+
+def test_every_module_is_in_a_room():
+    assert {room(name) for name in MODULES} == set(ROOMS)
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_imports_go_downward_only(name):
-    above = {other for other in LINES if LINES[other] < LINES[name]}
-    assert own_imports(name) <= above
+    assert {room(x) for x in own_imports(name)} <= set(ROOMS[: ROOMS.index(room(name)) + 1])
 
 
-@pytest.mark.parametrize("name", ["gpu", "problem", "schedule", *(x for x in MODULES if x.startswith("algorithms"))])
+@pytest.mark.parametrize("name", ROOMS)
+def test_no_two_modules_of_a_room_import_each_other(name):
+    modules = [x for x in MODULES if room(x) == name]
+    order = [*TopologicalSorter({x: own_imports(x) & set(modules) for x in modules}).static_order()]
+    assert set(order) == set(modules)
+
+
+@pytest.mark.parametrize("name", [x for x in MODULES if room(x) == "schedules"])
 def test_what_calls_ask_for_is_worked_out_without_tensors(name):
-    requests = {"kernel"} if name == "schedule" else set()
-    assert {imported.split(".")[0] for imported in own_imports(name)} <= PURE | requests
+    of_kernels = {x for x in own_imports(name) if room(x) == "kernels"}
+    requests = {"kernels.kernel"} if name == "schedules.schedule" else set()
+    assert of_kernels <= {"kernels.errors", "kernels.gpu", "kernels.template"} | requests
     assert not {imported.split(".")[0] for imported in imports(MODULES[name])} & {"torch", "cupy", "numpy"}
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_cupy_is_imported_by_one_module_and_torch_by_those_that_need_it(name):
     roots = {imported.split(".")[0] for imported in imports(MODULES[name])}
-    assert not roots & {"cupy", "cupy_backends"} or name == "cuda"
-    if name in WITHOUT_TORCH or name.split(".")[0] in ("cache", "algorithms"):
+    assert not roots & {"cupy", "cupy_backends"} or name == "kernels.cuda"
+    if name in WITHOUT_TORCH or (room(name) == "kernels" and name != "kernels.dlpack"):
         assert "torch" not in roots
 
 
 def test_cupy_is_imported_only_inside_functions():
-    tree = ast.parse(MODULES["cuda"].read_text(encoding="utf-8"))
+    tree = ast.parse(MODULES["kernels.cuda"].read_text(encoding="utf-8"))
     at_the_top = [ast.unparse(node) for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     assert at_the_top
     assert not any("cupy" in line for line in at_the_top)
@@ -620,4 +569,4 @@ def test_the_package_itself_imports_nothing_when_it_is_loaded():
     tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
     at_the_top = {node.module for node in tree.body if isinstance(node, ast.ImportFrom)}
     at_the_top |= {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
-    assert at_the_top == {"__future__", "rwkv_jit"}  # of ours `after` and `lazy`, which import nothing
+    assert at_the_top == {"__future__", "rwkv_jit.kernels"}  # of which `on_import` and `lazy` import little

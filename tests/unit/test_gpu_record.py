@@ -40,14 +40,10 @@ def copied_sources(tmp_path, monkeypatch):
     ]
     for folder in (
         *templates,
-        "rwkv_jit",
-        "rwkv_jit/ops",
-        "rwkv_jit/algorithms",
-        "rwkv_jit/inference",
-        "rwkv_jit/layers",
-        "rwkv_jit/nn",
-        "rwkv_jit/derived",
-        "rwkv_jit/parallel",
+        *(
+            f"rwkv_jit/{room}"
+            for room in ("call", "derived", "kernels", "layers", "nn", "ops", "parallel", "pool", "plain", "schedules")
+        ),
     ):
         (tmp_path / folder).mkdir(parents=True)
         for path in (record.ROOT / folder).iterdir():
@@ -222,7 +218,8 @@ torch, rwkv_jit = sys.modules["torch"], sys.modules["rwkv_jit"] = ModuleType("to
 torch.cuda = SimpleNamespace(is_available=lambda: True, get_device_name=lambda: "a GPU")
 torch.manual_seed = lambda seed: None
 versions = {{"torch": "2", "torch_cuda": "13", "cupy": [], "nvrtc": "13"}}
-rwkv_jit.desk.versions = SimpleNamespace(env_report=lambda: {{"gpus": ["a GPU"], **versions}})
+desk = sys.modules["rwkv_jit.desk"] = ModuleType("rwkv_jit.desk")
+desk.versions = SimpleNamespace(env_report=lambda: {{"gpus": ["a GPU"], **versions}})
 def pytest_addoption(parser):
     parser.addoption("--seed", type=int, default=1)
 has_tests = []  # workers say which there are with a report, and not with each

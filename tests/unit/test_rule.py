@@ -674,7 +674,7 @@ def test_compiler_sees_the_algorithm_that_will_run(op, tokens, head_size, option
     leaves = [x.requires_grad_() for x in bf16(tokens, 2, head_size, len(OPS[op].names))]
     compiler = aot_autograd(fw_compiler=lambda graph, _: graph.forward)
     monkeypatch.setattr(torch_op, "_prepare", refuse)
-    monkeypatch.setattr(torch_op.whole, "kept", watched)
+    monkeypatch.setattr(directions, "kept", watched)
     with contextlib.suppress(NothingRuns):
         torch.compile(getattr(rwkv_jit, op), fullgraph=True, backend=compiler, dynamic=True)(*leaves, **options)
     assert set(seen) == {chosen}

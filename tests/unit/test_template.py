@@ -296,10 +296,9 @@ def test_template_and_header_are_found_in_any_folder(own_templates):
 def test_templates_lie_inside_the_package_when_installed_and_beside_it_in_a_checkout(tmp_path, monkeypatch):
     package = tmp_path / "rwkv_jit"
     beside = tmp_path / "kernel_templates"
-    package.mkdir()
     beside.mkdir()
-    monkeypatch.setattr(template, "__file__", str(package / "template.py"))
+    monkeypatch.setattr(template, "__file__", str(package / "kernels" / "template.py"))
     assert template.directory() == beside
     inside = package / "kernel_templates"
-    inside.mkdir()
+    inside.mkdir(parents=True)
     assert template.directory() == inside

@@ -65,8 +65,9 @@ def ends(op):
 LIGHT = [
     f"rwkv_jit.{name}"
     for name in (
-        "after", "errors", "gpu", "inference", "inference.registry", "layers", "layers.registry", "lazy", "legal",
-        "ops", "ops.registry", "ops.table", "problem",
+        "call", "call.registry", "kernels", "kernels.errors", "kernels.gpu", "kernels.lazy", "kernels.on_import",
+        "layers", "layers.registry", "pool", "pool.registry", "schedules", "schedules.legal", "schedules.problem",
+        "schedules.table",
     )
 ]  # fmt: skip
 
