@@ -7,14 +7,15 @@ import csv
 import json
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench import curves, history, plot, processes, record, service, suites, training, warm_fla
+from bench import curves, measure, plot, processes, record, service, suites, training, warm_fla
+from bench.cases import Case
 from rwkv_jit.desk import bench, cli
-from rwkv_jit.desk.bench import measure, timing
 from rwkv_jit.kernels import stats
 from rwkv_jit.kernels.errors import RwkvJitError
 
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    text = "Measure the ops and other libraries, the cost of the service, and the history of kernels."
+    text = "Measure the ops and other libraries, training, and the cost of the service."
     parser = argparse.ArgumentParser(prog="python -m bench", description=text)
     commands = parser.add_subparsers(required=True, metavar="command")
 
@@ -62,10 +63,6 @@ def _parser() -> argparse.ArgumentParser:
     ops.add_argument("--record", action="store_true", help="keep the rows of each case in bench.json as it ends")
     costs = add("service", _service, "measure the cost of the service: imports, first calls, host time of a call")
     costs.add_argument("--record", action="store_true", help="keep the result in bench.json")
-    forms = add("history", _history, "measure earlier versions of a kernel, and the op")
-    forms.add_argument("--op", action="append", choices=history.HISTORIES, help="only this op (may be repeated)")
-    forms.add_argument("--shape", metavar="B,T,H,N", help="instead of the shapes that were studied")
-    forms.add_argument("--dtype", choices=bench.DTYPES, default="bf16", help="default: bf16")
     train = add("training", _training, "measure how fast models of RWKV-7 train, and their time mixing, with FLA's")
     training.add_options(train)
     losses = add("curves", _curves, "compare the loss curves of RWKV-7 and FLA's RWKV-7 from the same parameters")
@@ -80,37 +77,40 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _ops(parsed: argparse.Namespace) -> Outcome:
-    entries = _entries(parsed)
     _check_outputs(parsed)
     if not torch.cuda.is_available():
         if parsed.suite is not None:
             raise ValueError("--suite: its shapes are for a GPU, and torch sees none; expected --shape")
-        result = record.result_of(bench.on_cpu(parsed, entries))
+        measured = bench.run(argparse.Namespace(**vars(parsed) | {"suite": None}))
+        measured["rows"] = [dict.fromkeys(measure.COLUMNS) | {"in_graph": False} | row for row in measured["rows"]]
+        result = record.result_of(measured)
     else:
-        bench.check_gpu()
-        copy = timing.copy_tb_per_s()
+        entries, copy = _entries(parsed), bench.check_gpu()
         torch.cuda.empty_cache()  # cases are measured by a process of its own, which needs the memory
         about = {"env": bench.environment(), "copy_tb_per_s": copy, "device": "cuda"}
         known = {} if parsed.no_peers else processes.obstacles(entries, parsed.peer_minutes)
 
-        def rows_of(entry: measure.Entry, _: Any) -> list[dict[str, Any]]:
+        def rows_of(entry: measure.Entry) -> list[dict[str, Any]]:
             rows = processes.rows_of(helper, entry, copy, not parsed.no_peers, known)
             if parsed.record:  # as each case ends: what comes after it may end everything
                 record.write(record.result_of({**about, "rows": rows}))
             return rows
 
         with processes.helping() as helper:
-            result = record.result_of({**about, "rows": bench.measured(entries, rows_of)})
+            result = record.result_of({**about, "rows": bench.measured(entries, rows_of, measure.row)})
     if parsed.csv is not None:
         _write_csv(result, parsed.csv)
     if parsed.plot is not None:
         plot.draw(result, parsed.plot)
-    return result, bench.show
+    return result, partial(bench.show, columns=measure.SHOWN, methods=measure.METHODS)
 
 
 def _entries(parsed: argparse.Namespace) -> list[measure.Entry]:
     if parsed.suite is None:
-        return bench.asked_for(parsed)
+        backends = parsed.backend and [parsed.backend]
+        return [
+            measure.Entry(None, Case(*case[:4], kind=case.kind), backends) for case in bench.cases_of(parsed, "cuda")
+        ]
     for name in ("shape", "dtype", "backend", "phase", "inputs"):
         if (given := getattr(parsed, name)) is not None:
             raise ValueError(f"--{name}: a suite has its own, got {given} beside --suite {' '.join(parsed.suite)}")
@@ -152,10 +152,6 @@ def _service(parsed: argparse.Namespace) -> Outcome:
     if parsed.record:
         record.write_service(result)
     return result, service.show
-
-
-def _history(parsed: argparse.Namespace) -> Outcome:
-    return history.run(parsed), history.show
 
 
 def _training(parsed: argparse.Namespace) -> Outcome:

@@ -20,7 +20,6 @@ from torch import Tensor
 from bench import rwkv7_models, training
 from bench.rwkv7_models import Loss, Sizes
 from rwkv_jit.desk import bench, terminal
-from rwkv_jit.desk.bench import measure
 from rwkv_jit.nn import RWKV7
 
 SIZES = Sizes(24, 1024, 8, 512, 256)
@@ -196,7 +195,7 @@ def run(parsed: argparse.Namespace) -> dict[str, Any]:
                 result["logits_apart"] = logits_apart(model, sizes, device)
                 training.tell(f"  FLA's logits with our trained parameters: {result['logits_apart']:.2e} apart")
         except Exception as error:  # one that fails hides no other
-            result["skipped"][name] = measure.one_line(error)
+            result["skipped"][name] = bench.one_line(error)
             training.tell(f"  {result['skipped'][name]}")
         model = None
         if OURS in result["curves"]:

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from rwkv_jit.desk.bench import measure
-from rwkv_jit.desk.bench.cases import UPDATE, Case, rates_of
-from rwkv_jit.desk.bench.measure import Contestant, Inputs, swapped
+from bench import measure
+from bench.cases import Case, rates_of
+from bench.measure import Contestant, Inputs, swapped
+from rwkv_jit.desk.bench import UPDATE
 from rwkv_jit.plain.reference import SIGMOID_RATE
 
 

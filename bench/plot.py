@@ -21,7 +21,7 @@ from bench.tables import (
     sentence,
     shape_of,
 )
-from rwkv_jit.desk.bench.measure import OURS
+from rwkv_jit.desk.bench import OURS
 
 _COLOURS = ("#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#7f7f7f", "#b8a400")  # told apart by all eyes
 _OUR_COLOUR, _GREY = "#0072b2", "#666666"

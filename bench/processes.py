@@ -29,11 +29,11 @@ from typing import IO, Any
 import torch
 from filelock import FileLock, Timeout
 
-from bench import ROOT, peers
+from bench import ROOT, cases, measure, peers
+from bench.cases import Case
+from bench.measure import Entry
 from rwkv_jit.desk import terminal
-from rwkv_jit.desk.bench import cases, measure
-from rwkv_jit.desk.bench.cases import Case
-from rwkv_jit.desk.bench.measure import Entry
+from rwkv_jit.desk.bench import one_line
 
 PATIENCE = 900  # seconds, after which a process is ended; it waits for its turns meanwhile
 _ROOM, _MOST = 16 << 30, 8  # bytes of a GPU for each that tunes itself beside others, and how many of them
@@ -78,7 +78,7 @@ def _tried(case: Case, who: str, what: str) -> str | None:
         measure.run_once(case, peer, cases.given_for(case))()
         torch.cuda.synchronize()
     except Exception as error:
-        return measure.one_line(error)
+        return one_line(error)
     return None
 
 
@@ -282,7 +282,11 @@ def obstacles(entries: Iterable[Entry], minutes: float | None = None) -> dict[At
                         if error is not None:
                             known[attempt] = error
                         case, *by = attempt
-                        terminal.note(f"tried {done} of {len(asked)}: {case.op} {case.phase} by {' '.join(by)}")
+                        print(
+                            f"tried {done} of {len(asked)}: {case.op} {case.phase} by {' '.join(by)}",
+                            file=sys.stderr,
+                            flush=True,
+                        )
                         if tell:
                             tell(done, len(asked))
         except KeyboardInterrupt:

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from bench import ROOT, plot
+from bench.cases import DERIVED
 from bench.tables import PICTURE, Row, blocks, contestant, gpu_of, machine, milliseconds, shape_of
 from rwkv_jit.desk import terminal
-from rwkv_jit.desk.bench.cases import DERIVED, UPDATE
+from rwkv_jit.desk.bench import UPDATE
 
 FORMAT = 3
 FILE = ROOT / "bench.json"

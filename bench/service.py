@@ -19,10 +19,9 @@ from typing import Any
 
 import torch
 
-from bench import ROOT, record
+from bench import ROOT, record, timing
 from rwkv_jit.call import prepared
 from rwkv_jit.desk import bench, terminal, versions
-from rwkv_jit.desk.bench import timing
 from rwkv_jit.kernels import env
 from rwkv_jit.kernels.errors import RwkvJitError
 
@@ -121,7 +120,7 @@ call()
 torch.cuda.synchronize()
 first = time.perf_counter() - started
 assert is_right()
-from rwkv_jit.desk.bench import timing
+from bench import timing
 print([first * 1e3, timing.host_us([call])], flush=True)
 os._exit(0)
 """

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
+from bench.cases import Case
+from bench.measure import Entry
 from rwkv_jit.desk.bench import USUAL_PHASES as BOTH
-from rwkv_jit.desk.bench.cases import Case, shape_of
-from rwkv_jit.desk.bench.measure import Entry
+from rwkv_jit.desk.bench import shape_of
 
 _Sizes = Sequence[tuple[int, ...]]
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bench import suites
-from rwkv_jit.desk.bench.cases import DERIVED, KINDS_OF_SUITES, OPS, UPDATE
-from rwkv_jit.desk.bench.measure import OURS, is_host_bound
+from bench.cases import DERIVED, KINDS_OF_SUITES
+from rwkv_jit.desk.bench import OPS, OURS, UPDATE
 
 Row = Mapping[str, Any]
 Case = tuple[Any, ...]
@@ -53,6 +53,11 @@ def library(row: Row) -> str:
 def obstacle(row: Row) -> str:
     """Return in one line why a row has no time."""
     return " ".join((row["skipped"] or "no reason is recorded").split())
+
+
+def is_host_bound(row: Row) -> bool:
+    """Return whether the host takes longer for a call than the GPU."""
+    return bool(row["host_us"] and row["median_ms"] and row["host_us"] > 1e3 * row["median_ms"])
 
 
 def milliseconds(value: float) -> str:

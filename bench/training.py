@@ -25,10 +25,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.multiprocessing.spawn import spawn
 
-from bench import rwkv7_models
+from bench import rwkv7_models, timing
 from bench.rwkv7_models import HEAD_SIZE, Loss, Sizes
 from rwkv_jit.desk import bench, terminal
-from rwkv_jit.desk.bench import measure, timing
 from rwkv_jit.nn import RWKV7, RWKV7TimeMix
 
 LARGE, SMALL = Sizes(24, 1024, 8, 4096, 65536), Sizes(2, 64, 2, 32, 256)  # the small ones without a GPU
@@ -189,7 +188,7 @@ def step_row(
         times, loss = training.timed(runs)
         if not math.isfinite(loss):
             raise ValueError(f"the loss became {loss}")
-        row |= timing.spread(times) | {"loss": loss}
+        row |= bench.spread(times) | {"loss": loss}
         row["tokens_per_s"] = speed = ranks * sizes.batch * sizes.tokens / row["median_ms"] * 1e3
         if device == "cuda":
             row["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
@@ -206,7 +205,7 @@ def _survived(row: dict[str, Any]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        row["skipped"] = measure.one_line(error)
+        row["skipped"] = bench.one_line(error)
 
 
 # ---- time mixing alone -------------------------------------------------------------------------------------------
@@ -230,14 +229,14 @@ def layer_row(name: str, sizes: Sizes, width: int, device: str) -> dict[str, Any
     with _survived(row), around():
         call = _layer_call(options, sizes, width, device)
         if device == "cpu":
-            return row | timing.spread(timing.cpu_ms(call))
+            return row | bench.spread(bench.cpu_ms(call))
         for _ in range(2):
             call()
         row["peak_mib"] = timing.peak_bytes(call) / 2**20
         (times,) = timing.interleaved([timing.Turns([call], in_graph=False).ms], _BUDGET_MS)
         if isinstance(times, Exception):
             raise times
-        row |= timing.spread(times)
+        row |= bench.spread(times)
     return row
 
 

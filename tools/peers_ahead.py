@@ -39,8 +39,8 @@ sys.path.insert(0, str(ROOT))  # the suites are this checkout's
 
 import torch  # noqa: E402
 
-from bench import peers, suites  # noqa: E402
-from rwkv_jit.desk.bench import cases, measure  # noqa: E402
+from bench import cases, measure, peers, suites  # noqa: E402
+from rwkv_jit.desk.bench import one_line  # noqa: E402
 
 # What FLA and Triton ask of a GPU before they choose kernels, as an H100 answers.
 NAME, CAPABILITY, SMS, SHARED = "NVIDIA H100 80GB HBM3", (9, 0), 132, 232448
@@ -261,7 +261,7 @@ def _compiled(behind: str) -> tuple[str, str]:
     try:
         return _folder_of(compiler.compile(source, target=GPUTarget(*_TARGET), options=options).hash), ""
     except Exception as error:
-        return "", f"{source.name}: {measure.one_line(error)}"
+        return "", f"{source.name}: {one_line(error)}"
 
 
 def _launchers(sources: Iterable[Any], here: Mapping[str, str]) -> list[Entry]:

@@ -222,6 +222,8 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
     instead.add_argument("--trace", metavar="DIR", help=text)
     text = "print the command line with which Nsight Compute measures this kernel; needs no GPU"
     instead.add_argument("--ncu", metavar="KERNEL", help=text)
+    text = "also a function on the same inputs, with logarithms of decays, e.g. fla.ops.rwkv7.chunk_rwkv7"
+    parser.add_argument("--beside", metavar="NAME", help=text)
     text = "run once, without torch.profiler, between cudaProfilerStart and Stop: for ncu and nsys"
     instead.add_argument("--bare", action="store_true", help=text)
 

@@ -30,10 +30,9 @@ Outcome = tuple[dict[str, Any], Callable[[dict[str, Any]], None]]
 
 def demo(parsed: argparse.Namespace) -> Outcome:
     """Do the main job."""
-    from rwkv_jit.desk import demo
-    from rwkv_jit.desk.bench import timing
+    from rwkv_jit.desk import bench, demo
 
-    timing.use_one_thread()
+    bench.use_one_thread()
     return demo.run(), demo.show
 
 
@@ -45,16 +44,11 @@ def doctor(parsed: argparse.Namespace) -> Outcome:
 
 
 def bench(parsed: argparse.Namespace) -> Outcome:
-    """Measure the ops beside torch, or a layer."""
+    """Measure the ops or a layer beside torch."""
     from rwkv_jit.desk import bench
-    from rwkv_jit.desk.bench import timing
 
     if parsed.shape is None:
-        timing.use_one_thread()
-    if parsed.suite == "layers":
-        from rwkv_jit.desk.bench import layers
-
-        return layers.run(parsed), layers.show
+        bench.use_one_thread()
     return bench.run(parsed), bench.show
 
 
@@ -62,10 +56,6 @@ def profile(parsed: argparse.Namespace) -> Outcome:
     """Show where the time of an op goes, or run it for a profiler, or say how to start one."""
     from rwkv_jit.desk import profiling
 
-    if parsed.ncu is not None:
-        return {"command": profiling.ncu_command(parsed)}, lambda result: print(result["command"])
-    if parsed.bare:
-        return profiling.run_bare(parsed), profiling.show_bare
     return profiling.run(parsed), profiling.show
 
 

@@ -268,6 +268,7 @@ def _ops() -> Iterator[Finding]:
 
     from rwkv_jit.ahead import warm
     from rwkv_jit.desk import demo
+    from rwkv_jit.schedules.table import OPS
 
     if not _can_compile():
         return  # the check of the compiler says why
@@ -280,7 +281,7 @@ def _ops() -> Iterator[Finding]:
     text = f"{made.target}: {made.registers} registers, {made.spill_bytes} bytes spilled"
     yield _finding("compile wkv7", f"{text}, {1e3 * made.compile_seconds:.0f} ms")
     if torch.cuda.is_available():
-        yield from map(_run_op, demo.OPS)
+        yield from map(_run_op, OPS)
 
 
 def _can_compile() -> bool:

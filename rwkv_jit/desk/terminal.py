@@ -185,12 +185,6 @@ def _print_styled(lines: Sequence[str]) -> None:
         console.print(text, soft_wrap=True)
 
 
-def note(text: str) -> None:
-    """Say on standard error what is done, where that is no terminal: a bar would have no place there."""
-    if not sys.stderr.isatty():
-        print(printable(text), file=sys.stderr, flush=True)
-
-
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
     """Show a bar on standard error while the work inside calls what it gets with the finished and all parts.

@@ -11,7 +11,6 @@ import torch
 from problems import problem, requests
 
 import rwkv_jit
-from bench import history
 from rwkv_jit.kernels import identity, kernel
 from rwkv_jit.kernels.gpu import Gpu
 from rwkv_jit.schedules import layer_gradients, update
@@ -111,8 +110,6 @@ OF_HALVES = {
 }  # fmt: skip
 HALVES = {f"{template.removesuffix('_by_halves')}_by_halves": template for template in OF_HALVES}
 PARTS = {f"wkv4_part_{way}": f"wkv4_{way}" for way in WAYS}
-# The forms that wkv5 went through, at the head size that was studied, by their place.
-HISTORY = {f"wkv5_history_{number}": number for number in range(1, 6)}
 # One token over a pool, with few blocks and many.
 UPDATES = {
     f"{op}_update_{layout}_{head_size}_{state_type}_{batch}": problem(
@@ -129,7 +126,7 @@ OPERANDS = {
     for way in WAYS
 }  # fmt: skip
 FLAGSHIPS = [
-    *(f"{kind}_{way}" for kind in KINDS for way in WAYS), *OTHERS, *HALVES, *PARTS, *HISTORY, *UPDATES, *OPERANDS,
+    *(f"{kind}_{way}" for kind in KINDS for way in WAYS), *OTHERS, *HALVES, *PARTS, *UPDATES, *OPERANDS,
 ]  # fmt: skip
 
 
@@ -164,9 +161,6 @@ def used(name):
     elif name in UPDATES:
         (request,) = update.schedule(UPDATES[name], update.Pool(1, 0)).requests(UPDATES[name].gpu)
         made = kernel.get(request)
-    elif name in HISTORY:
-        forms = history.requests("wkv5", (1, 54, 32, 64), torch.bfloat16, "sm_90")
-        made = kernel.get(forms[HISTORY[name] - 1])
     else:
         kind, direction = name.rsplit("_", 1)
         made = rwkv_jit.specialize(**KINDS[kind], dtype=torch.bfloat16, arch="sm_90", direction=direction)

@@ -13,7 +13,6 @@ import torch
 from problems import problem, requests
 
 import rwkv_jit
-from bench import history
 from rwkv_jit.ahead import requests as ahead_requests
 from rwkv_jit.kernels import cache, compiler, kernel
 from rwkv_jit.kernels.cache.entry import unpack
@@ -71,12 +70,6 @@ GATED_GROUP_AXES = {
     "arch": ("sm_90",),
     "chunk_len": ("default", 64),
     "num_threads": ("default", 384),
-}
-HISTORY_AXES = {
-    "op": tuple(history.HISTORIES),
-    "dtype": (torch.bfloat16, torch.float16, torch.float32),
-    "head_size": (7, 40, 64, 100),
-    "arch": ("sm_80", "sm_89", "sm_90", "sm_120"),
 }
 # The two longest axes decide different things; their pairs alone would double the sample.
 UNPAIRED = {"head_size", "arch"}
@@ -729,33 +722,3 @@ def test_sample_is_the_same_every_time_and_holds_every_value(axes, least, most):
     assert 2 * len(always) <= len(rows)
     for axis, values in axes.items():
         assert {row[axis] for row in always} == set(values)
-
-
-@pytest.mark.parametrize("row", in_turn(HISTORY_AXES), ids=name)
-def test_steps_of_a_history(row):
-    """The state of a row of wkv5 lies in registers; what is staged takes shared memory, which timex asks for later."""
-    requests = history.requests(row["op"], (1, 54, 32, row["head_size"]), row["dtype"], row["arch"])
-    assert requests
-    for request, found in zip(requests, kernel.get_all(requests), strict=True):
-        entry = f"{row['op']}_history"
-        assert (found.name, found.target) == (entry, row["arch"])
-        assert list(found.resources) == [entry]
-        assert elf_extent(found.cubin) == len(found.cubin)
-        assert found.spill_bytes <= (0 if row["op"] == "wkv5" else 64)
-        if row["op"] == "wkv5":
-            assert found.registers > row["head_size"]
-            assert (found.shared_bytes > 0) == request.parameters["STAGED"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "rule"),
-    [
-        ({"VECTOR": 5}, "vector must divide the head size"),
-        ({"NUM_THREADS": 1025}, "num_threads must be 1 to 1024"),
-        ({"T_Y": "bf16"}, "atomics add to fp32"),
-    ],
-)
-def test_rules_of_the_history_template_have_messages(changes, rule):
-    request = history.requests("wkv5", (1, 54, 32, 64), torch.bfloat16, "sm_90")[0]  # with atomics
-    with pytest.raises(UnsupportedConfigError, match=rule):
-        kernel.get(request._replace(parameters={**request.parameters, **changes}))

@@ -16,7 +16,6 @@ import test_parallel
 import torch
 
 import rwkv_jit
-from bench import history
 from rwkv_jit.derived import channel_decays as of_channels
 from rwkv_jit.derived import head_decays as of_own
 from rwkv_jit.kernels import launch, signatures, template
@@ -215,12 +214,6 @@ def convolution(batch, tokens, channels, width, dtype=BF16, texts=None, channels
             rwkv_jit.causal_conv1d_update(leaves[0], pool, *leaves[1:3], state_indices=slots, cache_seqlens=seen)
 
 
-def history_of(name, shape, dtype):
-    for _, form in history.prepare(name, history.HISTORIES[name].make_inputs(shape, dtype)):
-        if isinstance(form, history.Form):
-            (form.both or form.forward)()
-
-
 GATED = ("wkv5", "wkv6", "gla", "linear_attention")
 CALLS = [
     partial(head_decays, "gated_delta_rule", "norm", (2, 100, 1, 2, 128, 128)),
@@ -308,8 +301,6 @@ CALLS = [
         for dtype in (BF16, FP32)
     ),
     partial(convolution, 1, 37, 264, 4, texts=(0, 0, 2, 20, 20, 37)),
-    partial(history_of, "wkv5", (1, 54, 2, 64), torch.float16),
-    partial(history_of, "timex", (9, 200, 1, 2), FP32),
 ]
 
 

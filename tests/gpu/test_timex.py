@@ -4,10 +4,7 @@ import pytest
 import torch
 
 import rwkv_jit
-from bench import history
-from bench.history import Form
 from rwkv_jit.call import tensors
-from rwkv_jit.kernels.errors import UnsupportedConfigError
 from rwkv_jit.ops import timex as module
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -179,18 +176,6 @@ def test_torch_ops_pass_opcheck(op, backend):
     torch.library.opcheck(module._backward_op, (g, w, k, backend, True, True))
 
 
-@pytest.mark.parametrize("tokens", [1, 7, 303, 768])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_forms_of_the_history(op, dtype, tokens):
-    of = history.HISTORIES["timex"]
-    given = of.make_inputs((9, tokens, 2, 3), DTYPES[dtype])
-    want = of.reference(*[x.double() for x in given])
-    for step, form in history.prepare("timex", given):
-        assert isinstance(form, Form), step.change
-        error = float((form.forward().double() - want).norm() / want.norm())
-        assert error <= GATES[DTYPES[dtype]], step.change
-
-
 @pytest.mark.usefixtures("guarded_memory")
 @pytest.mark.parametrize("sizes", [(1, 1), (5, 3), (33, 2)])
 @pytest.mark.parametrize("tokens", [1, 2, 768, 1000, 1501, 2048, 3000, 4096, 6001, 8192, 12000, 16384])
@@ -215,9 +200,3 @@ def test_transforms_of_many_channels_and_of_rows_of_very_different_size(
         assert float(of_rows.max()) <= 2 * GATES[k.dtype]
     has_groups = multiprocessors > 1 or dtype != "fp32"  # whose sums are added up, and rounded
     assert ("sum_rows" in {made.name for made in launched}) == has_groups
-
-
-def test_a_form_that_needs_more_shared_memory_says_so(op):
-    forms = history.prepare("timex", history.HISTORIES["timex"].make_inputs((1, 16384, 1, 2), torch.float32))
-    assert isinstance(forms[3][1], UnsupportedConfigError)
-    assert isinstance(forms[0][1], Form)

@@ -706,10 +706,10 @@ def refuse(monkeypatch):
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        ("8,4096,64", "--shape: expected four positive numbers B,T,H,N, got '8,4096,64'"),
-        ("8,4096,64,0", "--shape: expected four positive numbers B,T,H,N, got '8,4096,64,0'"),
-        ("8,4096,-1,64", "--shape: expected four positive numbers B,T,H,N, got '8,4096,-1,64'"),
-        ("a,b,c,d", "--shape: expected four positive numbers B,T,H,N, got 'a,b,c,d'"),
+        ("8,4096,64", "--shape: expected positive numbers B,T,H,N, got '8,4096,64'"),
+        ("8,4096,64,0", "--shape: expected positive numbers B,T,H,N, got '8,4096,64,0'"),
+        ("8,4096,-1,64", "--shape: expected positive numbers B,T,H,N, got '8,4096,-1,64'"),
+        ("a,b,c,d", "--shape: expected positive numbers B,T,H,N, got 'a,b,c,d'"),
         ("1,64,1,160", "--shape: the chunked backend of wkv5 takes head sizes up to 128, got 160 and 160 for v"),
     ],
 )

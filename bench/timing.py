@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import time
-import timeit
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import cycle, pairwise
@@ -14,43 +12,17 @@ from typing import Any
 
 import torch
 
-_SMALL = 10_000_000  # elements; below, a call is timed in a CUDA graph, as the host would take longer than the GPU
+SMALL = 10_000_000  # elements; below, a call is timed in a CUDA graph, as the host would take longer than the GPU
 _CYCLES_PER_US = 2000  # at least those of a GPU
 _LONGEST_SLEEP_US = 100_000.0
 _LEAST_IN_GRAPH = 20  # calls
 _HOST_SECONDS = 0.5  # that runs for the host's time may take
 _SLEEP_SECONDS = 0.05  # the same, where a sleep of the GPU goes by it, which grows where it is too short
 _LEAST_ROWS, _MOST_ROWS, _MOST_IN_ROW = 9, 500, 50  # of calls; so few in a row wait for no place in the GPU's queue
-COPIED_BYTES = 1 << 30
 WARM_UP_ROUNDS, MOST_ROUNDS, LEAST_ROUNDS = 2, 20, 7
 
 
-def median_ms(function: Callable[[], Any], repeats: int = 20) -> float:
-    """Return the median time of a call by CUDA events."""
-    times = []
-    for run in range(repeats + 3):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        function()
-        end.record()
-        end.synchronize()
-        if run >= 3:
-            times.append(begin.elapsed_time(end))
-    return float(statistics.median(times))
-
-
-def is_small(elements: int) -> bool:
-    """Return whether a call on so many elements is timed in a CUDA graph."""
-    return elements < _SMALL
-
-
 # ---- what is timed in turns --------------------------------------------------------------------------------------
-
-
-def spread(times: Sequence[float]) -> dict[str, Any]:
-    """Return median and quartiles, as a row has them, and how many times there are."""
-    low, median, high = statistics.quantiles(times, n=4, method="inclusive")
-    return {"median_ms": median, "low_ms": low, "high_ms": high, "runs": len(times)}
 
 
 class Turns:
@@ -193,24 +165,3 @@ def peak_bytes(function: Callable[[], Any]) -> int:
     torch.cuda.synchronize()
     del result
     return int(torch.cuda.max_memory_allocated() - before)
-
-
-def copy_tb_per_s() -> float:
-    """Return the bandwidth of a copy on the GPU in terabytes (10^12) a second, bytes read and written both counted."""
-    free, _ = torch.cuda.mem_get_info()
-    size = min(COPIED_BYTES, free // 4)  # smaller only where the GPU has no room
-    source = torch.ones(size, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * size / median_ms(lambda: target.copy_(source)) * 1e-9
-
-
-def use_one_thread() -> None:
-    """Without a GPU, and unless OMP_NUM_THREADS is set, work on one thread: more wait for each other for long."""
-    if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
-
-
-def cpu_ms(function: Callable[[], Any], runs: int = 7) -> list[float]:
-    """Return the times of a call on the CPU, after one that is not counted."""
-    function()
-    return [1e3 * seconds for seconds in timeit.repeat(function, number=1, repeat=runs)]

@@ -11,19 +11,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+import rwkv_jit
+from bench import cases, timing
+from bench.cases import DERIVED, Case, Given, ends_of, function_of, op_of, reference_of
 from rwkv_jit.call import rule, switches, tensors
-from rwkv_jit.desk.bench import cases, timing
-from rwkv_jit.desk.bench.cases import DERIVED, UPDATE, UPDATES, Case, Given, ends_of, function_of, op_of, reference_of
+from rwkv_jit.desk import bench
+from rwkv_jit.desk.bench import OURS, UPDATE, one_line, spread
 from rwkv_jit.kernels.errors import UnsupportedConfigError
 from rwkv_jit.ops import timex as timex_module
 from rwkv_jit.plain.reference import decay_factor
 from rwkv_jit.schedules import common, table
 from rwkv_jit.schedules.wkv4 import backend_of as backend_of_wkv4
 
-OURS = "rwkv_jit"
 MOST_LOOPED_TOKENS = 128  # of a loop in torch: its launches are many, and its time grows no other way than linearly
 BUDGET_MS = 4000.0  # of the rounds of a case
-CPU_SHAPE = (1, 32, 2, 16, 16)  # where none is asked for
 MOST_TOKENS = 300  # of a row, where errors are taken: the reference walks over them in float64
 MOST_ROWS = 64  # of an update, where errors are taken
 _MOST_STATES = 2**28  # elements that the reference keeps for its backward
@@ -33,6 +34,23 @@ COLUMNS = (
     "suite", "op", "shape", "dtype", "phase", "inputs", "who", "what", "median_ms", "low_ms", "high_ms", "runs",
     "in_graph", "host_us", "floor_ms", "fraction", "peak_mib", "error", "errors", "other_error", "other", "skipped",
 )  # fmt: skip
+
+
+SHOWN = {
+    "by": "{who} {what}", "ms": "{median_ms:.4f}", "quartiles": "{low_ms:.4f} to {high_ms:.4f}",
+    "of the floor": "{fraction:.0%}", "in a graph": "{in_graph}", "host us": "{host_us:.1f}", "": "{mark}",
+    "peak MiB": "{peak_mib:.1f}", "error": "{error:.1e}", "other": "{other_error:.1e}",
+}  # fmt: skip
+METHODS = (
+    "Median and quartiles of the GPU's time by CUDA events, after a warm-up, in rounds over everyone of a case; small "
+    "calls in a CUDA graph, the others queued while the GPU waits. Inputs come round when they have left the L2 cache. "
+    "Clocks as found. Floor: the fewest bytes of a call at the bandwidth of a copy in the same run. Host: until a call "
+    "has returned, in the fastest row of calls; a † marks where it takes longer than the GPU, so that calls one after "
+    "another take its time. Peak: memory of one call, of a backward with its forward, and the inputs. Error: relative "
+    "L2 of the call that was timed against float64, the largest of y, the gradients and the states of an update, over "
+    "at most 300 tokens of a row, or 64 rows. Other: the largest distance, over all tokens, from another backend of "
+    "ours, or from our update."
+)
 
 
 class Entry(NamedTuple):
@@ -65,11 +83,6 @@ class Contestant(NamedTuple):
 
 
 # ---- ours --------------------------------------------------------------------------------------------------------
-
-
-def backends_of(op: str, phase: str = "forward") -> list[str]:
-    """Return the backends that calls of an op can ask for, "auto" first, which alone updates have."""
-    return ["auto"] if phase == UPDATE else [name for name in op_of(op).backends if name != "reference"]
 
 
 def backend_of(case: Case, asked: str) -> str:
@@ -112,7 +125,8 @@ def ours(case: Case, asked: Sequence[str] | None = None) -> tuple[list[Contestan
     """
     taken: dict[str, Contestant] = {}
     obstacles: dict[str, str] = {}
-    for name in backends_of(case.op, case.phase) if asked is None else asked:
+    all_names = ["auto"] if case.phase == UPDATE else [name for name in op_of(case.op).backends if name != "reference"]
+    for name in all_names if asked is None else asked:
         try:
             backend = backend_of(case, name)
         except UnsupportedConfigError as error:
@@ -139,7 +153,7 @@ def our_call(case: Case, asked: str, backend: str) -> Contestant:
 
 
 def _our_update(case: Case) -> Callable[[Inputs, Tensor | None, Mapping[str, Any]], tuple[Tensor, Any]]:
-    function = partial(UPDATES[case.op], **case.options)
+    function = partial(getattr(rwkv_jit, f"{case.op}_update"), **case.options)
     return lambda inputs, pool, more: (function(pool, *inputs, **more), pool)
 
 
@@ -227,27 +241,10 @@ def _step(case: Case, inputs: Inputs, states: Tensor | None, more: Mapping[str, 
 # ---- rows --------------------------------------------------------------------------------------------------------
 
 
-def row(entry: Entry, who: str, what: str, skipped: str | None = None) -> dict[str, Any]:
+def row(entry: Entry, who: str = OURS, what: str = "-", skipped: str | None = None) -> dict[str, Any]:
     """Return a row without figures."""
-    case = entry.case
-    known: dict[str, Any] = {
-        "suite": entry.suite, "op": case.op, "shape": case.shown, "dtype": str(case.dtype).removeprefix("torch."),
-        "phase": case.phase, "inputs": case.kind, "who": who, "what": what, "runs": 0, "in_graph": False, "errors": {},
-        "skipped": skipped,
-    }  # fmt: skip
-    return dict.fromkeys(COLUMNS) | known
-
-
-def is_host_bound(row: Mapping[str, Any]) -> bool:
-    """Return whether the host takes longer for a call than the GPU."""
-    known = row["host_us"] is not None and row["median_ms"] is not None
-    return known and bool(row["host_us"] > 1e3 * row["median_ms"])
-
-
-def one_line(error: BaseException) -> str:
-    """Return what is said of an error in a table."""
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {text}"[:200].removesuffix(": ")
+    of_case = bench.row_of(entry.case, (who, what), skipped)
+    return dict.fromkeys(COLUMNS) | of_case | {"suite": entry.suite, "in_graph": False}
 
 
 def rows_of(
@@ -275,7 +272,7 @@ def rows_of(
             skipped.append(row(entry, contestant.who, contestant.what, one_line(error)))
     timed = timing.interleaved([turns.ms for _, turns, _ in ready], BUDGET_MS, tell)
     judged = _errors(case, [contestant for contestant, _, _ in ready], sets[0], ours(case)[0])
-    floor = cases.floor_ms(case, copy_tb_per_s)
+    floor = cases.floor_ms(case, sets[0], copy_tb_per_s)
     measured = []
     for (contestant, turns, peak), times, errors in zip(ready, timed, judged, strict=True):
         who = (contestant.who, contestant.what)
@@ -288,7 +285,7 @@ def rows_of(
         else:
             measured.append(
                 row(entry, *who)
-                | timing.spread(times)
+                | spread(times)
                 | {"in_graph": turns.in_graph, "host_us": turns.host_us, "floor_ms": floor}
                 | {"fraction": floor / statistics.median(times), "peak_mib": peak / 2**20, **errors}
             )
@@ -332,7 +329,7 @@ def beside(case: Case, contestant: Contestant, given: Given) -> tuple[Tensor | N
         if contestant.takes_pools:
             return given.state.clone(), {"state_indices": given.slots, "out": torch.empty_like(given.dy)}
         return contestant.convert_state(given.state[given.slots]), {"output_final_state": True}
-    more: dict[str, Any] = {"output_final_state": True} if case.with_state else {}
+    more: dict[str, Any] = {"output_final_state": True} if case.phase in bench.WITH_STATES else {}
     if given.cu_seqlens is not None:
         more["cu_seqlens"] = given.cu_seqlens
     return None if given.state is None else contestant.convert_state(given.state), more
@@ -349,7 +346,7 @@ def _ready(case: Case, contestant: Contestant, sets: Sequence[Given], flush: Ten
     calls = [first, *(run_once(case, contestant, given) for given in sets[1:])]
     for call in calls:
         call()
-    small = not case.has_gradients and timing.is_small(sets[0].dy.numel())
+    small = not case.has_gradients and sets[0].dy.numel() < timing.SMALL
     return timing.Turns(calls, small, flush), peak
 
 
@@ -398,7 +395,7 @@ def _errors(
 
 def _tokens_to_check(case: Case) -> int:
     _, _, heads, head_size, value_size = case.shape
-    if case.op in cases.WITHOUT_HEADS:
+    if case.op not in bench.WITH_HEADS and case.op in bench.OPS:
         return MOST_TOKENS
     return min(MOST_TOKENS, max(16, _MOST_STATES // (heads * head_size * value_size)))
 
@@ -464,21 +461,3 @@ def _distances(case: Case, results: Results, wanted: Results, tokens: int | None
         wide = torch.float64 if tokens is not None else torch.float32
         distances[name] = float((x.to(wide) - want.to(wide)).norm() / want.to(wide).norm())
     return distances
-
-
-# ---- without a GPU -----------------------------------------------------------------------------------------------
-
-
-def rows_of_cpu(entry: Entry) -> list[dict[str, Any]]:
-    """Measure what a call runs on CPU tensors, in plain torch: it says nothing about the speed of the kernels."""
-    case, (backend,) = entry.case, entry.backends or ("auto",)
-    contestant, given = our_call(case, backend, backend), cases.given_for(case, "cpu")
-    times = timing.cpu_ms(run_once(case, contestant, given))
-    (errors,) = _errors(case, [contestant], given, [])
-    return [row(entry, OURS, backend) | timing.spread(times) | errors]
-
-
-def on_small_shape(entry: Entry) -> Entry:
-    """Return an entry as small as a CPU does in no time."""
-    sizes = tuple(map(min, entry.case.shape, CPU_SHAPE))
-    return entry._replace(case=entry.case._replace(shape=sizes))  # type: ignore[arg-type]

@@ -1,0 +1,227 @@
+"""What is measured: an op on a shape in a phase, and inputs like a model's, in sets that no cache holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+import rwkv_jit
+from rwkv_jit.desk import bench
+from rwkv_jit.desk.bench import KINDS, OF_ONE_TOKEN, OPS, PACKED, REFERENCES, UPDATE, make_inputs
+from rwkv_jit.schedules import derived_table as derived
+from rwkv_jit.schedules import table
+from rwkv_jit.schedules.problem import Op
+
+# What is made of these is measured by suites alone: what the models do first is a part of the call. Which op runs it.
+DERIVED = {"kda": "wkv7", "gated_delta_rule": "wkv7", "delta_rule": "wkv7", "simple_gla": "gla", "ssd": "gla"}
+_WITH_NORM = ("kda", "gated_delta_rule", "delta_rule")
+KINDS_OF_SUITES = {**KINDS, "16-keys": "16 key heads", "strong-gates": "strong gates", "slow-gates": "slow gates"}
+_OPS_OF_KINDS = {
+    "16-keys": tuple(op for op in DERIVED if op != "ssd"), "strong-gates": ("kda",), "slow-gates": ("kda",),
+    "usual": (*OPS, *DERIVED),
+}  # fmt: skip
+MOST_SETS = 256
+
+
+class Case(NamedTuple):
+    """A call that is measured; a decode takes one token and a state, a prefill returns the state.
+
+    An update takes one token of each sequence, whose states are in a pool and change in place.
+    """
+
+    op: str
+    shape: tuple[int, ...]  # B, T, H, K, V; the channels of wkv4 and timex are those of all heads
+    dtype: torch.dtype
+    phase: str = "forward"
+    wide_decay: bool = False  # whether w is float32 beside inputs in 16 bits
+    kind: str = "usual"  # of KINDS
+
+    @property
+    def shown(self) -> list[int]:
+        """The shape as it is written for the op: [B, T, H, K, V], wkv4 [B, T, C], timex [B, C, T]."""
+        return bench.Case(self.op, self.shape, self.dtype).shown
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there is a backward in it."""
+        return "backward" in self.phase
+
+    @property
+    def decay(self) -> str:
+        """How w is read: as in the op's models, but for decays that these do not have."""
+        return bench.decay_of(self.op, self.kind) if self.op in OPS else "log"
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """The dtype of the states."""
+        return torch.bfloat16 if "bf16" in self.kind else torch.float32
+
+    @property
+    def state_layout(self) -> str:
+        """The order of the last two dimensions of a state of an op that has heads."""
+        return next((layout for layout in ("vk", "kv") if layout in self.kind), op_of(self.op).state_layout)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What calls of the op and of its reference are given beside the inputs."""
+        return (
+            bench.options_of(self.op, self.kind)
+            if self.op in OPS
+            else {"qk_norm": True}
+            if self.op in _WITH_NORM
+            else {}
+        )
+
+    @property
+    def key_heads(self) -> int:
+        """The heads of keys, of which one of a state space is for all."""
+        return 16 if self.kind == "16-keys" else 1 if self.op == "ssd" else self.shape[2]
+
+    def check(self) -> Case:
+        """Return the case itself. Raises ValueError where the op has no such phase, or no such inputs."""
+        if self.op in OPS and self.kind in KINDS:
+            bench.Case(self.op, self.shape, self.dtype, self.phase, self.kind).check()
+        elif self.phase not in bench.PHASES[:3]:
+            raise ValueError(f"--phase: expected one of {', '.join(bench.PHASES[:3])} for {self.op}, got {self.phase}")
+        elif self.op not in _OPS_OF_KINDS.get(self.kind, ()):
+            raise ValueError(f"--inputs: {self.op} has none that are {self.kind}")
+        if self.shape[2] % self.key_heads:
+            raise ValueError(f"--inputs: {self.kind} are for a multiple of as many heads, and not for {self.shape[2]}")
+        return self
+
+
+class Given(NamedTuple):
+    """What a call is given: leaves that want gradients, the gradient of y, the state of a decode, ends of sequences.
+
+    The state of an update is the pool, and `slots` says where the state of each sequence lies in it.
+    """
+
+    inputs: list[Tensor]
+    dy: Tensor
+    state: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    slots: Tensor | None = None
+
+    def size(self) -> int:
+        """Return the bytes of all."""
+        return sum(x.nbytes for x in (*self.inputs, self.dy, self.state, self.slots) if x is not None)
+
+    def states(self, most: int | None = None) -> Tensor | None:
+        """Return the states of the first sequences, of all by default, one after another; of a pool a copy."""
+        if self.state is None:
+            return None
+        return self.state[:most] if self.slots is None else self.state[self.slots[:most]]
+
+
+def op_of(name: str) -> Op:
+    """Return what an op is."""
+    return table.OPS.get(name) or derived.OPS[name]
+
+
+def function_of(op: str) -> Callable[..., Any]:
+    """Return an op, as it answers here."""
+    return OPS[op] if op in OPS else _derived(op, getattr(rwkv_jit, op))
+
+
+def reference_of(op: str) -> Callable[..., Any]:
+    """Return the reference of an op, as it answers here."""
+    return REFERENCES[op] if op in OPS else _derived(op, getattr(rwkv_jit, f"{op}_ref"))
+
+
+def _derived(op: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what takes the inputs that have tokens alone."""
+
+    def of_states(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, **options: Any) -> Any:
+        return function(x, dt, rates_of(x.shape[2], x.device), B, C, **options)
+
+    return of_states if op == "ssd" else function
+
+
+@cache
+def rates_of(heads: int, device: torch.device) -> Tensor:
+    """Return A of a state space as models begin with, which is the same for all."""
+    return -torch.linspace(1, 16, heads, device=device)
+
+
+# ---- inputs ------------------------------------------------------------------------------------------------------
+
+
+def names_of(op: str) -> tuple[str, ...]:
+    """Return the names of an op's inputs, in its order."""
+    return op_of(op).public_names
+
+
+def _inputs_of_derived(case: Case, device: str) -> list[Tensor]:
+    """Return inputs like a model's of an op that is made of others; log-decays and steps of heads are float32."""
+    batch, tokens, heads, head_size, value_size = case.shape
+
+    def random(*sizes: int) -> Tensor:
+        return torch.randn(batch, tokens, *sizes, device=device)
+
+    keys = case.key_heads, head_size
+    made = {
+        "q": random(*keys), "k": random(*keys), "B": random(*keys), "C": random(*keys), "v": random(heads, value_size),
+        "x": random(heads, value_size), "beta": torch.sigmoid(random(heads)), "dt": torch.exp(random(heads) - 4),
+        "g": -softplus(random(heads, head_size) - 0.6 if case.op == "kda" else random(heads) - 2),
+    }  # fmt: skip
+    if case.op == "simple_gla":  # which has no norm of them
+        made |= {name: made[name] * 0.5 for name in "qk"}
+    if case.kind == "strong-gates":  # with which all channels forget within some tokens
+        made["g"] = -5 * torch.sigmoid(random(*keys))
+    if case.kind == "slow-gates":  # as Kimi Linear begins: steps of channels from 0.001 to 0.1
+        steps = torch.exp(random(*keys) / 4) * 10 ** (-1 - 2 * torch.rand(*keys, device=device))
+        made["g"] = rates_of(heads, device)[:, None] * steps
+    wide = () if case.op == "kda" else ("g", "dt")
+    return [made[name].to(torch.float32 if name in wide else case.dtype).requires_grad_() for name in names_of(case.op)]
+
+
+def given_for(case: Case, device: str = "cuda") -> Given:
+    """Return what a call of a case is given."""
+    names = names_of(case.op)
+    if case.op in DERIVED:
+        inputs = _inputs_of_derived(case, device)
+        return Given(inputs, torch.randn_like(inputs[names.index("x" if case.op == "ssd" else "v")].detach()))
+    inputs = make_inputs(case.op, case.shape, case.dtype, device, case.kind)
+    if case.wide_decay:
+        index = next(names.index(name) for name in ("w", "g") if name in names)
+        inputs[index] = inputs[index].detach().float().requires_grad_()
+    like_y = inputs[1] if case.op == "timex" else inputs[names.index("v")]
+    state = bench.state_of(case.op, case.shape, case.kind, device) if case.phase in OF_ONE_TOKEN else None
+    slots = torch.randperm(case.shape[0], device=device).int() if case.phase == UPDATE else None
+    return Given(inputs, torch.randn_like(like_y, requires_grad=False), state, ends_of(case, device), slots)
+
+
+def ends_of(case: Case, device: str = "cuda") -> Tensor | None:
+    """Return where packed sequences end; None for others."""
+    return bench.ends_of(case.shape[1], device) if case.kind == "packed" else None
+
+
+def sets_for(case: Case, cache_bytes: int) -> list[Given]:
+    """Return sets of inputs that calls take in turn: together more than twice `cache_bytes`, but at most MOST_SETS.
+
+    A set comes round when everything of it has left the cache.
+    """
+    first = given_for(case)
+    count = min(2 * cache_bytes // first.size() + 1, MOST_SETS)
+    return [first, *(given_for(case) for _ in range(count - 1))]
+
+
+def are_cold(sets: Sequence[Given], cache_bytes: int) -> bool:
+    """Return whether sets that are taken in turn find nothing of them in a cache."""
+    return sum(given.size() for given in sets) > 2 * cache_bytes
+
+
+# ---- floors ------------------------------------------------------------------------------------------------------
+
+
+def floor_ms(case: Case, given: Given, copy_tb_per_s: float) -> float:
+    """Return the milliseconds of the fewest bytes at the bandwidth of a copy, in terabytes (10^12) a second."""
+    batch, _, heads, head_size, value_size = case.shape
+    channels = (PACKED if case.kind == "packed" else batch) * heads * head_size
+    state = case.state_dtype.itemsize * channels * (value_size if op_of(case.op).has_heads else 3)
+    return bench.least_bytes(case.phase, given.inputs, [given.dy], state) / copy_tb_per_s * 1e-9
