@@ -7,7 +7,10 @@
 //
 // and with a rate for each channel a = rate k e^l, new_k = k, b = -k.
 //
-//   k, q             [rows, heads, HEAD_SIZE]  T_IO  in; q or null
+// A key head may stand in memory for SHARED heads that are side by side, where it has more value heads than a thread has
+// registers for.
+//
+//   k, q             [rows, heads / SHARED, HEAD_SIZE]  T_IO  in; q or null
 //   beta, g          [rows, heads GROUP], or with HEAD_SIZE behind  T_BETA, T_G  in; g or null
 //   A_log            [heads GROUP]  T_A_LOG  in;  dt_bias the same or [heads GROUP, HEAD_SIZE]  T_DT_BIAS  in; or null
 //   r, new_k, a, b   [rows, heads GROUP, HEAD_SIZE]  T_IO  out;  w the same  float  out; r and w or null
@@ -32,8 +35,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) layer_d
     for (i64 row = begin; row < end; ++row) {
         const i64 place = row * heads + head;
         Piece<T_IO> key[ITEMS], query[ITEMS];
-        load_pieces(key, k + place * HEAD_SIZE);
-        if constexpr (HAS_Q) load_pieces(query, q + place * HEAD_SIZE);
+        load_pieces(key, k + place / SHARED * HEAD_SIZE);
+        if constexpr (HAS_Q) load_pieces(query, q + place / SHARED * HEAD_SIZE);
         Rates rates[GROUP];
         Logits logits[GROUP];
 #pragma unroll

@@ -9,7 +9,8 @@
 //
 //   the inputs                    as layer_delta_operands
 //   grad_r, grad_new_k, grad_a, grad_b  [rows, heads GROUP, HEAD_SIZE]  T_IO  in;  grad_w the same  float  in; or null
-//   dk, dq, dbeta, dg             like k, q, beta and g  out, or null
+//   dk, dq                        [rows, heads, HEAD_SIZE]  T_IO  out, or null: of each of the SHARED heads of a key head
+//   dbeta, dg                     like beta and g  out, or null
 //   dA_log_rows, ddt_bias_rows    [blocks of rows, heads GROUP], or with HEAD_SIZE behind  fp32  out, or null
 //
 // Grid (rows / block_rows, heads / BLOCK_HEADS).
@@ -73,8 +74,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) layer_d
     for (i64 row = begin; row < end; ++row) {
         const i64 place = row * heads + head;
         Piece<T_IO> key[ITEMS], query[ITEMS];
-        load_pieces(key, k + place * HEAD_SIZE);
-        if constexpr (HAS_Q) load_pieces(query, q + place * HEAD_SIZE);
+        load_pieces(key, k + place / SHARED * HEAD_SIZE);
+        if constexpr (HAS_Q) load_pieces(query, q + place / SHARED * HEAD_SIZE);
         const float factor = HAS_NORM ? factor_of(key) : 1.0f, factor_q = HAS_NORM && HAS_Q ? factor_of(query) : 1.0f;
         float of_key[ITEMS][VECTOR] = {}, of_query[ITEMS][VECTOR] = {};
 #pragma unroll

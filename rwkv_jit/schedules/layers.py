@@ -80,7 +80,7 @@ class Given(NamedTuple):
     types: Mapping[str, str]  # the storage types of the inputs that are given, and of the pool, by name
     rows: int  # tokens of all sequences together; of `activate` the parts
     # (channels, mixes), or (heads, head size), or of `activate` the elements of a part; of `delta_operands`
-    # (key heads, head size, value heads)
+    # (heads of keys, head size, value heads), and behind these as how many such heads a key head stands in memory
     sizes: tuple[int, ...]
     alignment: int = _ACCESS_BYTES  # bytes that all addresses of what is written are a multiple of, up to 16
     results: Mapping[str, Result] = {}  # what the call makes
@@ -145,13 +145,24 @@ def delta_operands(given: Given, lower_bound: float, kinds: Sequence[str]) -> Sc
 def delta_parameters(given: Given, kinds: Sequence[str]) -> dict[str, Parameter]:
     """Return the parameters that tell operands of delta rules apart."""
     gate, gate_of, rate_map, rate_of, norm = kinds
-    heads, _, value_heads = given.sizes
+    heads, _, value_heads, *more = given.sizes
+    shared = more[0] if more else 1
     return {
-        "GROUP": value_heads // heads, "GATE": LOG_DECAYS.index(gate), "G_PER_CHANNEL": gate_of == "channel",
+        "GROUP": value_heads // heads, "SHARED": shared, "GATE": LOG_DECAYS.index(gate),
+        "G_PER_CHANNEL": gate_of == "channel",
         "BETA_MAP": BETA_MAPS.index(rate_map), "BETA_PER_CHANNEL": rate_of == "channel", "HAS_NORM": norm == "l2",
         "HAS_Q": "q" in given.types, "HAS_DT_BIAS": "dt_bias" in given.types,
         "HAS_W": makes_decays(gate, gate_of), **types_of(given, ("beta", "g", "A_log", "dt_bias")),
     }  # fmt: skip
+
+
+def times_shared(key_heads: int, value_heads: int) -> int:
+    """Return as how many heads a key head stands so that `delta_operands` has registers for the value heads of each.
+
+    Its gradient is the sum of those of all these heads.
+    """
+    group = max(value_heads // max(key_heads, 1), 1)
+    return group // next(n for n in range(min(MOST_VALUE_HEADS, group), 0, -1) if group % n == 0)
 
 
 def has_much(parameters: Mapping[str, Parameter]) -> bool:

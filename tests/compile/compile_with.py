@@ -66,9 +66,11 @@ def layer_requests(arch):
 
 def derived_requests(arch):
     """Return the kernels of derived ops in training."""
+    import operand_cases
     import problems
+    import torch
 
-    from rwkv_jit.schedules import channel_decay, head_decay
+    from rwkv_jit.schedules import channel_decay, head_decay, operands
     from rwkv_jit.schedules.derived_table import ChannelCore, Core
 
     given = problems.head_decays(Core(True, has_norm=True), arch, B=1, N=1, T=32768, training=True)
@@ -76,7 +78,14 @@ def derived_requests(arch):
     if arch == "sm_90":
         channels = problems.channel_decays(ChannelCore("softplus", has_bias=True), training=True)
         schedules += [channel_decay.forward(channels, 0.0), channel_decay.backward(channels, 0.0)]
-    return [request for schedule in schedules for request in schedule.requests(given.gpu)]
+    around = [
+        operand_cases.of_problem(name, words, (1, 9, 2, 4, 64, 64), torch.bfloat16, torch.float32, given.gpu)
+        for name, words in operand_cases.ALL
+    ]
+    schedules += [direction(case) for case in around for direction in (operand_cases.forward, operand_cases.backward)]
+    parameter = next(case.problem for case in around if "D" in case.problem.op.inputs)
+    spread = operands.spread_heads(parameter, "D", "out", 64).request(given.gpu)
+    return [spread, *(request for schedule in schedules for request in schedule.requests(given.gpu))]
 
 
 def read(request):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import comparing
 import derived_cases
 import layer_cases
+import operand_cases
 import plain_convolution
 import plain_layer
 import pytest
@@ -115,6 +116,16 @@ def are_close(case, results, grads, weights):
         error = derived_cases.error_of(case, name, grad, wanted_grads[name])
         is_close({name: error}, derived_cases.limit_of(case, name, kind))
     is_close({i: relative(*pair) for i, pair in enumerate(zip(results, wanted, strict=True))}, LIMITS[dtype])
+
+
+def around(name, words, sizes, **options):
+    """What stands before a recurrence or behind it, alone."""
+    operand_cases.check(name, words, sizes, **options)
+
+
+def spread(dims):
+    """A parameter of the heads for each of their channels."""
+    operand_cases.check_spread(dims, BF16)
 
 
 def own_parts(*sizes, dtype=BF16, **options):
@@ -575,6 +586,19 @@ CASES = [
     ),
     case("sm_90", "channel_decay_group_forward", of_channels, "norm", (1, 64, 1, 1, 128, 128), FP16, of_blocks=[-13.2]),
     case("sm_90", "channel_decay_group_forward", of_far_tokens),
+    # What stands before a recurrence and behind it.
+    case(
+        "sm_80", "diagonal_operands diagonal_operands_backward sum_rows",
+        around, "operands", "steps keys softplus bias limit D", (2, 9, 2, 6, 16, 24), layout="strided",
+    ),
+    case(
+        "sm_90", "diagonal_operands diagonal_operands_backward",
+        around, "operands", "heads keys", (1, 9, 2, 10, 16, 16), dtype=FP16, layout="heads first",
+    ),
+    case("sm_90", "diagonal_operands diagonal_operands_backward", around, "operands", "gates", (1, 9, 2, 2, 16, 16)),
+    case("sm_80", "skip_gate skip_gate_backward sum_rows", around, "behind", "D channels z", (2, 9, 2, 2, 8, 16)),
+    case("sm_90", "head_steps sum_rows", around, "head_steps", "softplus bias", (2, 9, 5, 5, 8, 8)),
+    case("sm_80", "spread_heads sum_rows", spread, "H"),
     # A layer's small work.
     case(
         "sm_80", "layer_prepare_keys layer_prepare_keys_backward sum_rows",

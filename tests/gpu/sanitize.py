@@ -12,6 +12,7 @@ from functools import partial
 import comparing
 import derived_cases
 import layer_cases
+import operand_cases
 import test_parallel
 import torch
 
@@ -189,6 +190,13 @@ def channel_decays(how, sizes, bounds=None, dtype=BF16, wide=FP32, decays=(-1.0,
     of_channels.LEAST_BLOCKS = usual
 
 
+def around(name, words, sizes, dtype=BF16, layout="plain"):
+    """What stands before a recurrence or behind it, alone."""
+    case = operand_cases.make(name, words, sizes, dtype, layout=layout)
+    operand_cases.run(case)
+    operand_cases.differentiate(case)
+
+
 def loss(classes, dtype=BF16, **options):
     """Of rows that begin anywhere, one of which does not count, from logits and by chunks."""
     hidden, head = (torch.randn(n, 32, device="cuda", dtype=dtype, requires_grad=True) for n in (5, classes))
@@ -230,6 +238,13 @@ CALLS = [
     partial(channel_decays, "norm", (1, 150, 1, 2)),
     partial(channel_decays, "raw bias sigmoid norm", (2, 150, 2, 2), wide=BF16),
     partial(channel_decays, "norm", (1, 300, 2, 2), decays=(-2000.0, 0.0)),
+    *(
+        partial(around, name, words, sizes, dtype, layout)
+        for name, words in operand_cases.ALL
+        for sizes, dtype, layout in (((2, 70, 2, 6, 64, 64), BF16, "heads first"), ((3, 5, 1, 5, 7, 13), FP32, "plain"))
+    ),
+    *(partial(operand_cases.check_spread, dims, BF16) for dims in ("H", "HV")),
+    *(partial(operand_cases.check_shared_keys, (2, 37, 2, 12, size), BF16) for size in (64, 40)),
     *(partial(op, name, 2, 33, 2, 40, backend="recurrent", dtype=FP32) for name in (*GATED, "wkv7")),
     *(partial(op, name, 1, 70, 2, 64, packed=True, backend="recurrent") for name in ("wkv6", "wkv7")),
     *(partial(op, name, 2, 70, 3, size) for name in (*GATED, "wkv7") for size in (40, 64, 128)),

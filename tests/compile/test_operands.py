@@ -1,0 +1,98 @@
+"""Launches around a recurrence: values and gradients without a GPU, and kernels for every architecture."""
+
+import math
+
+import operand_cases
+import pytest
+import torch
+from operand_cases import ALL, BF16, FP16, FP32
+from problems import by_turns
+
+from rwkv_jit.kernels import kernel
+from rwkv_jit.kernels.gpu import Gpu
+
+ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+TYPES = ((BF16, FP32), (FP16, FP32), (FP32, FP32), (BF16, BF16), (FP16, FP16))
+SIZES = (2, 9, 2, 6, 16, 24), (1, 21, 1, 5, 8, 8), (3, 5, 2, 2, 7, 13), (1, 33, 1, 4, 300, 40)
+
+
+@pytest.mark.parametrize(("name", "words"), ALL)
+@pytest.mark.parametrize("place", range(3))
+def test_values_and_gradients(name, words, place, interpreted):
+    torch.manual_seed(0)
+    turn = place + ALL.index((name, words))
+    interpreted.use("sm_90" if turn % 2 else "sm_80")
+    interpreted.multiprocessors = 1 + turn % 2
+    layout = operand_cases.LAYOUTS[turn % 4]
+    operand_cases.check(name, words, SIZES[turn % 3], *TYPES[turn % 5], layout)
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_steps_of_any_type(place, interpreted):
+    """Heads that lanes take in turns, limits, and D v, in all layouts."""
+    torch.manual_seed(0)
+    layout = operand_cases.LAYOUTS[place]
+    operand_cases.check("operands", "steps keys softplus bias limit D", SIZES[3], *TYPES[place], layout)
+
+
+@pytest.mark.parametrize(("name", "words"), ALL)
+@pytest.mark.parametrize("sizes", [(0, 3, 2, 4, 8, 8), (2, 0, 2, 4, 8, 8), (2, 3, 0, 0, 8, 8)])
+def test_calls_without_rows_or_heads(name, words, sizes, interpreted):
+    """What sums have nothing of is 0."""
+    case = operand_cases.make(name, words, sizes)
+    operand_cases.run(case)
+    assert all((x == 0).all() for x in operand_cases.differentiate(case).values())
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_fixed_decays_of_heads_with_one_channel(dtype, interpreted):
+    """What kernels with one decay for a head leave of fixed ones, summed over tokens."""
+    operand_cases.check("operands", "heads fixed", (3, 70, 5, 5, 1, 8), dtype, dtype)
+
+
+def test_slopes_are_those_of_torch(interpreted):
+    """On limits and outside of them, above the threshold of the softplus, and of what is no number."""
+    for words, steps in (
+        ("steps limit", [0.0, operand_cases.LIMIT[0], 1.0, operand_cases.LIMIT[1], 2.0, math.inf, -math.inf]),
+        ("steps softplus", [-200.0, -20.0, 0.0, 19.9, 20.0, 20.1, 100.0]),
+    ):
+        case = operand_cases.make("operands", words, (1, len(steps), 1, 1, 4, 4), FP32, FP32)
+        case.inputs["dt"].copy_(torch.tensor(steps).view(1, -1, 1))
+        found, (_, wanted) = operand_cases.differentiate(case), operand_cases.exactly(case)
+        assert torch.allclose(found["ddt"].double(), wanted["ddt"], rtol=1e-5, atol=1e-12)
+        if "limit" in words:
+            assert [x != 0 for x in found["ddt"].flatten().tolist()] == [False, True, True, True, False, False, False]
+    case = operand_cases.make("operands", "steps limit", (1, 2, 1, 1, 4, 4), FP32, FP32)
+    case.inputs["dt"].copy_(torch.tensor([math.nan, 1.0]).view(1, -1, 1))
+    found = operand_cases.run(case)
+    assert found["w"][:, 0].isnan().all()
+    assert found["new_v"][:, 0].isnan().all()
+    assert found["new_v"][:, 1].isfinite().all()
+    assert operand_cases.differentiate(case)["ddt"][0, 0] == 0.0
+
+
+@pytest.mark.parametrize(("heads", "dtype"), [((2, 12), FP32), ((1, 5), BF16), ((1, 8), FP16), ((2, 6), FP32)])
+def test_key_heads_with_many_value_heads(heads, dtype, interpreted):
+    torch.manual_seed(0)
+    operand_cases.check_shared_keys((2, 9, *heads, 16), dtype)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("dims", ["H", "HV"])
+def test_parameters_of_heads_for_each_channel(dims, dtype, interpreted):
+    operand_cases.check_spread(dims, dtype)
+
+
+@pytest.mark.usefixtures("compiled_once")
+@pytest.mark.parametrize(("case", "arch"), by_turns(ALL, ARCHS))
+def test_compiles_without_spills_everywhere(case, arch):
+    """At usual sizes, as threads have the most there; what is cut by other sizes has less."""
+    gpu, turn = Gpu(arch, multiprocessors=100), ALL.index(case)
+    sizes = ((8, 4096, 8, 32, 64, 64), (1, 100, 1, 5, 256, 100))[turn % 2]
+    each = operand_cases.of_problem(*case, sizes, *TYPES[turn % 5], gpu)
+    for schedule in (operand_cases.forward(each), operand_cases.backward(each)):
+        for step in schedule.launches:
+            found = kernel.get(step.request(gpu)).resources[step.entry]
+            assert found.spill_bytes == 0
+            blocks = int(step.parameters.get("BLOCKS_PER_SM", 1))
+            assert found.registers * int(step.parameters["NUM_THREADS"]) * blocks <= 65536
