@@ -14,6 +14,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import images
+import ledger
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,7 +47,8 @@ def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="run the tests marked full too")
     parser.addoption("--record-api", action="store_true", help="write tests/api.txt from this run")
     parser.addoption("--record-launches", action="store_true", help="write tests/launches.json from this run")
-    parser.addoption("--record-budget", action="store_true", help="write tests/compile/budget.json from this run")
+    parser.addoption("--record-ledger", action="store_true", help="write tests/compile/ledger.json from this run")
+    parser.addoption("--compile-all", action="store_true", help="compile what the ledger knows too, and compare")
     parser.addoption("--seed", type=int, metavar="N", help="repeat the random inputs that tests/gpu had with this seed")
 
 
@@ -55,6 +57,7 @@ def pytest_configure(config):
         config.option.seed = config.workerinput["seed"]
     elif config.option.seed is None:
         config.option.seed = secrets.randbelow(2**32)
+    config.pluginmanager.register(ledger.Ledger(config), "ledger")
     # What the package or a test is warned of is a fault of ours; other packages may warn themselves.
     config.addinivalue_line("filterwarnings", r"error::UserWarning:(rwkv_jit|tests)\b")
     config.addinivalue_line(

@@ -3,16 +3,19 @@
 import gc
 import os
 import pickle
+from dataclasses import astuple, replace
+from functools import partial
 from hashlib import sha256
 
 import images
+import ledger
 import ptx_machine
 import pytest
 import torch
 from stub_driver import gpus, on_gpu  # noqa: F401, fixtures that take notes of launches
 
 from rwkv_jit.call import tensors
-from rwkv_jit.kernels import cache, compiler, cuda
+from rwkv_jit.kernels import cache, compiler, cuda, kernel
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +27,8 @@ def _fresh_service(fresh_service):
 def compiled_once(request, monkeypatch, tmp_path_factory):
     """What NVRTC made of a source in this run, it need not make again: for tests that are not about NVRTC itself.
 
-    Everything above it runs as ever: requests, the cache, the counters. A test marked anew compiles all the same.
+    Everything above it runs as ever: requests, the cache, the counters. All that it makes is checked. A test marked
+    anew compiles all the same.
     """
     if request.node.get_closest_marker("anew"):
         return
@@ -38,6 +42,7 @@ def compiled_once(request, monkeypatch, tmp_path_factory):
         if file.exists():
             return pickle.loads(file.read_bytes())
         found = run(rendered, target, parameters)
+        ledger.check_code(*found[:2], target)
         part = file.with_suffix(f".{os.urandom(8).hex()}")
         part.write_bytes(pickle.dumps(found))
         part.replace(file)
@@ -47,16 +52,34 @@ def compiled_once(request, monkeypatch, tmp_path_factory):
 
 
 @pytest.fixture
-def compiled_quickly(request, monkeypatch):
-    """NVRTC makes machine code, but does not make it fast: for tests that are about whether a kernel compiles.
+def from_ledger(request, compiled_once, pytestconfig, monkeypatch):
+    """Kernels that the ledger knows are not compiled: for tests that look at resources alone, or that all compiles.
 
-    That takes a third to a half of the time. With --full, and by an NVRTC that knows no such option, the code is that
-    of calls. Returns the options for that.
+    Nobody can read machine code then. What the ledger does not know is compiled, and PTX always is, and all that a test
+    marked anew takes.
     """
-    options = compiler.options
-    if not request.config.getoption("--full") and cuda.nvrtc().getVersion() >= (12, 9):
-        monkeypatch.setattr(compiler, "options", lambda target: (*options(target), "--Ofast-compile=max"))
-    return options
+    if request.node.get_closest_marker("anew"):
+        return
+    known, compile = pytestconfig.pluginmanager.get_plugin("ledger"), compiler.compile
+
+    def found(rendered, arch, parameters):
+        target = compiler.target_for(arch)
+        if target.startswith("compute_"):
+            return compile(rendered, arch, parameters)
+
+        def find():
+            return {entry: list(astuple(x)) for entry, x in compile(rendered, arch, parameters).resources.items()}
+
+        used = known.resources(ledger.line_of(rendered, target, parameters), find)
+        made_up = _made_up(rendered, arch)
+        return replace(made_up, resources={entry: cache.Resources(*x) for entry, x in used.items()})
+
+    @property
+    def cubin(_):
+        raise AssertionError("from_ledger has no machine code")
+
+    monkeypatch.setattr(compiler, "compile", found)
+    monkeypatch.setattr(kernel.Kernel, "cubin", cubin)
 
 
 def _made_up(rendered, arch):
@@ -107,7 +130,28 @@ def checked_only(monkeypatch):
 
 
 @pytest.fixture
-def interpreted(on_gpu, compiled_once, monkeypatch):  # noqa: F811
+def verdict(request, compiled_once, pytestconfig, monkeypatch):
+    """The test does not run where the ledger knows that it passes: for tests that run kernels on the PTX machine."""
+    templates, ptx, run = set(), compiler.ptx, request.node.obj
+
+    def noted(rendered, *given):
+        templates.add(rendered.name)
+        return ptx(rendered, *given)
+
+    def once(**given):
+        run(**given)
+        return templates
+
+    def run_unless_known(**given):
+        name = f"{request.path.name}::{request.node.name}"
+        pytestconfig.pluginmanager.get_plugin("ledger").passes(name, request.path, partial(once, **given))
+
+    monkeypatch.setattr(compiler, "ptx", noted)
+    monkeypatch.setattr(request.node, "obj", run_unless_known)
+
+
+@pytest.fixture
+def interpreted(on_gpu, verdict, monkeypatch):  # noqa: F811
     """Like `on_gpu`, but kernels run: their PTX, on the CPU. New tensors are no numbers until a kernel writes them.
 
     A kernel may touch the tensors alone whose addresses it has. Architectures and the rest are set as with `on_gpu`.

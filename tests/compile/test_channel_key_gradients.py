@@ -15,7 +15,7 @@ from rwkv_jit.schedules.channel_decay import key_gradient_bytes
 from rwkv_jit.schedules.derived_table import GATES, RATE_MAPS
 from rwkv_jit.schedules.problem import LARGEST_DECAY
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
+pytestmark = pytest.mark.usefixtures("verdict")
 
 NAME, ENTRY = "channel_decay_group_key_gradients", "channel_decay_key_gradients"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -10,7 +10,7 @@ from rwkv_jit.desk import demo
 from rwkv_jit.schedules.table import OPS
 
 
-@pytest.mark.usefixtures("compiled_once", "compiled_quickly")
+@pytest.mark.usefixtures("from_ledger")
 def test_demo_compiles_and_keeps_the_errors_small(run, fresh_service, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(demo, "HEAD_SIZES", (16,))

@@ -83,7 +83,7 @@ def test_parameters_of_heads_for_each_channel(dims, dtype, interpreted):
     operand_cases.check_spread(dims, dtype)
 
 
-@pytest.mark.usefixtures("compiled_once")
+@pytest.mark.usefixtures("from_ledger")
 @pytest.mark.parametrize(("case", "arch"), by_turns(ALL, ARCHS))
 def test_compiles_without_spills_everywhere(case, arch):
     """At usual sizes, as threads have the most there; what is cut by other sizes has less."""

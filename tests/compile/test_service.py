@@ -105,7 +105,6 @@ def test_miss_is_an_error_where_everything_must_be_cached(monkeypatch):
     assert specialize().origin == "memory"
 
 
-@pytest.mark.usefixtures("compiled_quickly")
 @pytest.mark.parametrize(
     "change",
     [{"op": "wkv6"}, {"direction": "backward"}, {"dtype": torch.float32}, {"arch": "sm_90a"}, {"decay": "log"},
@@ -209,7 +208,6 @@ PTX_ROWS = [
 ]  # fmt: skip
 
 
-@pytest.mark.usefixtures("compiled_quickly")
 @pytest.mark.parametrize(("op", "arch"), PTX_ROWS)
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_ptx_for_the_driver(direction, op, arch):
@@ -514,7 +512,7 @@ def test_refused_choice_comes_with_the_nearest_legal_value(choice, nearest):
         specialize(**choice)
 
 
-@pytest.mark.usefixtures("compiled_quickly")
+@pytest.mark.usefixtures("from_ledger")
 @pytest.mark.parametrize(("given", "nearest"), [(32, 96), (100, 96), (544, 512)])
 def test_refused_number_of_threads_of_the_chunked_forward_comes_with_the_nearest(given, nearest):
     choice = {"head_size": 80, "backend": "chunked"}
@@ -523,7 +521,7 @@ def test_refused_number_of_threads_of_the_chunked_forward_comes_with_the_nearest
     assert specialize(**choice, num_threads=nearest).parameters["NUM_THREADS"] == nearest
 
 
-@pytest.mark.usefixtures("compiled_quickly")
+@pytest.mark.usefixtures("from_ledger")
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("op", ["wkv6", "wkv7"])  # of each stem, which decides what a chunk takes
 def test_chunk_that_does_not_fit_comes_with_one_that_compiles(op, direction):

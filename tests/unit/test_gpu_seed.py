@@ -41,7 +41,7 @@ def run_made_up(root, tmp_path):
     """Runs tests that fail under the conftest.py of this tier; returns the seed, and by test what was drawn."""
     gpu = tmp_path / "gpu"
     gpu.mkdir()
-    for name in ("conftest.py", "images.py"):
+    for name in ("conftest.py", "images.py", "ledger.py"):
         shutil.copy(root / "tests" / name, tmp_path)
     for name in ("conftest.py", "record.py"):
         shutil.copy(root / "tests" / "gpu" / name, gpu)
