@@ -9,6 +9,7 @@ from operand_cases import ALL, BF16, FP16, FP32
 from problems import by_turns
 
 from rwkv_jit.kernels import kernel
+from rwkv_jit.kernels.errors import UnsupportedConfigError
 from rwkv_jit.kernels.gpu import Gpu
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -96,3 +97,20 @@ def test_compiles_without_spills_everywhere(case, arch):
             assert found.spill_bytes == 0
             blocks = int(step.parameters.get("BLOCKS_PER_SM", 1))
             assert found.registers * int(step.parameters["NUM_THREADS"]) * blocks <= 65536
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "change"),
+    [
+        ("diagonal_operands", "a head consists of whole accesses", {"VECTOR": 8}),
+        ("diagonal_operands_backward", "a head consists of whole accesses", {"VECTOR": 8}),
+        ("diagonal_operands_backward", "heads do not cross warps", {"NUM_THREADS": 48}),
+    ],
+)
+def test_broken_rule_of_a_template_comes_back_as_its_text(name, rule, change):
+    gpu = Gpu("sm_90", multiprocessors=100)
+    each = operand_cases.of_problem("operands", "steps keys", (1, 9, 2, 4, 100, 36), *TYPES[0], gpu)
+    launches = (*operand_cases.forward(each).launches, *operand_cases.backward(each).launches)
+    request = next(step.request(gpu) for step in launches if step.template == name)
+    with pytest.raises(UnsupportedConfigError, match=f"^{name}: {rule}; got "):
+        kernel.get(request._replace(parameters={**request.parameters, **change}))

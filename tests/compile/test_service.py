@@ -308,7 +308,9 @@ del GATED_RULES["chunk_len must be 16 or 32"]
 OTHER_RULES["gla_chunked_backward"] = GATED_RULES
 OTHER_RULES["gla_scan"] = {rule: change for rule, change in GATED_RULES.items() if "value size" not in rule}
 OTHER_RULES["gla_scan"]["rows must be a multiple of those of a warp"] = {"ROWS": 40, "SHARED_BYTES": 26768}
-WITH_TESTS_OF_THEIR_OWN = ("timex", "wkv4", "update", "replay", "layer", "head_decay", "channel_decay")
+WITH_TESTS_OF_THEIR_OWN = (
+    "timex", "wkv4", "update", "replay", "layer", "head_decay", "channel_decay", "diagonal_operands", "operand_rows",
+)  # fmt: skip
 OTHER_RULES["gla_scan"]["a forward for groups must have no decay and chunks of up to 64"] = {"FOR_GROUPS": True}
 OTHER_RULES["gla_group_backward"] = {
     "there must be no decay and no bonus": {"BONUS": True},
