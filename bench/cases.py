@@ -120,7 +120,7 @@ class Given(NamedTuple):
 
 def op_of(name: str) -> Op:
     """Return what an op is."""
-    return table.OPS.get(name) or derived.OPS[name]
+    return table.OPS.get(name) or derived.ROWS[name]
 
 
 def function_of(op: str) -> Callable[..., Any]:

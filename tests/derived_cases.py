@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 import rwkv_jit
-from rwkv_jit.schedules.derived_table import OPS
+from rwkv_jit.schedules.derived_table import ROWS as OPS
 
 # How calls are made: what an op has beside its inputs, by words.
 WAYS = {

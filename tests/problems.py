@@ -1,10 +1,12 @@
 """Problems of calls, and their kernels, from sizes and names alone."""
 
 import itertools
+from typing import NamedTuple
 
 import pytest
 
 from rwkv_jit.kernels.gpu import Gpu
+from rwkv_jit.schedules import derived_table as derived
 from rwkv_jit.schedules import directions
 from rwkv_jit.schedules.problem import Problem
 from rwkv_jit.schedules.table import OPS
@@ -27,27 +29,84 @@ def problem(
     return given._replace(**changes)
 
 
+class Core(NamedTuple):
+    """What a call of an op with one decay for a head has, for its dedicated kernels."""
+
+    has_delta: bool
+    has_decay: bool = True
+    has_rate: bool = True
+    has_norm: bool = False
+    has_own: bool = False  # an output has a part of its value itself
+    has_gate: bool = False  # decays are raw, and go through the softplus with A_log
+    has_bias: bool = False  # .. and dt_bias
+    has_step: bool = False  # rates are raw steps, and decays are A times these
+    rate_map: str = "identity"
+
+    @property
+    def op(self):
+        """The op."""
+        if self.has_delta:
+            return derived.OPS["gated_delta_rule" if self.has_decay else "delta_rule"]
+        return derived.OPS["ssd" if self.has_rate else "simple_gla"]
+
+    @property
+    def names(self):
+        """The inputs that are there, as kernels call them."""
+        absent = {"z"} if self.has_own else {"z", "own"}
+        absent |= set() if self.has_bias else {"dt_bias"}
+        absent |= set() if self.has_gate or self.op.name == "ssd" else {"a_log"}
+        return [name for name in self.op.inputs if name not in absent]
+
+    @property
+    def traits(self):
+        """The switches of the op."""
+        own = {"qk_norm": self.has_norm, "beta_map": self.rate_map, "dt_softplus": self.has_step}
+        return tuple((name, own.get(name, default)) for name, default in self.op.traits.items())
+
+
 def head_decays(
     core, arch="sm_90", sizes=(128, 128), chunk_len=32, io="bf16", heads=32, layout="kv", state="fp32", **changes
 ):  # fmt: skip
-    """Return the problem of a call with one decay for a head or none, in kernels of its own; of two states."""
-    op, (head_size, value_size) = core.op, sizes
-    types = {name: "fp32" if name in ("w", "own") else io for name in op.inputs}
+    """Return the problem of a call with one decay for a head or none, in dedicated kernels; of two states."""
+    wide, (head_size, value_size) = ("w", "own", "a_log", "dt_bias"), sizes
+    types = {name: "fp32" if name in wide else io for name in core.names}
     given = Problem(
-        op, Gpu(arch, multiprocessors=132), types, 8, 4096, heads, head_size, value_size, 8, heads // 2, decay=op.decay,
-        state_type=state, state_layout=layout, backend="chunked", chunk_len=chunk_len, has_initial_state=True,
-        has_final_state=True,
+        core.op, Gpu(arch, multiprocessors=132), types, 8, 4096, heads, head_size, value_size, 8, heads // 2,
+        state_type=state, state_layout=layout, backend="dedicated", chunk_len=chunk_len, has_initial_state=True,
+        has_final_state=True, traits=core.traits,
     )  # fmt: skip
     return given._replace(**changes)
 
 
+class ChannelCore(NamedTuple):
+    """What a call of Kimi Delta Attention has, for its dedicated kernels."""
+
+    gate: str = "given"
+    has_norm: bool = False
+    has_bias: bool = False
+    rate_map: str = "identity"
+
+    @property
+    def op(self):
+        """The op."""
+        return derived.OPS["kda"]
+
+    @property
+    def names(self):
+        """The inputs that are there, as kernels call them."""
+        absent = {"a_log"} if self.gate == "given" else set()
+        return [name for name in self.op.inputs if name not in absent and (self.has_bias or name != "dt_bias")]
+
+
 def channel_decays(core, io="bf16", wide=None, heads=32, layout="kv", state="fp32", **changes):
-    """Return the problem of a call of Kimi Delta Attention in a kernel of its own; of two states."""
+    """Return the problem of a call of Kimi Delta Attention in dedicated kernels; of two states."""
     fixed = {"a_log": "fp32", "dt_bias": "fp32", "w": wide or io}
+    bound = -5.0 if core.gate == "bounded" else None
     given = Problem(
-        core.op, Gpu("sm_90", multiprocessors=132), {name: fixed.get(name, io) for name in core.op.inputs}, 8, 4096,
-        heads, 128, 128, 8, heads, decay="log", state_type=state, state_layout=layout, backend="chunked", chunk_len=64,
-        has_initial_state=True, has_final_state=True,
+        core.op, Gpu("sm_90", multiprocessors=132), {name: fixed.get(name, io) for name in core.names}, 8, 4096,
+        heads, 128, 128, 8, heads, decay="log", state_type=state, state_layout=layout, backend="dedicated",
+        chunk_len=64, has_initial_state=True, has_final_state=True,
+        traits=(("lower_bound", bound), ("qk_norm", core.has_norm), ("beta_map", core.rate_map)),
     )  # fmt: skip
     return given._replace(**changes)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 import torch
@@ -167,18 +168,23 @@ def _warn_of_order(op: Op, lead: Tensor, tokens: int, heads: int) -> None:
 
 
 def as_tensors(op: Op, arrays: Sequence[Any]) -> list[Tensor]:
-    """Return the inputs of a call as tensors."""
-    return [tensors.from_any(name, x) for name, x in zip(op.public_names, arrays, strict=True)]
+    """Return the inputs of a call as tensors; optional ones stay None."""
+    given: list[Any] = [
+        None if x is None and name in op.optional else tensors.from_any(public, x)
+        for name, public, x in zip(op.names, op.public_names, arrays, strict=True)
+    ]
+    return given
 
 
-def check_inputs(op: Op, given: Sequence[Tensor], wide: bool) -> dict[str, int]:
+def check_inputs(op: Op, given: Sequence[Any], wide: bool) -> dict[str, int]:
     """Check the inputs by their dimensions, and return the sizes of these; `wide` admits float64 for plain torch."""
     lead, lead_name = given[op.lead], op.public_names[op.lead]
     dtypes = [*tensors.STORAGE, torch.float64] if wide else list(tensors.STORAGE)
     rows = list(zip(op.public_names, op.names, op.inputs.values(), given, strict=True))
+    first, rows = rows[op.lead], [row for row in rows if row[3] is not None]
     streamed, fixed = [row for row in rows if "T" in row[2]], [row for row in rows if "T" not in row[2]]
     sizes = dict(op.sizes)
-    for name, own_name, dims, x in (rows[op.lead], *streamed, *fixed):
+    for name, own_name, dims, x in (first, *streamed, *fixed):
         is_known = all(dim in sizes for dim in dims)
         if x.dim() != len(dims) and not is_known:
             listed = ", ".join("head size" if dim in "KV" else dim for dim in dims)
@@ -187,7 +193,8 @@ def check_inputs(op: Op, given: Sequence[Tensor], wide: bool) -> dict[str, int]:
             want = ", ".join(str(sizes.get(dim, _DIMENSIONS.get(dim, dim))) for dim in dims)
             listed = ", ".join("heads" if dim == "H" else _DIMENSIONS.get(dim, dim) for dim in dims)
             whose = f"like {lead_name}" if "B" in dims else f"[{listed}]"
-            raise ValueError(f"{name}: expected shape [{want}] {whose}, got {list(x.shape)}")
+            also = _also(op, own_name, sizes)
+            raise ValueError(f"{name}: expected shape [{want}]{also or f' {whose}'}, got {list(x.shape)}")
         sizes.update(zip(dims, x.shape, strict=True))
         if dims[-1] in "KV" and x.shape[-1] < 1:
             raise ValueError(f"{name}: expected a head size of at least 1, got shape {list(x.shape)}")
@@ -202,6 +209,14 @@ def check_inputs(op: Op, given: Sequence[Tensor], wide: bool) -> dict[str, int]:
     if "G" in sizes and (sizes["H"] % sizes["G"] if sizes["G"] else sizes["H"]):
         raise ValueError(f"{lead_name}: expected key heads that divide the {sizes['H']} heads, got {sizes['G']}")
     return sizes
+
+
+def _also(op: Op, name: str, sizes: Mapping[str, int]) -> str:
+    """Return the other shape that callers may give an input, as the end of a part of a sentence."""
+    dims = op.also.get(name, "")
+    several = [sizes[dim] for dim in dims.strip("()")]
+    legal = [math.prod(several)] if dims.startswith("(") else several
+    return f" or {legal}" if dims else ""
 
 
 def check_state(op: Op, name: str, state: Tensor, shapes: Sequence[tuple[int, ...]], lead: Tensor, wide: bool) -> None:

@@ -15,17 +15,19 @@ import torch
 import torch.utils.flop_counter
 from torch import Tensor
 
+from rwkv_jit.schedules.derived_table import OPS as DERIVED
 from rwkv_jit.schedules.table import OPS
 
 Formula = Callable[..., int]
 
 # Products of a state with a vector, or outer products that it gains, by op.
 _PRODUCTS = {"wkv5": 2, "wkv6": 2, "wkv7": 4, "gla": 2, "linear_attention": 2}
+_PRODUCTS |= {name: _PRODUCTS[op.through.name] for name, op in DERIVED.items() if op.through is not None}
 
 
 def _register_all() -> None:
     for op, products in _PRODUCTS.items():
-        forward, backward = _of_recurrence(products, OPS[op].names.index("v"))
+        forward, backward = _of_recurrence(products, *map((OPS | DERIVED)[op].names.index, "vr"))
         register(f"{op}_fwd", forward)
         register(f"{op}_bwd", backward)
     # The two sums gain a term each; the output is made of the sums and a term more of each.
@@ -42,11 +44,11 @@ def register(name: str, formula: Formula) -> None:
         counter.register_flop_formula(op, get_raw=True)(formula)
 
 
-def _of_recurrence(products: int, v: int) -> tuple[Formula, Formula]:
-    """Return the formulas of both directions of an op whose v is its input of this number."""
+def _of_recurrence(products: int, v: int, r: int) -> tuple[Formula, Formula]:
+    """Return the formulas of both directions of an op whose v and r are its inputs of these numbers."""
 
     def count(given: Sequence[Tensor]) -> int:
-        return 2 * products * given[0].numel() * given[v].shape[3]
+        return 2 * products * given[v].numel() * given[r].shape[3]
 
     def forward(*given: Any, **_: Any) -> int:
         return count(given)

@@ -122,7 +122,10 @@ class Plan:
         if copies is None:
             copies = [
                 index for index, (name, x) in enumerate(arrays.items())
-                if x is not None and _needs_copy(x, self._dims.get(name, ""), vectors.get(name, 1), segments)
+                if x is not None and (
+                    _needs_copy(x, self._dims.get(name, ""), vectors.get(name, 1), segments)
+                    or (name in schedule.dense and not x.is_contiguous())
+                )
             ]  # fmt: skip
         self._copies = tuple(copies)
         written = schedule.written()
@@ -345,19 +348,21 @@ class Plan:
 
     def _stride(self, name: str | None, dim: str, step: Step, arrays: Mapping[str, Tensor | None]) -> int:
         """Return the stride of an input in a dimension, of several in the one it has; 0 without any, or without it."""
-        like = name if name is None else self._schedule.rows.get(name, name)
-        x = None if like is None else arrays.get(like)
-        if x is None or like is None:
+        if name is None:
             return 0
-        is_copy = like != name or self._names.index(like) in self._copies
-        dims = self._dims[like]
+        x, is_buffer = arrays.get(name), name in self._schedule.rows
+        if x is None and not is_buffer:
+            return 0
+        dims = self._schedule.rows[name] if is_buffer else self._dims[name]
         dim = next((letter for letter in dim if letter in dims), "")
         if not dim:
             return 0
-        strides = tensors.memory(x.shape, x.dtype).strides if is_copy else x.stride()
+        shape = tuple(getattr(self._problem, letter) for letter in dims) if x is None or is_buffer else x.shape
+        is_dense = x is None or is_buffer or self._names.index(name) in self._copies
+        strides = tensors.memory(shape, torch.uint8).strides if x is None or is_dense else x.stride()
         if dim == "B" and step.segments > 1 and "T" in dims:  # segments of all sequences follow each other
             token = dims.index("T")
-            return int(strides[token] * (x.shape[token] // step.segments))
+            return int(strides[token] * (shape[token] // step.segments))
         return int(strides[dims.index(dim)])
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import compress
+from operator import is_not
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +45,8 @@ class Known:
         self._latest: _Backward | None = None
         # The places of the gradients that nobody wants, among those of the inputs and an initial state.
         names = [*problem.op.names, *([STATE] if problem.has_initial_state else [])]
-        self._unwanted = [i for i, name in enumerate(names) if problem.wanted and name not in problem.wanted]
+        wanted = problem.wanted or (*problem.types, STATE)
+        self._unwanted = [i for i, name in enumerate(names) if name not in wanted]
         forget_with(self)
         schedules = [directions.forward(problem), *([directions.backward(problem)] if problem.training else [])]
         self.keeps = bool(schedules[0].kept)
@@ -184,6 +188,7 @@ calls: BySignature[Known] = BySignature()
 # The last of those that differ in nothing but tensors behind the first: a check whether these are alike, the call, and
 # whether gradients are wanted. To ask every tensor for its signature takes as long as half a launch.
 _latest: BySignature[tuple[Callable[..., bool], Known, bool]] = BySignature()
+_IS_THERE = partial(is_not, None)  # a call of C, as every known call takes it for each of its tensors
 
 
 def find(
@@ -195,13 +200,14 @@ def find(
     """
     if not tensors.is_eager():
         return None, asked[-1] and _any_requires_grad(arrays, initial_state)
+    given = *arrays, initial_state, cu_seqlens
     try:
         asked = cu_seqlens is not None and _longest(arrays[lead], cu_seqlens), *asked
-        latest = _latest.get((asked, arrays[lead].shape, initial_state is None, cu_seqlens is None))
+        there = tuple(map(_IS_THERE, given))
+        latest = _latest.get((asked, arrays[lead].shape, there))
         if latest is not None:
             are_alike, known, training = latest
-            is_bare = initial_state is None and cu_seqlens is None
-            if are_alike(*(arrays if is_bare else _present(arrays, initial_state, cu_seqlens))):
+            if are_alike(*compress(given, there)):
                 return known, training
     except (AttributeError, TypeError, RuntimeError):  # no dense array, or an option that cannot be one and has no hash
         pass
@@ -210,7 +216,7 @@ def find(
     if isinstance(arrays[0], Tensor) and tensors.autocast_dtype(arrays[0]) is not None:
         return None, training
     try:
-        signature = tensors.signature((*arrays, initial_state, cu_seqlens))
+        signature = tensors.signature(given)
         return calls.get((asked, training, _wants(arrays, initial_state, training), signature)), training
     except TypeError:
         return None, training
@@ -236,9 +242,10 @@ def find_or_keep(
     known = calls.get(signature)
     if known is None:
         known = calls.keep(signature, prepare())
-        are_alike = tensors.likeness(_present(arrays, initial_state, cu_seqlens))
-        alike = asked, arrays[lead].shape, initial_state is None, cu_seqlens is None
-        _latest.keep(alike, (are_alike, known, training))
+        given = *arrays, initial_state, cu_seqlens
+        there = tuple(map(_IS_THERE, given))
+        are_alike = tensors.likeness([x for x in given if x is not None])
+        _latest.keep((asked, arrays[lead].shape, there), (are_alike, known, training))
     return known
 
 
@@ -247,10 +254,13 @@ def _wants(arrays: Sequence[Any], initial_state: Any, training: bool) -> tuple[b
     return tuple([getattr(x, "requires_grad", False) for x in (*arrays, initial_state)]) if training else ()
 
 
-def wanted(op: Op, wants: Sequence[bool], has_initial_state: bool) -> tuple[str, ...]:
-    """Return `Problem.wanted`, of whether a gradient is wanted of each input and of an initial state."""
+def wanted(op: Op, wants: Sequence[bool], given: Sequence[Any]) -> tuple[str, ...]:
+    """Return `Problem.wanted`, of whether a gradient is wanted of each input and of an initial state.
+
+    `given` are the inputs and an initial state; of those that are None nobody wants a gradient.
+    """
     names = tuple([name for name, is_wanted in zip((*op.names, STATE), wants, strict=True) if is_wanted])
-    return () if len(names) == len(op.names) + has_initial_state else names
+    return () if len(names) == sum(map(_IS_THERE, given)) else names
 
 
 def _longest(lead: Any, cu_seqlens: Any) -> int:
@@ -258,15 +268,11 @@ def _longest(lead: Any, cu_seqlens: Any) -> int:
     return tensors.longest(cu_seqlens, lead.shape[1]) if len(lead.shape) > 1 else 0
 
 
-def _present(arrays: Sequence[Any], initial_state: Any, cu_seqlens: Any) -> Sequence[Any]:
-    return [x for x in (*arrays, initial_state, cu_seqlens) if x is not None]
-
-
 def _any_requires_grad(arrays: Sequence[Any], initial_state: Any) -> bool:
     """Return whether one of these wants a gradient; arrays of other libraries never do."""
     try:
         for x in arrays:
-            if x.requires_grad:
+            if x is not None and x.requires_grad:
                 return True
         return initial_state is not None and bool(initial_state.requires_grad)
     except AttributeError:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rwkv_jit.kernels import on_import
+from rwkv_jit.schedules import derived_table as derived
 from rwkv_jit.schedules.problem import Op
 from rwkv_jit.schedules.table import OPS
 
@@ -22,6 +23,11 @@ _OPTIONS = (
 )
 # The bound of the decays is asked for where nothing is chosen yet.
 _BOUND = "*, float? decay_bound=None"
+_TYPES = {bool: "bool", str: "str", type(None): "float?"}  # of switches, by their defaults
+_MODULES = {
+    **dict.fromkeys(("kda", "gated_delta_rule", "delta_rule", "gated_delta_rule2"), "derived.delta"),
+    **dict.fromkeys(("simple_gla", "hgrn2", "ssd"), "derived.diagonal"),
+}
 # The names of what wants a gradient, where that is not all; of the others it is empty.
 _WANTED = "str wanted=''"
 _OF_OTHERS = {
@@ -60,7 +66,8 @@ def implement(
 
 def _runner(name: str) -> Runner:
     if name not in _runners:
-        import_module(f"rwkv_jit.ops.{name.rpartition('_')[0]}")
+        op = name.rpartition("_")[0]
+        import_module(f"rwkv_jit.{_MODULES.get(op, f'ops.{op}')}")
     return _runners[name]
 
 
@@ -121,16 +128,18 @@ def _register(name: str, schema: str) -> None:
 
 def register(op: Op) -> None:
     """Register the torch ops of an op with states; `torch_op.define` says who runs them."""
-    given = ", ".join(f"Tensor {name}" for name in op.public_names)
+    inputs = zip(op.names, op.public_names, strict=True)
+    given = ", ".join(f"Tensor{'?' * (name in op.optional)} {public}" for name, public in inputs)
     given = f"{given}, Tensor? initial_state, Tensor? cu_seqlens, {_OPTIONS}"
+    named = ", ".join([_BOUND, *(f"{_TYPES[type(x)]} {trait}={x!r}" for trait, x in op.traits.items())])
     results = ", ".join(["Tensor"] * (len(op.inputs) + 1))
-    forward = f"({given}, bool output_final_state, bool save, {_BOUND}) -> (Tensor, Tensor, Tensor)"
-    backward = f"(Tensor? dy, Tensor? grad_final_state, {given}, Tensor saved, {_BOUND}, {_WANTED}) -> ({results})"
+    forward = f"({given}, bool output_final_state, bool save, {named}) -> (Tensor, Tensor, Tensor)"
+    backward = f"(Tensor? dy, Tensor? grad_final_state, {given}, Tensor saved, {named}, {_WANTED}) -> ({results})"
     _register(f"{op.name}_fwd", forward)
     _register(f"{op.name}_bwd", backward)
 
 
-for _op in OPS.values():
+for _op in (*OPS.values(), *derived.OPS.values()):
     if _op.state:
         register(_op)
 for _name, _schema in _OF_OTHERS.items():

@@ -13,6 +13,7 @@ from rwkv_jit.kernels.gpu import Gpu
 from rwkv_jit.schedules import common, segments
 from rwkv_jit.schedules.common import LARGEST_HEAD, Case, Obstacle
 from rwkv_jit.schedules.directions import ALGORITHMS
+from rwkv_jit.schedules.through import DEDICATED
 
 # Below it a step of the recurrent kernels ends sooner, and none of its products is rounded.
 LEAST_TOKENS = 4
@@ -67,9 +68,29 @@ def chosen(backend: str, case: Case, gpu: Callable[[], Gpu], known: Callable[[],
     UnsupportedConfigError
         As `choose`.
     """
+    if case.op.through is not None:
+        if backend == "auto" and takes_dedicated(case, gpu):
+            length = case.chunk_len or ALGORITHMS[case.op.family][DEDICATED].default_chunk_len(case, gpu())
+            return Chosen(DEDICATED, length, None, None, None)
+        case = case.below()
     algorithm, chunk_len = choose(backend, case, gpu)
     cut = geometry(algorithm, chunk_len, case, gpu, known)
     return Chosen(algorithm, *cut)
+
+
+def takes_dedicated(case: Case, gpu: Callable[[], Gpu]) -> bool:
+    """Return whether a call that names no backend is for the kernels that its op has for itself.
+
+    They have no segments as others do: few heads would leave most of the GPU idle.
+    """
+    kernels = ALGORITHMS.get(case.op.family, {}).get(DEDICATED)
+    if kernels is None or case.num_threads is not None or case.is_narrow:
+        return False
+    if case.tokens < LEAST_TOKENS or case.heads > common.MOST_HEADS:
+        return False
+    if case.blocks < kernels.LEAST_BLOCKS * (gpu().multiprocessors or 0):
+        return False
+    return bool(kernels.why_not(case, gpu) is None)
 
 
 def choose(backend: str, case: Case, gpu: Callable[[], Gpu]) -> tuple[str, int | None]:

@@ -19,7 +19,7 @@ from rwkv_jit.call import tensors
 Roles = Mapping[str, int]  # which dimension of a tensor is the batch, and which are heads or channels
 
 
-_ROLES = {"B": "batch", "H": "heads", "C": "channels"}
+_ROLES = {"B": "batch", "H": "heads", "G": "heads", "C": "channels"}
 
 
 def roles(dims: str) -> dict[str, int]:

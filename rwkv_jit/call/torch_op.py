@@ -8,14 +8,14 @@ when it runs, by the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rwkv_jit.call import plain, prepared, recording, registry, rule, sharding, tensors
+from rwkv_jit.call import checks, plain, prepared, recording, registry, rule, sharding, tensors
 from rwkv_jit.call import switches as modes
 from rwkv_jit.call.checks import check_flag, check_options, check_tensors, is_for_kernels
 from rwkv_jit.call.options import Tail, complete
@@ -59,6 +59,8 @@ class TorchOp:
     op: Op
     forward: Any  # the torch op
     known: Callable[..., tuple[Tensor, Tensor | None]]  # a known call with gradients
+    refuse: Callable[[Sequence[Any], Mapping[str, Any]], None]  # raises where inputs and switches do not fit
+    behind: Callable[[Tensor, Sequence[Any]], Tensor] | None = None  # what stands behind the recurrence, in plain torch
 
 
 # ---- the public call ---------------------------------------------------------------------------------------------
@@ -72,27 +74,33 @@ def call(
     cu_seqlens: Any,
     options: tuple[tuple[str, Any], ...],
     in_parts: Callable[..., tuple[Tensor, Tensor | None] | None] | None = None,
+    traits: tuple[tuple[str, Any], ...] = (),
 ) -> tuple[Tensor, Tensor | None]:
     """Run an op with or without gradients: at once where the call is known, else after all checks.
 
-    A call that is not known `in_parts` may run, from the same arguments; it returns None where it does not.
+    A call that is not known `in_parts` may run, from the same arguments; it returns None where it does not. `traits`
+    are all switches of the op.
     """
     op = torch_op.op
     if output_final_state is not True and output_final_state is not False:
         output_final_state = check_flag("output_final_state", output_final_state)
     switches = modes.current()
-    asked = (op.name, output_final_state, options, switches, torch.is_grad_enabled())
+    asked = (op.name, output_final_state, options, traits, switches, torch.is_grad_enabled())
     known, training = prepared.find(asked, arrays, initial_state, cu_seqlens, op.lead)
     if known is None:
+        torch_op.refuse(arrays, dict(traits))
         tail = complete(op, dict(options), arrays[0])
+        if tail.decay_bound is None and (bound := dict(traits).get("lower_bound")) is not None:
+            tail = tail._replace(decay_bound=bound)
+        more = options, in_parts, traits
         if sharding.any_distributed((*arrays, initial_state, cu_seqlens)):
-            return _distributed(torch_op, arrays, initial_state, output_final_state, cu_seqlens, options, in_parts)
+            return _distributed(torch_op, arrays, initial_state, output_final_state, cu_seqlens, more)
         cast = under_autocast(op, arrays)
         if cast is not None:
             with tensors.exactly(cast[0]):
-                return call(torch_op, cast, initial_state, output_final_state, cu_seqlens, options, in_parts)
+                return call(torch_op, cast, initial_state, output_final_state, cu_seqlens, *more)
         if in_parts is not None:
-            result = in_parts(torch_op, arrays, initial_state, output_final_state, cu_seqlens, tail)
+            result = in_parts(torch_op, arrays, initial_state, output_final_state, cu_seqlens, tail, traits)
             if result is not None:
                 return result
         check_options(op, *tail)
@@ -103,11 +111,11 @@ def call(
             is_direct = tensors.is_eager() and tensors.are_plain((*arrays, initial_state, cu_seqlens))
             # A backend that was named is one for this device, but "split", which may be segments or large heads.
             if is_direct or tail.backend not in ("auto", "split"):
-                to_run = chosen(op, arrays, cu_seqlens, decay_bound, to_run, training, is_direct)
+                to_run = chosen(op, arrays, cu_seqlens, decay_bound, to_run, training, is_direct, traits=traits)
             if is_direct:
                 known = _prepare(
                     op, arrays, initial_state, cu_seqlens, asked, to_run, output_final_state, training, tail,
-                    is_public=True,
+                    is_public=True, traits=traits,
                 )  # fmt: skip
     if initial_state is not None and initial_state.dim() == len(op.state):
         sequences = arrays[op.lead].shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -115,7 +123,7 @@ def call(
 
     if known is None:
         given = (*arrays, initial_state, cu_seqlens, *to_run, output_final_state, False)
-        y, final, _ = torch_op.forward(*given, decay_bound=decay_bound)
+        y, final, _ = torch_op.forward(*given, decay_bound=decay_bound, **dict(traits))
         return y, final if output_final_state else None
     if training:
         return torch_op.known(known, *arrays, initial_state, cu_seqlens)
@@ -125,7 +133,7 @@ def call(
 
 def _distributed(
     torch_op: TorchOp, arrays: Sequence[Any], initial_state: Any, output_final_state: bool, cu_seqlens: Any,
-    options: tuple[tuple[str, Any], ...], in_parts: Any,
+    more: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Run a call of DTensors."""
     op = torch_op.op
@@ -145,22 +153,26 @@ def _distributed(
 
     def run(*local: Any) -> tuple[Tensor, Tensor | None]:
         *inputs, state, bounds = local
-        return call(torch_op, inputs, state, output_final_state, bounds, options, in_parts)
+        return call(torch_op, inputs, state, output_final_state, bounds, *more)
 
-    y, final = sharding.run(run, given, op.public_names[op.lead], (role_dims(op.output), states))
+    lead = op.lead
+    if "G" in op.inputs[op.names[lead]]:  # y has as many heads as the first input that has not those of keys
+        lead = next(place for place, dims in enumerate(op.inputs.values()) if "H" in dims)
+    y, final = sharding.run(run, given, op.public_names[lead], (role_dims(op.output), states))
     return y, final
 
 
 def under_autocast(op: Op, arrays: Sequence[Any]) -> list[Tensor] | None:
     """Return the inputs as torch's own ops take them under autocast; None where that is off.
 
-    Decays and u stay float32 where they are: the kernels take them so.
+    Optional inputs stay None. Decays and u stay float32 where they are: the kernels take them so.
     """
     dtype = tensors.autocast_dtype(tensors.from_any(op.public_names[0], arrays[0]))
     if dtype is None:
         return None
-    given = zip(op.names, op.public_names, arrays, strict=True)
-    return [tensors.under_autocast(tensors.from_any(public, x), dtype, name in op.wide) for name, public, x in given]
+    given = zip(op.names, checks.as_tensors(op, arrays), strict=True)
+    cast: list[Any] = [None if x is None else tensors.under_autocast(x, dtype, name in op.wide) for name, x in given]
+    return cast
 
 
 # ---- the problem of a call ---------------------------------------------------------------------------------------
@@ -175,6 +187,7 @@ def chosen(
     training: bool,
     is_direct: bool = False,
     is_fake: bool = False,
+    traits: tuple[tuple[str, Any], ...] = (),
 ) -> Options:
     """Return the options of a call that has been checked, with the algorithm that will run.
 
@@ -190,15 +203,15 @@ def chosen(
     if arrays[0].dtype == torch.float16:  # as autocast can make them of others
         options = options._replace(is_narrow=False)
     device = arrays[0].device.index
-    case = case_of(op, arrays, cu_seqlens, options, decay_bound, training, is_direct, is_fake)
+    case = case_of(op, arrays, cu_seqlens, options, decay_bound, training, is_direct, is_fake, traits)
     backend = "auto" if is_fake and options.backend == "split" else options.backend
     made = rule.chosen(backend, case, lambda: tensors.gpu(device), lambda: rule.known(device))
     return options._replace(**made._asdict(), is_chosen=True)
 
 
 def case_of(
-    op: Op, arrays: Sequence[Tensor], cu_seqlens: Tensor | None, options: Options, decay_bound: float | None,
-    training: bool, is_direct: bool, is_fake: bool = False,
+    op: Op, arrays: Sequence[Any], cu_seqlens: Tensor | None, options: Options, decay_bound: float | None,
+    training: bool, is_direct: bool, is_fake: bool = False, traits: tuple[tuple[str, Any], ...] = (),
 ) -> Case:  # fmt: skip
     """Return what the rule looks at, of a call on CUDA tensors that have been checked."""
     sizes = sizes_of(op, arrays)
@@ -211,7 +224,9 @@ def case_of(
         tokens if cu_seqlens is None else tokens // sequences, options.decay, decay_bound, options.chunk_len,
         options.num_threads, training, sequences * sizes["H"], cu_seqlens is not None,
         None if is_fake or (cu_seqlens is not None and not is_direct) else lambda: tensors.multiprocessors(device),
-        tensors.longest(cu_seqlens, tokens) if is_direct else 0,
+        tensors.longest(cu_seqlens, tokens) if is_direct else 0, sizes["H"],
+        sizes["H"] // sizes["G"] if sizes.get("G") else 1, options.is_narrow,
+        tuple(name for name, x in zip(op.names, arrays, strict=True) if x is not None), traits,
     )  # fmt: skip
     return case.of_any_batch() if options.is_batch_invariant else case
 
@@ -226,29 +241,32 @@ def asked_options(tail: Tail, dtype: torch.dtype, switches: modes.Modes) -> Opti
     )  # fmt: skip
 
 
-def sizes_of(op: Op, arrays: Sequence[Tensor]) -> dict[str, Any]:
+def sizes_of(op: Op, arrays: Sequence[Any]) -> dict[str, Any]:
     """Return the sizes of the dimensions by their letters."""
     sizes: dict[str, Any] = dict(op.sizes)
     for dims, x in zip(op.inputs.values(), arrays, strict=True):
-        sizes.update(zip(dims, x.shape, strict=True))
+        if x is not None:
+            sizes.update(zip(dims, x.shape, strict=True))
     return sizes
 
 
 def problem_of(
-    op: Op, arrays: Sequence[Tensor], state: Tensor | None, cu_seqlens: Tensor | None, options: Options,
-    output_final_state: bool, training: bool, gpu: Gpu,
+    op: Op, arrays: Sequence[Any], state: Tensor | None, cu_seqlens: Tensor | None, options: Options,
+    output_final_state: bool, training: bool, gpu: Gpu, traits: tuple[tuple[str, Any], ...] = (),
 ) -> Problem:  # fmt: skip
     """Return the problem of a call whose algorithm is chosen."""
     sizes, given = sizes_of(op, arrays), options._asdict()
     del given["is_chosen"]
     return Problem(
-        op, gpu, {name: tensors.STORAGE[x.dtype] for name, x in zip(op.names, arrays, strict=True)},
+        op, gpu,
+        {name: tensors.STORAGE[x.dtype] for name, x in zip(op.names, arrays, strict=True) if x is not None},
         N=sizes["B"] if cu_seqlens is None else cu_seqlens.shape[0] - 1,
         state_type="fp32" if state is None else tensors.STORAGE[state.dtype],
         is_packed=cu_seqlens is not None,
         training=training,
         has_initial_state=state is not None,
         has_final_state=output_final_state,
+        traits=traits,
         **{**given, "chunk_len": options.chunk_len or 0},
         **sizes,
     )  # fmt: skip
@@ -256,7 +274,7 @@ def problem_of(
 
 def left_open(p: Problem, asked: Options) -> Problem:
     """Return the problem of a call, or one that keeps as much as its fake has said where that did not know all."""
-    is_open = p.training and not asked.is_chosen and segments.may_cut(asked.backend, p)
+    is_open = p.training and not asked.is_chosen and segments.may_cut(asked.backend, directions.running(p))
     return p._replace(leaves_cut_open=True) if is_open else p
 
 
@@ -272,6 +290,7 @@ def _prepare(
     asked_geometry: Tail | Options,
     decay_bound: float | None = None,
     is_public: bool = False,
+    traits: tuple[tuple[str, Any], ...] = (),
 ) -> Known:
     """Return the call of tensors that have been checked.
 
@@ -281,15 +300,15 @@ def _prepare(
     """
 
     def prepare() -> Known:
-        to_run = chosen(op, arrays, cu_seqlens, decay_bound, options, training)
+        to_run = chosen(op, arrays, cu_seqlens, decay_bound, options, training, traits=traits)
         gpu = tensors.gpu(arrays[0].device.index)
-        problem = problem_of(op, arrays, initial_state, cu_seqlens, to_run, output_final_state, training, gpu)
+        problem = problem_of(op, arrays, initial_state, cu_seqlens, to_run, output_final_state, training, gpu, traits)
         problem = left_open(problem, options)
         if cu_seqlens is not None:
             tensors.packing(cu_seqlens, problem.T)  # before anything is compiled
         if is_public and training:
             wants = [x is not None and x.requires_grad for x in (*arrays, initial_state)]
-            problem = problem._replace(wanted=prepared.wanted(op, wants, initial_state is not None))
+            problem = problem._replace(wanted=prepared.wanted(op, wants, (*arrays, initial_state)))
         geometry = {name: getattr(asked_geometry, name) for name in ("chunk_len", "num_threads")}
         geometry = {name: value for name, value in geometry.items() if value is not None}
         state = initial_state
@@ -303,13 +322,23 @@ def _prepare(
 # ---- the torch op ------------------------------------------------------------------------------------------------
 
 
-def define(op: Op, reference: Callable[..., Any]) -> TorchOp:
+def define(
+    op: Op,
+    reference: Callable[..., Any],
+    operands: Callable[[Sequence[Any], Mapping[str, Any]], Sequence[Tensor]] | None = None,
+    behind: Callable[[Tensor, Sequence[Any]], Tensor] | None = None,
+    refuse: Callable[[Sequence[Any], Mapping[str, Any]], None] = lambda arrays, traits: None,
+) -> TorchOp:
     """Say who runs `rwkv_jit::<name>_fwd` and `<name>_bwd`, which `registry` knows, and return the op.
 
     `reference` is the op in plain torch: it takes the inputs, the initial state, whether the final one is wanted,
-    cu_seqlens and the scale, and by name state_layout and, where the op has a choice, decay.
+    cu_seqlens and the scale, and by name state_layout and, where the op has a choice, decay. Of an op that goes through
+    another it is the reference of that one, and `operands` returns its inputs in plain torch, from those of a call and
+    the switches; `behind` returns y of what that one returns, and of the inputs. `refuse` raises an error where
+    switches do not fit the inputs, of which it sees whether they are there.
     """
     name, count = op.name, len(op.inputs)
+    below = op.through or op
     all_names = (*op.names, STATE)  # of what has a gradient
     end = count + 2 + len(Options._fields)  # of the options, behind state and cu_seqlens
     forward_op, backward_op = registry.find(f"{name}_fwd"), registry.find(f"{name}_bwd")
@@ -318,34 +347,47 @@ def define(op: Op, reference: Callable[..., Any]) -> TorchOp:
         """Return the inputs; the state and cu_seqlens; the options."""
         return arguments[:count], arguments[count : count + 2], Options(*arguments[count + 2 : end])
 
-    def run_plainly(arguments: Sequence[Any], by_blocks: bool) -> tuple[Tensor, Tensor]:
+    def traits_of(named: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+        """Return the switches of a call, of which torch passes those that are not as by default."""
+        return tuple([(trait, named.get(trait, default)) for trait, default in op.traits.items()])
+
+    def run_plainly(arguments: Sequence[Any], named: Mapping[str, Any], by_blocks: bool) -> tuple[Tensor, Tensor]:
         """Compute a call in plain torch: `by_blocks` differentiable once backwards, else in every way."""
         given, (state, cu_seqlens), options = parts(arguments)
         if cu_seqlens is not None:
             cu_seqlens = tensors.packing(cu_seqlens, given[0].shape[1])
-        rest = state, cu_seqlens, options.scale, options.decay, options.state_layout
-        if by_blocks and op.family in plain.FAMILIES:
-            return plain.run(name, reference, given, *rest)
-        return plain.loop(reference, given, *rest)
+        decay = options.decay
+        if operands is not None:
+            decay = "log"
+            with tensors.exactly(given[0]):
+                given = operands(given, dict(traits_of(named)))
+        rest = state, cu_seqlens, options.scale, decay, options.state_layout
+        if by_blocks and below.family in plain.FAMILIES:
+            y, final = plain.run(below.name, reference, given, *rest)
+        else:
+            y, final = plain.loop(reference, given, *rest)
+        return y if behind is None else behind(y, arguments[:count]), final
 
-    def forward(*arguments: Any, decay_bound: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(*arguments: Any, decay_bound: float | None = None, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
         given, (state, cu_seqlens), options = parts(arguments)
+        traits = traits_of(named)
         output_final_state, save = arguments[end:]
         if is_for_kernels(options.backend, given[0]):
             # The public call has checked these options, so what is known of it is no public call's.
-            asked = f"{name}_fwd", output_final_state, decay_bound, options
+            asked = f"{name}_fwd", output_final_state, decay_bound, options, traits
             known = _prepare(
-                op, given, state, cu_seqlens, asked, options, output_final_state, save, options, decay_bound
-            )
+                op, given, state, cu_seqlens, asked, options, output_final_state, save, options, decay_bound,
+                traits=traits,
+            )  # fmt: skip
             results = known.run(given, state, cu_seqlens)
             y = results[0]
             final = results[1] if output_final_state else y.new_empty(0)
             return y, final, results[-1] if save else y.new_empty(0)
         say_reference(name, given[0])
-        y, final = run_plainly(arguments, by_blocks=True)
+        y, final = run_plainly(arguments, named, by_blocks=True)
         return y, final if output_final_state else y.new_empty(0), y.new_empty(0)
 
-    def forward_fake(*arguments: Any, decay_bound: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward_fake(*arguments: Any, decay_bound: float | None = None, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
         given, (state, cu_seqlens), options = parts(arguments)
         output_final_state, save = arguments[end:]
         first, sizes = given[op.lead], sizes_of(op, given)
@@ -357,18 +399,21 @@ def define(op: Op, reference: Callable[..., Any]) -> TorchOp:
             dims = op.state_dims(options.state_layout)
             final = first.new_empty([sequences, *(sizes[dim] for dim in dims)], dtype=dtype)
         if save and is_for_kernels(options.backend, first):
-            kept = directions.kept(training_problem(given, state, cu_seqlens, options, decay_bound, is_fake=True))
+            kept = directions.kept(
+                training_problem(given, state, cu_seqlens, options, decay_bound, named, is_fake=True)
+            )
             saved = first.new_empty(floats(kept), dtype=torch.float32)  # symbolic while a compiler traces
         return y, final, saved
 
     def training_problem(
-        given: Sequence[Tensor], state: Tensor | None, cu_seqlens: Tensor | None, options: Options,
-        decay_bound: float | None, is_fake: bool = False,
+        given: Sequence[Any], state: Tensor | None, cu_seqlens: Tensor | None, options: Options,
+        decay_bound: float | None, named: Mapping[str, Any], is_fake: bool = False,
     ) -> Problem:  # fmt: skip
-        to_run = chosen(op, given, cu_seqlens, decay_bound, options, training=True, is_fake=is_fake)
+        traits = traits_of(named)
+        to_run = chosen(op, given, cu_seqlens, decay_bound, options, training=True, is_fake=is_fake, traits=traits)
         leaves_the_same = to_run.backend == "recurrent" or not op.has_heads
         gpu = _NO_GPU if leaves_the_same else tensors.gpu(given[0].device.index)
-        return left_open(problem_of(op, given, state, cu_seqlens, to_run, False, True, gpu), options)
+        return left_open(problem_of(op, given, state, cu_seqlens, to_run, False, True, gpu, traits), options)
 
     def are_wanted(arguments: Sequence[Any], wanted: str) -> list[bool]:
         """Return whether a gradient is made of each input and of the initial state; no names stand for all."""
@@ -383,14 +428,14 @@ def define(op: Op, reference: Callable[..., Any]) -> TorchOp:
 
     def backward(
         dy: Tensor | None, grad_final: Tensor | None, *arguments: Any, decay_bound: float | None = None,
-        wanted: str = "",
+        wanted: str = "", **named: Any,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         given, (state, cu_seqlens), options = parts(arguments)
         wants = are_wanted(arguments, wanted)
         if not is_for_kernels(options.backend, given[0]):
-            return backward_plainly(dy, grad_final, arguments, wants)
+            return backward_plainly(dy, grad_final, arguments, named, wants)
         saved = arguments[-1]
-        problem = training_problem(given, state, cu_seqlens, options, decay_bound)
+        problem = training_problem(given, state, cu_seqlens, options, decay_bound, named)
         problem = problem._replace(gpu=tensors.gpu(given[0].device.index))
         if not options.is_chosen:
             expected = floats(directions.kept(problem))
@@ -398,25 +443,26 @@ def define(op: Op, reference: Callable[..., Any]) -> TorchOp:
                 raise RwkvJitError(
                     f"{name}: the backward takes {expected} numbers of what the forward saved, got {saved.numel()}"
                 )
-        problem = problem._replace(wanted=prepared.wanted(op, wants, state is not None))
+        problem = problem._replace(wanted=prepared.wanted(op, wants, (*given, state)))
         grads = prepared.differentiate(problem, (*given, state, cu_seqlens, saved), dy, grad_final)
         return with_empty(grads, wants, given[0])
 
     def backward_plainly(
-        dy: Tensor | None, grad_final: Tensor | None, arguments: Sequence[Any], wants: Sequence[bool]
-    ) -> tuple[Tensor, ...]:
+        dy: Tensor | None, grad_final: Tensor | None, arguments: Sequence[Any], named: Mapping[str, Any],
+        wants: Sequence[bool],
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         with recording.plain_torch(), tensors.exactly(arguments[0]):
             leaves = [
                 None if x is None else x.detach().requires_grad_(is_wanted)
                 for x, is_wanted in zip(arguments[: count + 1], wants, strict=True)
             ]
-            outputs = run_plainly((*leaves, *arguments[count + 1 :]), by_blocks=True)
+            outputs = run_plainly((*leaves, *arguments[count + 1 :]), named, by_blocks=True)
             asked = [x for x in leaves if x is not None and x.requires_grad]
             return with_empty(recording.gradients(outputs, (dy, grad_final), asked), wants, arguments[0])
 
     def backward_fake(
         dy: Tensor | None, grad_final: Tensor | None, *arguments: Any, decay_bound: float | None = None,
-        wanted: str = "",
+        wanted: str = "", **named: Any,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         wants = are_wanted(arguments, wanted)
         made = [x for x, is_wanted in zip(arguments[: count + 1], wants, strict=True) if is_wanted]
@@ -445,15 +491,15 @@ def define(op: Op, reference: Callable[..., Any]) -> TorchOp:
         grad_final = grad_final if ctx.has_final_state else None
         saved = ctx.saved_tensors
         wants = ctx.needs_input_grad[2 : count + 3]  # of a Function with two inputs of its own before these
-        wanted = prepared.wanted(op, wants, saved[count] is not None)
+        wanted = prepared.wanted(op, wants, saved[: count + 1])
         grads = differentiate(saved, ctx.options, wanted, dy, grad_final, **ctx.named)
         return (*grads, None, *[None] * (len(ctx.options) + 2))
 
-    def plainly(*arguments: Any, decay_bound: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def plainly(*arguments: Any, decay_bound: float | None = None, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
         given, _, options = parts(arguments)
         if is_for_kernels(options.backend, given[0]):
             recording.refuse_forward_mode(name)
-        y, final = run_plainly(arguments, by_blocks=False)
+        y, final = run_plainly(arguments, named, by_blocks=False)
         return y, final if arguments[end] else y.new_empty(0), y.new_empty(0)
 
     def cast(*arguments: Any) -> Sequence[Any]:
@@ -466,14 +512,14 @@ def define(op: Op, reference: Callable[..., Any]) -> TorchOp:
         """Return the gradients of the inputs, and of the initial state where there is one, by the torch op."""
         *given, kept = saved
         saved = (*given, given[0].new_empty(0) if kept is None else kept)
-        grads = differentiate(saved, _options_of(problem), problem.wanted, dy, grad_final)
+        grads = differentiate(saved, _options_of(problem), problem.wanted, dy, grad_final, **dict(problem.traits))
         return grads[: count + problem.has_initial_state]
 
     record = recording.forward(forward_op, setup, in_context, plainly)
     record_backward, run_backward = recording.backward(backward_op, name)
     registry.implement(f"{name}_fwd", forward, forward_fake, record, cast)
     registry.implement(f"{name}_bwd", backward, backward_fake, record_backward)
-    return TorchOp(op, forward_op, prepared.recorded(differentiate_known))
+    return TorchOp(op, forward_op, prepared.recorded(differentiate_known), refuse, behind)
 
 
 def say_reference(name: str, x: Tensor) -> None:

@@ -8,52 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rwkv_jit.call import checks, sharding, tensors, torch_op
-from rwkv_jit.call.options import Tail, complete
+from rwkv_jit.call import checks, tensors, torch_op
 from rwkv_jit.pool import arguments
 from rwkv_jit.pool.options import UpdateOptions, VarlenOptions
 from rwkv_jit.schedules.problem import Op
-
-Result = tuple[Tensor, Tensor | None]
-
-
-class Sequences(NamedTuple):
-    """A call over sequences that has been checked."""
-
-    inputs: list[Tensor]
-    initial_state: Tensor | None
-    cu_seqlens: Tensor | None
-    tail: Tail
-
-    def run(self, op: Callable[..., Result], operands: Sequence[Tensor], output_final_state: bool) -> Result:
-        """Run the op below, whose decays are logarithms if it has any, with these operands."""
-        options = self.tail._asdict()
-        if options["decay"] == "none":
-            options["decay"] = "log"
-        return op(*operands, self.initial_state, output_final_state, self.cu_seqlens, **options)
-
-
-def sequences(
-    op: Op, arrays: Sequence[Any], initial_state: Any, cu_seqlens: Any, options: Mapping[str, Any],
-    lower_bound: float | None = None,
-) -> Sequences:  # fmt: skip
-    """Check a call over sequences, whose log-decays may have a bound of their own.
-
-    Raises
-    ------
-    TypeError, ValueError
-        Naming the argument, what was expected and what came.
-    """
-    if lower_bound is not None:
-        check_bound(lower_bound)
-        options = {"decay_bound": lower_bound, **options}
-    tail = complete(op, options, arrays[0])
-    if sharding.any_distributed((*arrays, initial_state, cu_seqlens)):  # whose parts the op below checks
-        return Sequences(list(arrays), initial_state, cu_seqlens, tail)
-    checks.check_options(op, *tail)
-    inputs = torch_op.under_autocast(op, arrays) or arrays
-    given = checks.check_tensors(op, inputs, initial_state, cu_seqlens, tail.state_layout, tail.backend)
-    return Sequences(*given, tail)
 
 
 class Pooled(NamedTuple):

@@ -2,21 +2,81 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
+from rwkv_jit.call import checks, tensors, torch_op
 from rwkv_jit.call.tensors import Array
-from rwkv_jit.derived import arguments, channel_decays, head_decays
-from rwkv_jit.derived.operands import of_delta_rule
-from rwkv_jit.ops.wkv7 import wkv7
+from rwkv_jit.call.torch_op import TorchOp
+from rwkv_jit.derived import arguments
+from rwkv_jit.plain import layers
+from rwkv_jit.plain.reference import wkv7_ref
+from rwkv_jit.schedules import delta_operands
 from rwkv_jit.schedules.derived_table import OPS
+from rwkv_jit.schedules.layers import BETA_MAPS
 from rwkv_jit.schedules.legal import BetaMap
+from rwkv_jit.schedules.problem import Op
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from rwkv_jit.call.options import CallOptions, DecayOptions
+
+
+# ---- what they share ---------------------------------------------------------------------------------------------
+
+
+def _refuse(op: Op, arrays: Sequence[Any], traits: Mapping[str, Any]) -> None:
+    """Check switches, and that raw gates have all that they need."""
+    named, bound = dict(zip(op.names, arrays, strict=True)), traits.get("lower_bound")
+    checks.check_name("beta_map", traits.get("beta_map", "identity"), BETA_MAPS)
+    if named.get("a_log") is None:
+        for name, x in (("dt_bias", named.get("dt_bias")), ("lower_bound", bound)):
+            if x is not None:
+                raise ValueError(f"{name}: needs A_log too")
+    if bound is not None:
+        arguments.check_bound(bound)
+
+
+def _operands(op: Op, arrays: Sequence[Any], traits: Mapping[str, Any]) -> Sequence[Tensor]:
+    """Return what `wkv7` takes, in plain torch."""
+    named: dict[str, Any] = {name: x for name, x in zip(op.names, arrays, strict=True) if x is not None}
+    r, k, v, w = named["r"], named["k"], named["v"], named.get("w")
+    kinds = delta_operands.kinds(op, named, traits)
+    is_computed = traits["qk_norm"] or k.shape[-2] != v.shape[-2]  # else r is q
+    inputs = k, r if is_computed else None, named["beta"], w, named.get("a_log"), named.get("dt_bias")
+    computed = iter(layers.delta_operands(inputs, traits.get("lower_bound") or 0.0, kinds))
+    r = next(computed) if is_computed else r
+    if w is None:
+        w = torch.zeros_like(r, memory_format=torch.contiguous_format)
+    elif "a_log" in named or kinds[1] == "head":
+        w = next(computed)
+    if "write_gate" in named:
+        v = v * named["write_gate"]
+    return r, w, next(computed), v, *computed
+
+
+def _define(name: str) -> TorchOp:
+    op = OPS[name]
+    return torch_op.define(op, wkv7_ref, partial(_operands, op), refuse=partial(_refuse, op))
+
+
+_KDA, _GATED_DELTA_RULE, _DELTA_RULE = _define("kda"), _define("gated_delta_rule"), _define("delta_rule")
+_GATED_DELTA_RULE2 = _define("gated_delta_rule2")
+
+
+def _by_heads(dt_bias: Any, g: Any) -> Any:
+    """Return what is added to the channels of all heads, by heads where it is flat; the checks say what is wrong."""
+    shape = tuple(getattr(g, "shape", ()))[-2:]
+    is_flat = getattr(dt_bias, "ndim", 0) == 1 and len(shape) == 2 and dt_bias.shape[0] == shape[0] * shape[1]
+    return tensors.from_any("dt_bias", dt_bias).reshape(shape) if is_flat else dt_bias
+
+
+# ---- the ops -----------------------------------------------------------------------------------------------------
 
 
 def kda(
@@ -118,14 +178,14 @@ def kda(
     >>> y.shape, state.shape
     (torch.Size([2, 128, 4, 64]), torch.Size([2, 4, 64, 64]))
     """
-    given = q, k, v, g, beta
-    call = arguments.sequences(OPS["kda"], given, initial_state, cu_seqlens, options, lower_bound)
-    q, k, v, g, beta = call.inputs
-    made = channel_decays.of_kda(call, output_final_state, A_log, dt_bias, lower_bound, qk_norm, beta_map)
-    if made is not None:
-        return made
-    operands = of_delta_rule(q, k, v, g, beta, A_log, dt_bias, lower_bound, qk_norm, beta_map)
-    return call.run(wkv7, operands, output_final_state)
+    if qk_norm is not True and qk_norm is not False:
+        qk_norm = checks.check_flag("qk_norm", qk_norm)
+    if dt_bias is not None:
+        dt_bias = _by_heads(dt_bias, g)
+    return torch_op.call(
+        _KDA, (q, k, v, g, beta, A_log, dt_bias), initial_state, output_final_state, cu_seqlens,
+        tuple(options.items()), traits=(("lower_bound", lower_bound), ("qk_norm", qk_norm), ("beta_map", beta_map)),
+    )  # fmt: skip
 
 
 def gated_delta_rule(
@@ -200,14 +260,12 @@ def gated_delta_rule(
     >>> y.shape, state.shape
     (torch.Size([2, 128, 4, 64]), torch.Size([2, 4, 64, 64]))
     """
-    given = q, k, v, g, beta
-    call = arguments.sequences(OPS["gated_delta_rule"], given, initial_state, cu_seqlens, options)
-    q, k, v, g, beta = call.inputs
-    made = head_decays.of_delta_rule(call, output_final_state, A_log, dt_bias, qk_norm, beta_map)
-    if made is not None:
-        return made
-    operands = of_delta_rule(q, k, v, g, beta, A_log, dt_bias, None, qk_norm, beta_map)
-    return call.run(wkv7, operands, output_final_state)
+    if qk_norm is not True and qk_norm is not False:
+        qk_norm = checks.check_flag("qk_norm", qk_norm)
+    return torch_op.call(
+        _GATED_DELTA_RULE, (q, k, v, g, beta, A_log, dt_bias), initial_state, output_final_state, cu_seqlens,
+        tuple(options.items()), traits=(("qk_norm", qk_norm), ("beta_map", beta_map)),
+    )  # fmt: skip
 
 
 def delta_rule(
@@ -274,14 +332,12 @@ def delta_rule(
     >>> y.shape
     torch.Size([2, 128, 4, 64])
     """
-    given = q, k, v, beta
-    call = arguments.sequences(OPS["delta_rule"], given, initial_state, cu_seqlens, options)
-    q, k, v, beta = call.inputs
-    made = head_decays.of_delta_rule(call, output_final_state, None, None, qk_norm, beta_map)
-    if made is not None:
-        return made
-    operands = of_delta_rule(q, k, v, None, beta, qk_norm=qk_norm, beta_map=beta_map)
-    return call.run(wkv7, operands, output_final_state)
+    if qk_norm is not True and qk_norm is not False:
+        qk_norm = checks.check_flag("qk_norm", qk_norm)
+    return torch_op.call(
+        _DELTA_RULE, (q, k, v, beta), initial_state, output_final_state, cu_seqlens, tuple(options.items()),
+        traits=(("qk_norm", qk_norm), ("beta_map", beta_map)),
+    )  # fmt: skip
 
 
 def gated_delta_rule2(
@@ -354,8 +410,11 @@ def gated_delta_rule2(
     >>> y.shape
     torch.Size([2, 128, 4, 64])
     """
-    given = q, k, v, g, beta, write_gate
-    call = arguments.sequences(OPS["gated_delta_rule2"], given, initial_state, cu_seqlens, options, lower_bound)
-    q, k, v, g, beta, write_gate = call.inputs
-    operands = of_delta_rule(q, k, v * write_gate, g, beta, A_log, dt_bias, lower_bound, qk_norm)
-    return call.run(wkv7, operands, output_final_state)
+    if qk_norm is not True and qk_norm is not False:
+        qk_norm = checks.check_flag("qk_norm", qk_norm)
+    if dt_bias is not None:
+        dt_bias = _by_heads(dt_bias, g)
+    return torch_op.call(
+        _GATED_DELTA_RULE2, (q, k, v, g, beta, write_gate, A_log, dt_bias), initial_state, output_final_state,
+        cu_seqlens, tuple(options.items()), traits=(("lower_bound", lower_bound), ("qk_norm", qk_norm)),
+    )  # fmt: skip

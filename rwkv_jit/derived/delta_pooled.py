@@ -13,7 +13,7 @@ from rwkv_jit.derived.operands import of_delta_rule
 from rwkv_jit.pool.options import UpdateOptions, VarlenOptions
 from rwkv_jit.pool.update import wkv7_update
 from rwkv_jit.pool.varlen import wkv7_varlen
-from rwkv_jit.schedules.derived_table import OPS
+from rwkv_jit.schedules.derived_table import ROWS
 from rwkv_jit.schedules.legal import BetaMap
 
 if TYPE_CHECKING:
@@ -441,7 +441,7 @@ def _run(
     op: str, verb: str, state: Any, arrays: Sequence[Any], options: Mapping[str, Any], a_log: Any = None,
     dt_bias: Any = None, lower_bound: float | None = None, qk_norm: Any = False, beta_map: str = "identity",
 ) -> Tensor:  # fmt: skip
-    call = arguments.pooled(OPS[op], verb, arrays, options, (a_log, dt_bias))
+    call = arguments.pooled(ROWS[op], verb, arrays, options, (a_log, dt_bias))
     q, k, v, *gates = call.inputs
     if op == "gated_delta_rule2":
         v = v * gates.pop()

@@ -3,23 +3,61 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rwkv_jit.call import checks, tensors
+from rwkv_jit.call import checks, tensors, torch_op
 from rwkv_jit.call.tensors import Array
-from rwkv_jit.derived import arguments, head_decays
+from rwkv_jit.derived import arguments
 from rwkv_jit.derived.operands import for_heads
-from rwkv_jit.ops.gla import gla
-from rwkv_jit.schedules.derived_table import OPS, Core
+from rwkv_jit.ops import wide_keys
+from rwkv_jit.plain.reference import gla_ref
+from rwkv_jit.schedules.derived_table import OPS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from rwkv_jit.call.options import CallOptions, DecayOptions
+
+
+NO_LIMIT = (0.0, math.inf)  # of steps
+
+
+# ---- plain torch -------------------------------------------------------------------------------------------------
+
+
+def _of_simple_gla(arrays: Sequence[Any], traits: Mapping[str, Any]) -> list[Tensor]:
+    """Return what `gla` takes, in plain torch."""
+    return for_heads(*arrays)
+
+
+def _of_hgrn2(arrays: Sequence[Any], traits: Mapping[str, Any]) -> list[Tensor]:
+    """Return what `gla` takes, in plain torch."""
+    return with_keys(*arrays)
+
+
+def _of_ssd(arrays: Sequence[Any], traits: Mapping[str, Any]) -> list[Tensor]:
+    """Return what `gla` takes, in plain torch."""
+    x, dt, A, B, C, _, _, dt_bias = arrays
+    least, most = traits["least_step"], traits["most_step"]
+    limits = 0.0 if least is None else least, math.inf if most is None else most
+    return of_states(x, *steps_of(x, dt, A, dt_bias, traits["dt_softplus"], limits), B, C)
+
+
+def _behind_ssd(y: Tensor, arrays: Sequence[Any]) -> Tensor:
+    """Return the outputs, in plain torch."""
+    x, *_, D, z, _ = arrays
+    return behind(y, x, D, z)
+
+
+_SIMPLE_GLA = torch_op.define(OPS["simple_gla"], gla_ref, _of_simple_gla)
+_HGRN2 = torch_op.define(OPS["hgrn2"], gla_ref, _of_hgrn2)
+_SSD = torch_op.define(OPS["ssd"], gla_ref, _of_ssd, _behind_ssd)
 
 
 # ---- sequences ---------------------------------------------------------------------------------------------------
@@ -91,13 +129,12 @@ def simple_gla(
     >>> y.shape, state.shape
     (torch.Size([2, 128, 4, 64]), torch.Size([2, 4, 64, 64]))
     """
-    g = of_tokens(g, v)
-    call = arguments.sequences(OPS["simple_gla"], (q, k, v, g), initial_state, cu_seqlens, options)
-    q, k, v, g = call.inputs
-    way = head_decays.way(call, q, v, False)
-    if way is not None:
-        return head_decays.run(Core(False, has_rate=False), (q, k, v, g), call, way, output_final_state)
-    return call.run(gla, for_heads(q, k, v, g), output_final_state)
+    if not isinstance(g, Tensor) or g.dim() == 1:
+        g = of_tokens(g, v)
+    return torch_op.call(
+        _SIMPLE_GLA, (q, k, v, g), initial_state, output_final_state, cu_seqlens, tuple(options.items()),
+        wide_keys.in_parts,
+    )  # fmt: skip
 
 
 def hgrn2(
@@ -156,8 +193,10 @@ def hgrn2(
     >>> y.shape
     torch.Size([2, 128, 4, 64])
     """
-    call = arguments.sequences(OPS["hgrn2"], (q, g, v), initial_state, cu_seqlens, options)
-    return call.run(gla, with_keys(*call.inputs), output_final_state)
+    return torch_op.call(
+        _HGRN2, (q, g, v), initial_state, output_final_state, cu_seqlens, tuple(options.items()),
+        wide_keys.in_parts,
+    )  # fmt: skip
 
 
 def ssd(
@@ -174,7 +213,7 @@ def ssd(
     z: Array | None = None,
     dt_bias: Array | None = None,
     dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, math.inf),
+    dt_limit: tuple[float, float] = NO_LIMIT,
     **options: Unpack[CallOptions],
 ) -> tuple[Tensor, Tensor | None]:
     r"""The state space of Mamba-2 over sequences, with gradients to every input and to the initial state.
@@ -252,24 +291,19 @@ def ssd(
     >>> y.shape, state.shape
     (torch.Size([2, 128, 4, 64]), torch.Size([2, 4, 64, 32]))
     """
-    call = arguments.sequences(OPS["ssd"], (x, dt, B, C), initial_state, cu_seqlens, options)
-    x, dt, B, C = call.inputs
-    own, gate = check_behind(x, D, z)
-    raw = _raw_steps(x, A, dt_bias, dt_softplus, dt_limit)
-    of_steps = [*steps_of(x, dt, A, dt_bias, dt_softplus, dt_limit)] if raw is None else raw
-    way = head_decays.way(call, C, x, False, own, *of_steps)
-    if way is None:
-        steps, decays = of_steps if raw is None else steps_of(x, dt, A, dt_bias, dt_softplus, dt_limit)
-        y, state = call.run(gla, of_states(x, steps, decays, B, C), output_final_state)
-    else:
-        core = Core(False, has_own=own is not None, has_step=raw is not None, has_bias=raw is not None and len(raw) > 1)
-        shares = []
-        if own is not None:
-            wide = own.to(torch.promote_types(own.dtype, torch.float32))
-            shares, own = [wide.view(x.shape[-2], -1).expand(x.shape[-2:]).contiguous()], None
-        gates = [*reversed(of_steps), *shares] if raw is None else [dt, *shares, *raw]
-        y, state = head_decays.run(core, (C, B, x, *gates), call, way, output_final_state)
-    return behind(y, x, own, gate), state
+    if dt_softplus is not True and dt_softplus is not False:
+        dt_softplus = checks.check_flag("dt_softplus", dt_softplus)
+    least, most = _known_limits(dt_limit) if isinstance(dt_limit, tuple) else _steps_between(dt_limit)
+    if D is not None and not isinstance(D, Tensor):
+        D = tensors.from_any("D", D)
+    of_heads = tuple(getattr(x, "shape", ()))[-2:]
+    if D is not None and D.shape == of_heads[:1]:
+        # One number for a head, whose gradient is a sum over channels of products that shall not be rounded.
+        D = D.to(torch.promote_types(D.dtype, torch.float32)).unsqueeze(-1).expand(of_heads)
+    return torch_op.call(
+        _SSD, (x, dt, A, B, C, D, z, dt_bias), initial_state, output_final_state, cu_seqlens, tuple(options.items()),
+        wide_keys.in_parts, (("dt_softplus", dt_softplus), ("least_step", least), ("most_step", most)),
+    )  # fmt: skip
 
 
 # ---- operands ----------------------------------------------------------------------------------------------------
@@ -301,19 +335,18 @@ def steps_of(x: Tensor, dt: Tensor, A: Any, dt_bias: Any, dt_softplus: Any, dt_l
     return step, step * rates
 
 
-def _raw_steps(x: Tensor, A: Any, dt_bias: Any, dt_softplus: Any, dt_limit: Any) -> list[Tensor] | None:
-    """Return A and the bias in float32 at least, where kernels can make steps of them; None for other steps."""
-    if not checks.check_flag("dt_softplus", dt_softplus) or _limit(dt_limit) != (0.0, math.inf):
-        return None
-    heads = x.shape[-2]
-    given = [(name, each) for name, each in (("A", A), ("dt_bias", dt_bias)) if name == "A" or each is not None]
-    fixed = [arguments.check_fixed(name, each, [(heads,)], x) for name, each in given]
-    return [each.to(torch.promote_types(each.dtype, torch.float32)) for each in fixed]
-
-
 def of_states(x: Tensor, steps: Tensor, decays: Tensor, B: Tensor, C: Tensor) -> list[Tensor]:
     """Return what `gla` takes, of a state space."""
     return for_heads(C, B, (x * steps.unsqueeze(-1)).to(x.dtype), decays)
+
+
+def _steps_between(dt_limit: Any) -> tuple[float | None, float | None]:
+    """Return the limits of steps, None for those that there are without any."""
+    least, most = _limit(dt_limit)
+    return None if least == 0.0 else least, None if most == math.inf else most
+
+
+_known_limits = lru_cache(256)(_steps_between)
 
 
 def _limit(dt_limit: Any) -> tuple[float, float]:

@@ -24,7 +24,7 @@ from rwkv_jit.derived.operands import for_heads
 from rwkv_jit.pool.options import UpdateOptions, VarlenOptions
 from rwkv_jit.pool.update import gla_update
 from rwkv_jit.pool.varlen import gla_varlen
-from rwkv_jit.schedules.derived_table import OPS
+from rwkv_jit.schedules.derived_table import ROWS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -69,7 +69,7 @@ def simple_gla_update(state: Array, q: Array, k: Array, v: Array, g: Array, **op
     torch.Size([3, 4, 64])
     """
     g = of_tokens(g, v)
-    call = arguments.pooled(OPS["simple_gla"], "update", (q, k, v, g), options)
+    call = arguments.pooled(ROWS["simple_gla"], "update", (q, k, v, g), options)
     return call.run(gla_update, state, for_heads(*call.inputs))
 
 
@@ -107,7 +107,7 @@ def hgrn2_update(state: Array, q: Array, g: Array, v: Array, **options: Unpack[U
     >>> rwkv_jit.hgrn2_update(pool, q, g, v).shape
     torch.Size([3, 4, 64])
     """
-    call = arguments.pooled(OPS["hgrn2"], "update", (q, g, v), options)
+    call = arguments.pooled(ROWS["hgrn2"], "update", (q, g, v), options)
     return call.run(gla_update, state, with_keys(*call.inputs))
 
 
@@ -202,7 +202,7 @@ def simple_gla_varlen(state: Array, q: Array, k: Array, v: Array, g: Array, **op
     torch.Size([102, 4, 64])
     """
     g = of_tokens(g, v)
-    call = arguments.pooled(OPS["simple_gla"], "varlen", (q, k, v, g), options)
+    call = arguments.pooled(ROWS["simple_gla"], "varlen", (q, k, v, g), options)
     return call.run(gla_varlen, state, for_heads(*call.inputs))
 
 
@@ -237,7 +237,7 @@ def hgrn2_varlen(state: Array, q: Array, g: Array, v: Array, **options: Unpack[V
     >>> rwkv_jit.hgrn2_varlen(pool, q, g, v, cu_seqlens=bounds).shape
     torch.Size([102, 4, 64])
     """
-    call = arguments.pooled(OPS["hgrn2"], "varlen", (q, g, v), options)
+    call = arguments.pooled(ROWS["hgrn2"], "varlen", (q, g, v), options)
     return call.run(gla_varlen, state, with_keys(*call.inputs))
 
 
@@ -298,7 +298,7 @@ def _ssd(
 ) -> Tensor:  # fmt: skip
     out = options.get("out")
     options = {**options, "out": tensors.apart(out, (*arrays, D, z))}
-    call = arguments.pooled(OPS["ssd"], verb, arrays, options, (A, D, z, dt_bias))
+    call = arguments.pooled(ROWS["ssd"], verb, arrays, options, (A, D, z, dt_bias))
     x, dt, B, C = call.inputs
     own, gate = check_behind(x, D, z)
     operands = of_states(x, *steps_of(x, dt, A, dt_bias, dt_softplus, dt_limit), B, C)

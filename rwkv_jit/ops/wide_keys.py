@@ -22,6 +22,8 @@ from rwkv_jit.kernels.gpu import Gpu
 from rwkv_jit.schedules import diagonal_groups, diagonal_large
 from rwkv_jit.schedules.common import Case
 
+_BEHIND = ("own", "z")  # inputs that stand behind a recurrence
+
 
 def in_parts(
     wide_op: TorchOp,
@@ -30,19 +32,22 @@ def in_parts(
     output_final_state: bool,
     cu_seqlens: Any,
     tail: Tail,
+    traits: tuple[tuple[str, Any], ...] = (),
 ) -> tuple[Tensor, Tensor | None] | None:
     """Run an op as `torch_op.call` does where its keys are too long and parts are not; else return None."""
-    if not _may_be_in_parts(arrays[0], tail.chunk_len, tail.num_threads, tail.backend):
-        return None
     op = wide_op.op
+    if not _may_be_in_parts(arrays[op.names.index("r")], tail.chunk_len, tail.num_threads, tail.backend):
+        return None
     checks.check_options(op, *tail)
     backend, layout = tail.backend, tail.state_layout
     given, state, cu_seqlens = checks.check_tensors(op, arrays, initial_state, cu_seqlens, layout, backend)
     options = torch_op.asked_options(tail, given[0].dtype, switches.current())
     is_direct = tensors.is_eager()
     case = torch_op.case_of(
-        op, given, cu_seqlens, options, tail.decay_bound, training=True, is_direct=is_direct, is_fake=not is_direct
+        op, given, cu_seqlens, options, tail.decay_bound, training=True, is_direct=is_direct, is_fake=not is_direct,
+        traits=traits,
     )  # fmt: skip
+    case = case if op.through is None else case.below()
     device, value = given[0].device.index, op.names.index("v")
     sizes = part_sizes(backend, case, lambda: tensors.gpu(device))
     if len(sizes) == 1:
@@ -52,14 +57,18 @@ def in_parts(
     if op.decay == "none":
         del asked["decay"], asked["decay_bound"]
     key_dim = -1 if layout == "vk" else -2  # of states
-    parts = [(x,) * len(sizes) if i == value else x.split(sizes, -1) for i, x in enumerate(given)]
+    parts = [
+        (None if name in _BEHIND else x,) * len(sizes) if x is None or dims[-1] != "K" else x.split(sizes, -1)
+        for x, (name, dims) in zip(given, op.inputs.items(), strict=True)
+    ]  # fmt: skip
     states = [None] * len(sizes) if state is None else [x.contiguous() for x in state.split(sizes, key_dim)]
     results = [
-        torch_op.call(wide_op, part, part_state, output_final_state, cu_seqlens, tuple(asked.items()))
+        torch_op.call(wide_op, part, part_state, output_final_state, cu_seqlens, tuple(asked.items()), None, traits)
         for *part, part_state in zip(*parts, states, strict=True)
     ]
     dtype = given[value].dtype
     y = torch.stack([y for y, _ in results]).sum(0, dtype=torch.promote_types(dtype, torch.float32)).to(dtype)
+    y = y if wide_op.behind is None else wide_op.behind(y, given)
     finals = [final for _, final in results if final is not None]
     return y, torch.cat(finals, key_dim) if finals else None
 

@@ -89,7 +89,7 @@ def way_of(call: Call, inputs: Sequence[Tensor], wants: Sequence[bool]) -> Way:
     problem = _problem(call, inputs, any(wants))
     if problem is None:
         return _by_calls(call, inputs, wants)
-    wanted = prepared.wanted(call.op, wants, True) if problem.training else ()
+    wanted = prepared.wanted(call.op, wants, (*inputs, True)) if problem.training else ()
     kernels = _Kernels(problem._replace(wanted=wanted))
     return Way(kernels.summary, kernels.forward, kernels.backward)
 

@@ -13,12 +13,16 @@ from rwkv_jit.kernels.template import Parameter
 from rwkv_jit.schedules import common, head_decay
 from rwkv_jit.schedules.common import Case, Obstacle
 from rwkv_jit.schedules.problem import BYTES, LARGEST_DECAY, Problem
-from rwkv_jit.schedules.schedule import Schedule, Step, aligned
+from rwkv_jit.schedules.schedule import Item, Schedule, Step, aligned
 
 CHUNK_LEN = 64
 HEAD_SIZE = 128
+LEAST_BLOCKS = (
+    1 / 5
+)  # heads of all sequences for a multiprocessor: fewer leave it idle, and go in segments of the op below
 _THREADS = 512
 _TILE = 2 * 64 * 64  # bytes
+_FIXED = ("a_log", "dt_bias")  # inputs that are the same for every token
 
 
 def why_not(case: Case, gpu: Callable[[], Gpu]) -> Obstacle | None:
@@ -26,6 +30,8 @@ def why_not(case: Case, gpu: Callable[[], Gpu]) -> Obstacle | None:
     obstacle = common.obstacle(case, gpu, HEAD_SIZE, (CHUNK_LEN,), str(CHUNK_LEN), holds_heads=True)
     if obstacle is not None:
         return obstacle
+    if case.training and case.group != 1:
+        return "takes as many key heads as value heads with gradients, got {} value heads for each", case.group
     if (case.head_size, case.value_size) != (HEAD_SIZE, HEAD_SIZE):
         return "takes head sizes of 128, got {} and {} for v", case.head_size, case.value_size
     there = gpu()
@@ -44,6 +50,26 @@ def shared_bytes(storage: str) -> int:
     return -(-size // 1024) * 1024
 
 
+def default_chunk_len(case: Case, gpu: Gpu) -> int:
+    """Return the one length of a chunk."""
+    return CHUNK_LEN
+
+
+def _types(p: Problem) -> dict[str, Parameter]:
+    """Return the types that the templates are made for, and what tells calls apart."""
+    gate = 0 if "a_log" not in p.types else 1 if p.trait("lower_bound") is None else 2  # as the templates count them
+    return {
+        "T_IO": p.types["v"], "T_STATE": p.state_type, "STATE_LAYOUT": p.state_layout, "DECAY": "log",
+        "T_W": p.types["w"], "T_BETA": p.types["beta"], "GATE": gate, "HAS_NORM": bool(p.trait("qk_norm")),
+        "HAS_BIAS": "dt_bias" in p.types, "BETA_MAP": head_decay.RATE_MAPS.index(p.trait("beta_map")),
+    }  # fmt: skip
+
+
+def _given(p: Problem) -> dict[str, Any]:
+    """Return what the arguments of all kernels are bound to."""
+    return {**common.given(p), "lower_bound": float(p.trait("lower_bound") or 0.0)}
+
+
 def kept(p: Problem) -> dict[str, Any]:
     """Return what the forward keeps: a state and the token matrices of each chunk, and what it wrote."""
     chunks = p.slots(CHUNK_LEN) * p.H
@@ -53,19 +79,19 @@ def kept(p: Problem) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def forward(p: Problem, lower_bound: float) -> Schedule:
-    """Return the forward; a bound of log-decays counts where there is one."""
+def forward(p: Problem) -> Schedule:
+    """Return the forward."""
     parameters: dict[str, Parameter] = {
         "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "CHUNK_LEN": CHUNK_LEN, "NUM_THREADS": _THREADS, "GROUP": p.H // p.G,
         "SHARED_BYTES": shared_bytes(p.types["w"]), "LARGEST_DECAY": LARGEST_DECAY[p.types["v"]],
-        "KEEPS": p.training, **common.types(p),
+        "KEEPS": p.training, **_types(p),
     }  # fmt: skip
-    absent = {name: None for name in ("a_log", "dt_bias") if name not in p.op.inputs}
     left = kept(p) if p.training else {}
-    absent |= {name: None for name in ("states", "matrices", "kept_u") if name not in left}
-    given = {**common.given(p), "lower_bound": lower_bound, **absent}
+    absent = {name: None for name in ("states", "matrices", "kept_u") if name not in left}
+    before, wide, scratch = head_decay.widened(p, _FIXED)
+    given = {**_given(p), **wide, **absent}
     step = Step("channel_decay_group_forward", "channel_decay_forward", parameters, (p.N, p.H, 1), given, "sm_90a")
-    return Schedule((step,), common.forward_results(p), left, vectors=vectors(p))
+    return Schedule((*before, step), common.forward_results(p), left, scratch, vectors(p), main=len(before))
 
 
 def backward_bytes(storage: str) -> int:
@@ -86,17 +112,11 @@ def key_gradient_bytes(storage: str) -> int:
     return -(-(states + values + operands + pairs + gates + rest) // 1024) * 1024
 
 
-def backward(p: Problem, lower_bound: float) -> Schedule:
+def backward(p: Problem) -> Schedule:
     """Return the backward: the walk from the last chunk to the first, then what chunks have for themselves."""
-    own = {name: name in p.op.inputs for name in ("a_log", "dt_bias")}
-    shared: dict[str, Parameter] = {"HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "CHUNK_LEN": CHUNK_LEN, **common.types(p)}
-    given = {
-        **common.given(p),
-        "lower_bound": lower_bound,
-        **{name: None for name, is_there in own.items() if not is_there},
-    }
-    if not p.has_final_state:
-        given["grad_final_state"] = None
+    before, wide, scratch = head_decay.widened(p, _FIXED)
+    shared: dict[str, Parameter] = {"HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "CHUNK_LEN": CHUNK_LEN, **_types(p)}
+    given = {**_given(p), **wide, **({} if p.has_final_state else {"grad_final_state": None})}
     walk = Step(
         "channel_decay_group_backward", "channel_decay_backward",
         {**shared, "NUM_THREADS": _THREADS, "GROUP": p.H // p.G, "SHARED_BYTES": backward_bytes(p.types["w"])},
@@ -104,7 +124,7 @@ def backward(p: Problem, lower_bound: float) -> Schedule:
     )  # fmt: skip
     slots = p.slots(CHUNK_LEN)
     widths = {"a_log": ("a_log_chunks", p.H), "dt_bias": ("bias_chunks", p.H * p.K)}
-    summed = {buffer: (name, width) for name, (buffer, width) in widths.items() if own[name]}
+    summed = {buffer: (name, width) for name, (buffer, width) in widths.items() if name in p.types}
     absent = {buffer: None for buffer, _ in widths.values() if buffer not in summed}
     left_out = ("T_STATE", "STATE_LAYOUT")
     parameters: dict[str, Parameter] = {
@@ -116,12 +136,17 @@ def backward(p: Problem, lower_bound: float) -> Schedule:
         "channel_decay_group_key_gradients", "channel_decay_key_gradients", parameters, (slots * p.H, 1, 1),
         {**given, **absent, "slots": slots}, "sm_90a", is_resident=True,
     )  # fmt: skip
-    zeros, sums, scratch = head_decay.sums_over_slots(p, summed, slots)
-    scratch["slopes"] = 2 * slots * p.H * p.V * p.K
-    return Schedule((*zeros, walk, keys, *sums), common.backward_results(p), scratch=scratch, vectors=vectors(p))
+    zeros, sums, rows = head_decay.sums_over_slots(p, summed, slots)
+    scratch = {**scratch, **rows, "slopes": 2 * slots * p.H * p.V * p.K}
+    launches: tuple[Item, ...] = (*zeros, *before, walk, keys, *sums)
+    return Schedule(launches, common.backward_results(p), scratch=scratch, vectors=vectors(p), main=len(before))
 
 
 def vectors(p: Problem) -> dict[str, int]:
     """Return how many neighbours of each input are read at once; what heads have one of is read alone."""
     streamed = {name: 16 // BYTES[p.types[name]] for name in ("r", "k", "v", "w")}
-    return {**dict.fromkeys(p.op.inputs, 1), **streamed}
+    return {**dict.fromkeys(p.present, 1), **streamed}
+
+
+def nearest(step: Step, argument: str, value: int) -> None:
+    """Return nothing: a call with a geometry that these kernels do not have is for others."""

@@ -44,10 +44,25 @@ class Case(NamedTuple):
     is_packed: bool = False
     multiprocessors: Callable[[], int] | None = None  # of the device; None where a call is traced
     longest: int = 0  # about the tokens of the longest packed sequence, where it is known
+    heads: int = 1
+    group: int = 1  # heads that share a key head
+    is_narrow: bool = False  # rows become float16
+    present: tuple[str, ...] = ()  # the inputs of a call, where some are optional
+    traits: tuple[tuple[str, Any], ...] = ()  # the switches of the op by name
+
+    def trait(self, name: str) -> Any:
+        """Return a switch of the op; None where the op has no such switch."""
+        return dict(self.traits).get(name)
 
     def of_any_batch(self) -> Case:
         """Return the case of a call with many long sequences."""
-        return self._replace(tokens=_MANY, blocks=_MANY, is_packed=False, multiprocessors=None)
+        blocks = _MANY if self.blocks and self.tokens else 0
+        return self._replace(tokens=_MANY, blocks=blocks, is_packed=False, multiprocessors=None)
+
+    def below(self) -> Case:
+        """Return the case of the op below, of a call that goes through another op."""
+        assert self.op.through is not None
+        return self._replace(op=self.op.through, decay="log", group=1, present=(), traits=())
 
 
 def obstacle(
@@ -124,7 +139,7 @@ def vector(size: int, storage: str) -> int:
 
 def vectors(p: Problem) -> dict[str, int]:
     """Return how many neighbours of each input the kernels in chunks read at once; of dy as many as of v."""
-    widths = {name: vector(getattr(p, dims[-1]), p.types[name]) for name, dims in p.op.inputs.items()}
+    widths = {name: vector(getattr(p, p.op.inputs[name][-1]), p.types[name]) for name in p.present}
     return {**widths, "dy": widths["v"]}
 
 
@@ -148,7 +163,7 @@ def given(p: Problem) -> dict[str, Any]:
         "scale": p.scale,
     }  # fmt: skip
     for name in ("w", "u"):
-        if name not in p.op.inputs:
+        if name not in p.types:
             bind |= {name: None, f"d{name}": None}
     if not p.has_final_state:
         bind["final_state"] = None
@@ -184,7 +199,7 @@ def forward_results(p: Problem) -> dict[str, Result]:
 
 def backward_results(p: Problem) -> dict[str, Result]:
     """Return the gradients of all inputs, and of the initial state where there is one."""
-    gradients = {f"d{name}": Result(p.shape(name), p.types[name]) for name in p.op.inputs}
+    gradients = {f"d{name}": Result(p.shape(name), p.types[name]) for name in p.present}
     if p.has_initial_state:
         gradients["grad_initial_state"] = Result(p.state_shape, p.state_type)
     return gradients

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from rwkv_jit.schedules import (
+    channel_decay,
     common,
     delta_chunked,
     delta_large,
@@ -14,10 +15,12 @@ from rwkv_jit.schedules import (
     narrow,
     recurrent,
     segments,
+    through,
     timex_tiles,
     timex_transforms,
     wkv4,
 )
+from rwkv_jit.schedules import head_decay as head_steps
 from rwkv_jit.schedules.problem import STATE, Problem
 from rwkv_jit.schedules.schedule import Item, Schedule, Step, renamed, without
 
@@ -39,11 +42,16 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     },
     "wkv4": {"auto": wkv4, "recurrent": wkv4, "split": wkv4},
     "timex": {"tiles": timex_tiles, "transforms": timex_transforms},
+    # The op that they go through runs calls for which these are not.
+    "head_decay": {through.DEDICATED: head_steps},
+    "channel_decay": {through.DEDICATED: channel_decay},
 }
 
 
 def kept(p: Problem) -> dict[str, Any]:
     """Return the bytes of what the forward keeps, by name."""
+    if through.applies(p):
+        return through.kept(p, kept(through.below(p)))
     if _is_of_state_alone(p):
         return {}
     if narrow.applies(p):
@@ -61,6 +69,8 @@ def _kept(p: Problem) -> dict[str, Any]:
 
 def forward(p: Problem) -> Schedule:
     """Return the forward."""
+    if through.applies(p):
+        return through.forward(p, forward(through.below(p)))
     if _is_of_state_alone(p):
         p = p._replace(training=False)
     schedule: Schedule = narrow.forward(p, algorithm(p)) if narrow.applies(p) else algorithm(p).forward(p)
@@ -72,6 +82,20 @@ def backward(p: Problem) -> Schedule:
 
     What nobody wants is left out.
     """
+    if through.applies(p):
+        schedule = through.backward(p, backward(through.below(p)))
+    elif p.backend == through.DEDICATED:  # whose kernels sum, and take states of any type
+        schedule = algorithm(p).backward(p)
+    else:
+        schedule = _backward(p)
+    if not p.wanted:
+        return schedule
+    gradients = {name: f"d{name}" for name in p.op.inputs} | {STATE: "grad_initial_state"}
+    return without(schedule, [gradient for name, gradient in gradients.items() if name not in p.wanted])
+
+
+def _backward(p: Problem) -> Schedule:
+    """Return an algorithm's backward with sums over sequences, and copies of states of other types."""
     is_of_state_alone = _is_of_state_alone(p)
     if is_of_state_alone:
         schedule = segments.backward_of_state(p)
@@ -93,11 +117,7 @@ def backward(p: Problem) -> Schedule:
             after.append(common.copy_states(p, name, "grad_initial_state", "fp32", p.state_type, layout, layout))
             scratch[name] = size
     steps: list[Item] = [*before, *renamed(schedule.steps, names), *after]
-    made = replace(schedule, steps=tuple(steps), scratch=scratch, main=schedule.main + len(before))
-    if not p.wanted:
-        return made
-    gradients = {name: f"d{name}" for name in p.op.inputs} | {STATE: "grad_initial_state"}
-    return without(made, [gradient for name, gradient in gradients.items() if name not in p.wanted])
+    return replace(schedule, steps=tuple(steps), scratch=scratch, main=schedule.main + len(before))
 
 
 def has_state_alone(p: Problem) -> bool:
@@ -111,4 +131,10 @@ def _is_of_state_alone(p: Problem) -> bool:
 
 def algorithm(p: Problem) -> Any:
     """Return the module of the algorithm of a problem."""
+    p = running(p)
     return ALGORITHMS[p.op.family][p.backend]
+
+
+def running(p: Problem) -> Problem:
+    """Return the problem that kernels of recurrences run: this one, or that of the op below."""
+    return through.below(p) if through.applies(p) else p

@@ -5,17 +5,25 @@ Key heads may be fewer than value heads. Nothing leaves a range whatever the dec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any, get_args
 
 from rwkv_jit.kernels.gpu import Gpu
 from rwkv_jit.kernels.template import Parameter
-from rwkv_jit.schedules import common
+from rwkv_jit.schedules import common, diagonal_operands, narrow, operands
 from rwkv_jit.schedules.common import LARGEST_HEAD, Case, Obstacle, padded
+from rwkv_jit.schedules.legal import BetaMap
+from rwkv_jit.schedules.operands import Behind
 from rwkv_jit.schedules.problem import Problem
-from rwkv_jit.schedules.schedule import Extent, Schedule, Step, Zero, aligned
+from rwkv_jit.schedules.schedule import Extent, Item, Schedule, Step, Zero, aligned
 
 CHUNK_LENS: tuple[int, ...] = (32, 16)
+LEAST_BLOCKS = (
+    1 / 5
+)  # heads of all sequences for a multiprocessor: fewer leave it idle, and go in segments of the op below
+RATE_MAPS: tuple[str, ...] = get_args(BetaMap)  # as the templates count them
 KEPT_LENS = (64, 32)  # tokens that gradients of keys are made for at a time
 _LEAST_ROWS = 32  # of a block
 _GROUP_ROWS = 64  # value rows of a warp group in the forward
@@ -25,8 +33,53 @@ _BLOCKS = 2  # of a multiprocessor, for which a sequence may be cut
 _LEAST_SEGMENT = 1024  # tokens; a block may run through as many others before them
 _WALK_THREADS = 256
 _OF_HEADS = ("own", "a_log", "dt_bias")  # inputs that are the same for every token
+# The dimensions of what launches before and behind pass to the kernels.
+_ROWS = {
+    **dict.fromkeys(("head_step", "head_decay"), "BTH"),
+    **dict.fromkeys((diagonal_operands.INNER_Y, diagonal_operands.INNER_DY), "BTHV"),
+}
 
-Constants = Mapping[str, Parameter]  # of an op: what its kernels have and have not
+Constants = Mapping[str, Parameter]  # of a call: what its kernels have and have not
+
+
+def constants(of: Problem | Case) -> Constants:
+    """Return what the kernels of a call have and have not, by its inputs and by the switches of its op.
+
+    Of the steps of a state space they take raw ones with a softplus and without limits; others are computed before.
+    """
+    assert of.op.through is not None
+    has_step = bool(of.trait("dt_softplus")) and of.trait("least_step") is None and of.trait("most_step") is None
+    is_raw = has_step or not _is_of_steps(of)
+    return {
+        "HAS_DELTA": of.op.through.family == "delta", "HAS_RATE": "beta" in of.present,
+        "HAS_NORM": bool(of.trait("qk_norm")), "HAS_OWN": "own" in of.present,
+        "HAS_GATE": is_raw and "a_log" in of.present, "HAS_STEP": has_step,
+        "HAS_BIAS": is_raw and "dt_bias" in of.present, "BETA_MAP": RATE_MAPS.index(of.trait("beta_map") or "identity"),
+    }  # fmt: skip
+
+
+def _is_of_steps(of: Problem | Case) -> bool:
+    """Return whether decays are steps of a state space times a rate."""
+    return "dt_softplus" in of.op.traits
+
+
+def _computes_steps(p: Problem) -> bool:
+    """Return whether steps and decays of heads are computed before."""
+    return _is_of_steps(p) and not constants(p)["HAS_STEP"]
+
+
+def _types(p: Problem, has: Constants) -> dict[str, Parameter]:
+    """Return the types that the templates are made for, and what tells calls apart. Raw steps make decays too."""
+    storage = {name: "fp32" if _computes_steps(p) else p.types.get(name, "fp32") for name in ("w", "beta")}
+    return {
+        "T_IO": p.types["v"], "T_STATE": p.state_type, "STATE_LAYOUT": p.state_layout,
+        "DECAY": "log" if _has_decays(p) else "none",
+        "T_W": storage["beta" if has["HAS_STEP"] else "w"], "T_BETA": storage["beta"], **has,
+    }  # fmt: skip
+
+
+def _has_decays(p: Problem) -> bool:
+    return "w" in p.types or _is_of_steps(p)
 
 
 def why_not(case: Case, gpu: Callable[[], Gpu]) -> Obstacle | None:
@@ -78,7 +131,7 @@ def key_gradient_bytes(head_size: int, value_size: int, chunk_len: int, threads:
 
 def most_shared_bytes(case: Case, chunk_len: int) -> int:
     """Return what the largest of a call's kernels takes."""
-    sizes, has = (case.head_size, padded(case.value_size)), case.op.constants
+    sizes, has = (case.head_size, padded(case.value_size)), constants(case)
     most = shared_bytes(*sizes, chunk_len, has)
     if case.training:
         threads = key_threads(case.head_size)
@@ -133,7 +186,8 @@ def rows_of_block(value_size: int, blocks: int, multiprocessors: int | None, lea
 
 def segments(p: Problem) -> int:
     """Return how many blocks a sequence is cut into where its decays let them: as many as fill the GPU."""
-    forgets = p.decay != "none" and (p.op.constants["HAS_NORM"] or not p.op.constants["HAS_DELTA"])
+    has = constants(p)
+    forgets = _has_decays(p) and (has["HAS_NORM"] or not has["HAS_DELTA"])
     if not forgets or p.multiprocessors is None:
         return 1
     count: int = min(_BLOCKS * p.multiprocessors // (p.N * p.H), p.B * p.T // (p.N * _LEAST_SEGMENT))
@@ -175,12 +229,12 @@ def key_threads(head_size: int) -> int:
 
 
 def _kept_len(p: Problem) -> int:
-    return kept_len(p.K, p.V, p.op.constants, p.gpu)
+    return kept_len(p.K, p.V, constants(p), p.gpu)
 
 
 def kept(p: Problem) -> dict[str, Any]:
     """Return what the forward keeps: states, matrices and factors of tokens, and with a delta what it wrote."""
-    chunks, has = p.slots(p.chunk_len) * p.H, p.op.constants
+    chunks, has = p.slots(p.chunk_len) * p.H, constants(p)
     sizes = {
         "states": 2 * p.slots(_kept_len(p)) * p.H * padded(p.V) * padded(p.K),
         "matrices": chunks * matrix_bytes(p.chunk_len, has),
@@ -188,7 +242,8 @@ def kept(p: Problem) -> dict[str, Any]:
     }
     if segments(p) > 1:
         sizes["walks"] = walk_bytes(p)
-    return sizes | ({"kept_u": aligned(2 * p.B * p.T * p.H * p.V)} if has["HAS_DELTA"] else {})
+    sizes |= {"kept_u": aligned(2 * p.B * p.T * p.H * p.V)} if has["HAS_DELTA"] else {}
+    return sizes | diagonal_operands.kept_behind(p)
 
 
 def _of_heads(p: Problem, rows: int, threads: int, shared: int, blocks: int) -> tuple[dict[str, Parameter], Extent]:
@@ -198,10 +253,8 @@ def _of_heads(p: Problem, rows: int, threads: int, shared: int, blocks: int) -> 
         "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "ROWS": rows, "CHUNK_LEN": p.chunk_len, "NUM_THREADS": threads,
         "BLOCKS_PER_SM": blocks, "SHARED_BYTES": shared, "GROUP": p.H // p.G,
         "KEPT_LEN": _kept_len(p) if p.training else 0, "SEGMENTED": count > 1,
-        "AS_MATRICES": p.training and takes_warp_groups(p.K, p.V, p.gpu), **common.types(p),
+        "AS_MATRICES": p.training and takes_warp_groups(p.K, p.V, p.gpu), **_types(p, constants(p)),
     }  # fmt: skip
-    if p.op.constants["HAS_STEP"]:
-        parameters["T_W"] = p.types["beta"]
     return parameters, (p.N * count, p.H, -(-p.V // rows))
 
 
@@ -211,14 +264,14 @@ def _by_warps(
     """Return the geometry of a launch whose warps multiply by themselves."""
     rows = rows_of_block(p.V, p.N * p.H * segments(p), p.multiprocessors)
     threads = max(rows, 128 if p.K > 64 else 64)
-    shared = shared_bytes_of(p.K, rows, p.chunk_len, p.op.constants)
+    shared = shared_bytes_of(p.K, rows, p.chunk_len, constants(p))
     return _of_heads(p, rows, threads, shared, p.gpu.resident_blocks(threads, _THREADS, shared))
 
 
 def _by_groups(p: Problem) -> tuple[dict[str, Parameter], Extent]:
     """Return the geometry of the forward by warp groups: one for 64 rows each, and as many beside them."""
     rows = rows_of_block(p.V, p.N * p.H * segments(p), p.multiprocessors, _GROUP_ROWS)
-    shared = group_forward_bytes(p.K, rows, p.chunk_len, p.op.constants)
+    shared = group_forward_bytes(p.K, rows, p.chunk_len, constants(p))
     return _of_heads(p, rows, 4 * rows, shared, 2 * _GROUP_ROWS // rows)
 
 
@@ -229,20 +282,59 @@ def forward(p: Problem) -> Schedule:
     name, arch = "head_decay_forward", "sm_90a" if by_groups else None
     template = "head_decay_group_forward" if by_groups else name
     count, left = segments(p), kept(p) if p.training else {}
-    absent = {name: None for name in ("beta", "own", "a_log", "dt_bias") if name not in p.op.inputs}
-    absent |= {name: None for name in ("states", "matrices", "factors", "kept_u") if name not in left}
-    given = {**_given(p), **absent, "segments": count}
+    absent = {name: None for name in ("states", "matrices", "factors", "kept_u") if name not in left}
+    before, wide, scratch = _before(p)
+    given = {**_given(p), **wide, **absent, "segments": count}
     if count == 1:
-        step = Step(template, name, parameters, grid, {**given, "walks": None}, arch)
-        return Schedule((step,), common.forward_results(p), left, vectors=vectors(p))
-    scratch = {} if p.training else {"walks": walk_bytes(p)}
-    launches = _walks(p, parameters, given), Step(template, name, parameters, grid, given, arch)
-    return Schedule(launches, common.forward_results(p), left, scratch, vectors(p), main=1)
+        given["walks"] = None
+    else:
+        before.append(_walks(p, parameters, given))
+        scratch |= {} if p.training else {"walks": walk_bytes(p)}
+    step = Step(template, name, parameters, grid, given, arch)
+    results = common.forward_results(p)
+    schedule = Schedule((*before, step), results, left, scratch, vectors(p), len(before), _ROWS)
+    gate = _gate(p)
+    if gate is None:
+        return schedule
+    last, of_gate = diagonal_operands.forward_behind(p, gate, schedule)
+    launches = *before, step._replace(bind={**given, "y": diagonal_operands.INNER_Y}), *last
+    scratch |= {} if p.training else diagonal_operands.kept_behind(p)
+    return replace(schedule, steps=launches, vectors={**schedule.vectors, "z": of_gate["z"]})
+
+
+def _gate(p: Problem) -> Behind | None:
+    """Return the gate behind the recurrence, which these kernels do not know; None without one."""
+    return Behind(z="z") if "z" in p.types else None
+
+
+def _before(p: Problem) -> tuple[list[Step], dict[str, Any], dict[str, Any]]:
+    """Return the launches before the kernels, what these take then, and the bytes of that."""
+    if not _computes_steps(p):
+        return widened(p, _OF_HEADS)
+    steps, wide, scratch = widened(p, ("own",))
+    rows = 4 * p.B * p.T * p.H
+    steps.append(operands.head_steps(p, diagonal_operands.steps_of(p), "head_step", "head_decay"))
+    computed = {"w": "head_decay", "beta": "head_step", "a_log": None, "dt_bias": None}
+    return steps, {**wide, **computed}, {**scratch, "head_step": rows, "head_decay": rows}
 
 
 def _given(p: Problem) -> dict[str, Any]:
     """Return what the arguments of all kernels are bound to; decays are made of steps, where these are raw."""
-    return common.given(p) | ({"w": "beta"} if p.op.constants["HAS_STEP"] else {})
+    absent = {name: None for name in ("beta", *_OF_HEADS) if name not in p.types}
+    return common.given(p) | absent | ({"w": "beta"} if _is_of_steps(p) else {})
+
+
+def widened(p: Problem, names: Sequence[str]) -> tuple[list[Step], dict[str, str], dict[str, Any]]:
+    """Return the steps that copy inputs without tokens to float32, where they are not, and what kernels take instead.
+
+    The last are the bytes of the copies.
+    """
+    narrow_ones = [name for name in names if p.types.get(name, "fp32") != "fp32"]
+    copies = {name: f"wide_{name}" for name in narrow_ones}
+    return (
+        [narrow.widen(p, name, copy) for name, copy in copies.items()], copies,
+        {copy: 4 * prod(p.shape(name)) for name, copy in copies.items()},
+    )  # fmt: skip
 
 
 def _walks(p: Problem, parameters: Mapping[str, Parameter], given: Mapping[str, Any]) -> Step:
@@ -256,23 +348,40 @@ def _walks(p: Problem, parameters: Mapping[str, Parameter], given: Mapping[str, 
 def backward(p: Problem) -> Schedule:
     """Return the backward: from chunk to chunk, then what chunks have for themselves."""
     parameters, grid = _by_warps(p, backward_bytes)
-    given = {**_given(p), **{f"d{name}": None for name in ("w", "beta") if name not in p.op.inputs}}
+    before, wide, scratch = _before(p)
+    given = {**_given(p), **wide, **{f"d{name}": None for name in ("w", "beta") if name not in p.types}}
+    after = list[Step]()
+    if _computes_steps(p):
+        of_steps = operands.head_step_gradients(p, diagonal_operands.steps_of(p), "grad_step", "grad_decay")
+        after += of_steps.steps
+        scratch |= {**of_steps.scratch, **dict.fromkeys(("grad_step", "grad_decay"), 4 * p.B * p.T * p.H)}
+        given |= {"dw": "grad_decay", "dbeta": "grad_step"}
+    several, gate = vectors(p), _gate(p)
+    if gate is not None:
+        first, sizes, of_gate = diagonal_operands.backward_behind(p, gate)
+        before, scratch = [*first, *before], {**scratch, **sizes}
+        several |= {"z": of_gate["z"], "dy": max(several["dy"], of_gate["dy"])}
+        given["dy"] = diagonal_operands.INNER_DY
     if not p.has_final_state:
         given["grad_final_state"] = None
     length = _kept_len(p)
     slots = p.slots(length)
     # Of inputs that are the same for every token there are sums of chunks first.
     chunks = {f"{name.removeprefix('dt_')}_chunks": (name, p.H * (p.V if name == "own" else 1)) for name in _OF_HEADS}
-    summed = {buffer: of for buffer, of in chunks.items() if of[0] in p.op.inputs}
-    given |= {name: None for name in _OF_HEADS if name not in p.op.inputs}
+    left_out = {"a_log", "dt_bias"} if _computes_steps(p) else set()
+    summed = {buffer: of for buffer, of in chunks.items() if of[0] in p.types and of[0] not in left_out}
     given |= {buffer: None for buffer in chunks if buffer not in summed}
     count, name = segments(p), "head_decay_backward"
     given |= {"segments": count} | ({} if count > 1 else {"walks": None})
     walk = Step(name, name, parameters, grid, given)
-    zeros, sums, scratch = sums_over_slots(p, summed, slots)
+    zeros, sums, rows = sums_over_slots(p, summed, slots)
+    scratch |= rows
     scratch["slopes"] = 2 * slots * p.H * padded(p.V) * padded(p.K)
     keys = _key_gradients(p, parameters, given, length)
-    return Schedule((*zeros, walk, keys, *sums), common.backward_results(p), scratch=scratch, vectors=vectors(p))
+    launches: tuple[Item, ...] = (*zeros, *before, walk, keys, *after, *sums)
+    return Schedule(
+        launches, common.backward_results(p), scratch=scratch, vectors=several, main=len(before), rows=_ROWS
+    )  # fmt: skip
 
 
 def sums_over_slots(
@@ -293,7 +402,7 @@ def _key_gradients(
     p: Problem, parameters: Mapping[str, Parameter], given: Mapping[str, Any], chunk_len: int
 ) -> Step:  # fmt: skip
     """Return the launch that makes the gradients of keys, for chunks of this length."""
-    name, slots, has = "head_decay_key_gradients", p.slots(chunk_len), p.op.constants
+    name, slots, has = "head_decay_key_gradients", p.slots(chunk_len), constants(p)
     template, grid, threads, arch = name, (slots, p.G, 1), key_threads(p.K), None
     most_threads, shared = 2 * threads, key_gradient_bytes(p.K, p.V, chunk_len, threads, has)
     by_groups = takes_warp_groups(p.K, p.V, p.gpu)
@@ -316,3 +425,7 @@ def _key_gradients(
 def vectors(p: Problem) -> dict[str, int]:
     """Return how many neighbours of each input are read at once; what heads have one of is read alone."""
     return {**common.vectors(p), "w": 1, "beta": 1, "a_log": 1, "dt_bias": 1}
+
+
+def nearest(step: Step, argument: str, value: int) -> None:
+    """Return nothing: a call with a geometry that these kernels do not have is for others."""

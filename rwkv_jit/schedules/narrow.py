@@ -108,11 +108,21 @@ def _around(
     """Return the schedule of the other call with what comes before and after it."""
     last = after[0]._replace(waits=any(step.is_beside for step in inner.launches))
     steps = (*before, *renamed(inner.steps, names), last, *after[1:])
-    rows = {_narrow(name): name for name in _rows(p)} | {"dy_narrow": "dy"}
+    rows = {_narrow(name): p.op.inputs[name] for name in _rows(p)} | {"dy_narrow": p.op.output}
     main = len([each for each in before if isinstance(each, Step)]) + inner.main
     return replace(
         inner, steps=steps, results=results, kept=left, scratch=scratch, vectors=common.vectors(p), main=main, rows=rows
     )
+
+
+def widen(p: Problem, name: str, target: str) -> Step:
+    """Return the step that copies an input without tokens to float32."""
+    shape = p.shape(name)
+    count, size = math.prod(shape), shape[-1]
+    parameters = _parameters(p, (p.types[name], "fp32"), size, 1, 0, restores=False)
+    tokens = count // max(size, 1)
+    bind = {"from": name, "to": target, "from_strides": (count, size, size), "tokens": tokens, "heads": 1}
+    return Step("narrow_rows", "narrow_rows", parameters, (-(-tokens // _TOKENS), 1, 1), {**_largest(0), **bind})
 
 
 def _rows(p: Problem) -> list[str]:

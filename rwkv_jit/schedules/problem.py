@@ -40,6 +40,11 @@ class Op:
     backends: tuple[str, ...] = get_args(Backend)
     scale: float | None = 1.0  # the factor of y by default; None is K^-0.5
     wide: tuple[str, ...] = ("w", "u")  # inputs that may be float32 beside others of 16 bits
+    optional: tuple[str, ...] = ()  # inputs that may be None
+    # Other dimensions that callers may give an input, for messages; those in brackets are one, side by side.
+    also: Mapping[str, str] = field(default_factory=dict)
+    traits: Mapping[str, Any] = field(default_factory=dict)  # switches of the recurrence, with their defaults
+    through: Op | None = None  # the op that runs calls for which there are no dedicated kernels, with other inputs
     # Parameters of the templates that tell the op from others of its family; those of the backward alone.
     constants: Mapping[str, Parameter] = field(default_factory=dict)
     backward_constants: Mapping[str, Parameter] = field(default_factory=dict)
@@ -102,7 +107,7 @@ class Problem(NamedTuple):
 
     op: Op
     gpu: Gpu
-    types: Mapping[str, str]  # storage types by input; all gradients have their input's
+    types: Mapping[str, str]  # storage types by input that a call has; all gradients have their input's
     B: Any = 1
     T: Any = 1
     H: Any = 1
@@ -143,6 +148,16 @@ class Problem(NamedTuple):
     # Other processes have the tokens before these and behind them. A direction says what it does to any state, pauses,
     # and goes on from the state that it is given then.
     is_shard: bool = False
+    traits: tuple[tuple[str, Any], ...] = ()  # the switches of the op by name
+
+    @property
+    def present(self) -> tuple[str, ...]:
+        """Return the inputs that a call has."""
+        return tuple(name for name in self.op.inputs if name in self.types)
+
+    def trait(self, name: str) -> Any:
+        """Return a switch of the op; None where the op has no such switch."""
+        return dict(self.traits).get(name)
 
     @property
     def has_halves(self) -> bool:

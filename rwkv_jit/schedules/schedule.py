@@ -111,8 +111,9 @@ class Schedule:
     # How many neighbouring elements of an input are read at once, where it is more than one.
     vectors: Mapping[str, int] = field(default_factory=dict)
     main: int = 0  # the step that does most of the work, which `specialize` compiles
-    # Buffers that are an input (or dy) without gaps, by the name of the input.
+    # The dimensions of buffers that kernels take strides of, by their letters; the buffers have no gaps.
     rows: Mapping[str, str] = field(default_factory=dict)
+    dense: tuple[str, ...] = ()  # inputs that kernels read without gaps
 
     @property
     def launches(self) -> tuple[Step, ...]:

@@ -71,13 +71,12 @@ def derived_requests(arch):
     import torch
 
     from rwkv_jit.schedules import channel_decay, head_decay, operands
-    from rwkv_jit.schedules.derived_table import ChannelCore, Core
 
-    given = problems.head_decays(Core(True, has_norm=True), arch, B=1, N=1, T=32768, training=True)
+    given = problems.head_decays(problems.Core(True, has_norm=True), arch, B=1, N=1, T=32768, training=True)
     schedules = [head_decay.forward(given), head_decay.backward(given)]
     if arch == "sm_90":
-        channels = problems.channel_decays(ChannelCore("softplus", has_bias=True), training=True)
-        schedules += [channel_decay.forward(channels, 0.0), channel_decay.backward(channels, 0.0)]
+        channels = problems.channel_decays(problems.ChannelCore("softplus", has_bias=True), training=True)
+        schedules += [channel_decay.forward(channels), channel_decay.backward(channels)]
     around = [
         operand_cases.of_problem(name, words, (1, 9, 2, 4, 64, 64), torch.bfloat16, torch.float32, given.gpu)
         for name, words in operand_cases.ALL

@@ -4,12 +4,11 @@ import dataclasses
 import re
 
 import pytest
-from problems import by_turns, channel_decays
+from problems import ChannelCore, by_turns, channel_decays
 
 from rwkv_jit.kernels import kernel, template
 from rwkv_jit.kernels.errors import UnsupportedConfigError
 from rwkv_jit.schedules import channel_decay
-from rwkv_jit.schedules.derived_table import ChannelCore
 
 pytestmark = pytest.mark.usefixtures("from_ledger")
 
@@ -24,9 +23,9 @@ TYPES = [("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp32"), ("fp16", "fp16")]
 
 def steps_of(given):
     """The launches of a call by their templates: with gradients those of both directions."""
-    schedules = [channel_decay.forward(given, -5.0)]
+    schedules = [channel_decay.forward(given)]
     if given.training:
-        schedules.append(channel_decay.backward(given, -5.0))
+        schedules.append(channel_decay.backward(given))
     return {step.template: step for schedule in schedules for step in schedule.launches}
 
 
@@ -56,7 +55,7 @@ def test_all_of_them_compile_in_training(core, types):
 @pytest.mark.parametrize("types", TYPES, ids=str)
 def test_what_lies_between_kernels_has_the_sizes_that_they_say(types):
     given = channel_decays(USUAL, *types, training=True)
-    buffers = {**channel_decay.kept(given), **channel_decay.backward(given, -5.0).scratch}
+    buffers = {**channel_decay.kept(given), **channel_decay.backward(given).scratch}
     names = {FORWARD: ["states", "matrices"], BACKWARD: ["matrices", "slopes"], OF_KEYS: ["states", "slopes"]}
     launches = steps_of(given)
     for name, between in names.items():

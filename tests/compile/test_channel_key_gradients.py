@@ -12,7 +12,7 @@ from rwkv_jit.kernels import compiler, template
 from rwkv_jit.plain.derived_references import _log_decays, _rates
 from rwkv_jit.schedules.channel_decay import CHUNK_LEN as CHUNK
 from rwkv_jit.schedules.channel_decay import key_gradient_bytes
-from rwkv_jit.schedules.derived_table import GATES, RATE_MAPS
+from rwkv_jit.schedules.head_decay import RATE_MAPS
 from rwkv_jit.schedules.problem import LARGEST_DECAY
 
 pytestmark = pytest.mark.usefixtures("verdict")
@@ -27,7 +27,8 @@ def parameters(case):
     return {
         "HEAD_SIZE": 128, "VALUE_SIZE": 128, "CHUNK_LEN": CHUNK, "NUM_THREADS": 256,
         "SHARED_BYTES": key_gradient_bytes(wide), "LARGEST_DECAY": LARGEST_DECAY[io], "T_IO": io, "T_W": wide,
-        "T_BETA": STORAGE[case.inputs["beta"].dtype], "DECAY": "log", "GATE": GATES.index(gate),
+        "T_BETA": STORAGE[case.inputs["beta"].dtype], "DECAY": "log",
+        "GATE": ("given", "softplus", "bounded").index(gate),
         "HAS_NORM": "qk_norm" in case.options, "HAS_BIAS": "dt_bias" in case.parameters,
         "BETA_MAP": RATE_MAPS.index(case.options.get("beta_map", "identity")), "BLOCKS_PER_SM": 1,
     }  # fmt: skip

@@ -20,10 +20,9 @@ from comparing import relative
 
 import rwkv_jit
 from rwkv_jit.call.options import complete
-from rwkv_jit.derived import channel_decays, head_decays
 from rwkv_jit.kernels import signatures, template
 from rwkv_jit.parallel import paused, summaries
-from rwkv_jit.schedules import head_decay, layer_gradients, segments
+from rwkv_jit.schedules import channel_decay, head_decay, layer_gradients, segments
 from rwkv_jit.schedules.table import OPS
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -80,16 +79,17 @@ def shard(name, sizes):
 
 
 def derived(
-    name, how, sizes, dtype=BF16, bounds=None, segment=None, decays=(-1.0, -0.01), of_own=True, whole=False, **options
+    name, how, sizes, dtype=BF16, bounds=None, segment=None, decays=(-1.0, -0.01), of_own=True, whole=False, wide=FP32,
+    **options,
 ):  # fmt: skip
     """A call of `sizes` B, T, heads of keys and of values, K and V; `segment` tokens or more are in one.
 
     Where it is `whole`, a block has all value rows of a head, however few heads there are.
     """
-    case = derived_cases.make(name, how, sizes, dtype, FP32, FP32, bounds=bounds, decays=decays)
+    case = derived_cases.make(name, how, sizes, dtype, wide, FP32, bounds=bounds, decays=decays)
     with pytest.MonkeyPatch.context() as patch:
         if of_own:
-            patch.setattr(head_decays, "LEAST_BLOCKS", 0)
+            patch.setattr(head_decay, "LEAST_BLOCKS", 0)
         if whole:
             patch.setattr(head_decay, "rows_of_block", lambda value_size, *_: value_size)
         if segment:
@@ -131,7 +131,7 @@ def spread(dims):
 def own_parts(*sizes, dtype=BF16, **options):
     """What a token has of itself is rounded once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(head_decays, "LEAST_BLOCKS", 0)
+        patch.setattr(head_decay, "LEAST_BLOCKS", 0)
         is_close(derived_cases.roundings_of_own_parts(sizes, dtype, **options), 1.1)
 
 
@@ -153,7 +153,7 @@ def of_channels(
         of_tokens = torch.tensor(of_blocks)[token // 16 % len(of_blocks)] / 8 * ((token % 16 >= 4) & (token % 16 < 12))
         given.inputs["g"].copy_(of_tokens.view(-1, 1, 1).expand_as(given.inputs["g"]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(channel_decays, "LEAST_BLOCKS", 0)
+        patch.setattr(channel_decay, "LEAST_BLOCKS", 0)
         if training:
             found, grads, weights = derived_cases.differentiate(given)
         else:
@@ -176,7 +176,7 @@ def of_far_tokens():
     given.inputs["g"].copy_(of_blocks.view(-1, 1, 1).expand_as(given.inputs["g"]))
     given.inputs["beta"][:, (token < 12) | (token >= 16)] = 0.0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(channel_decays, "LEAST_BLOCKS", 0)
+        patch.setattr(channel_decay, "LEAST_BLOCKS", 0)
         found, _ = given.run()
     wanted, _ = given.reference().run(rwkv_jit.kda_ref)
     assert relative(found[:, 48:52], wanted[:, 48:52]) < 0.05  # operands have six digits there
@@ -189,8 +189,8 @@ def forgetting(name, how, sizes, of_own=True, dtype=BF16, **filled):
         case.tensors[own].fill_(number)
     with pytest.MonkeyPatch.context() as patch:
         if of_own:
-            patch.setattr(head_decays, "LEAST_BLOCKS", 0)
-            patch.setattr(channel_decays, "LEAST_BLOCKS", 0)
+            patch.setattr(head_decay, "LEAST_BLOCKS", 0)
+            patch.setattr(channel_decay, "LEAST_BLOCKS", 0)
         results, grads, weights = derived_cases.differentiate(case)
     are_close(case, results, grads, weights)  # and what makes the decays has no gradient, not even that of roundings
 
@@ -212,7 +212,7 @@ def long_ago(name, how, is_batch_invariant=False):
         return y.detach(), final.detach(), torch.autograd.grad(y, leaves["v"], dy)[0]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(head_decays, "LEAST_BLOCKS", 0)
+        patch.setattr(head_decay, "LEAST_BLOCKS", 0)
         patch.setattr(head_decay, "_LEAST_SEGMENT", 64)
         rwkv_jit.set_batch_invariant(is_batch_invariant)
         try:
@@ -499,7 +499,7 @@ CASES = [
         long_ago, "simple_gla", "", is_batch_invariant=True,
     ),
     case(
-        "sm_80", "head_decay_forward head_decay_backward head_decay_key_gradients sum_rows",
+        "sm_80", "head_steps head_decay_forward head_decay_backward head_decay_key_gradients sum_rows",
         forgetting, "ssd", "D", (1, 40, 1, 2, 32, 16), dt=1000.0, A=-1.0,
     ),
     case(
@@ -528,13 +528,79 @@ CASES = [
         forgetting, "kda", "raw bias norm", (1, 20, 1, 2, 16, 16), of_own=False, A_log=100.0,
     ),
     case(
-        "sm_80", "gla_scan gla_chunked_backward",
+        "sm_80", "diagonal_operands gla_scan gla_chunked_backward diagonal_operands_backward sum_rows",
         forgetting, "ssd", "", (1, 40, 1, 2, 32, 16), of_own=False, dt=1000.0, A=-1.0,
     ),
     case(
         "sm_90",
         "layer_delta_operands layer_delta_operands_backward wkv7_chunked_forward wkv7_chunked_backward sum_rows",
         derived, "kda", "bounded bias norm", (1, 20, 1, 2, 16, 16), of_own=False,
+    ),
+    # By the op below.
+    case(
+        "sm_80", "layer_delta_operands wkv7_chunked_forward wkv7_chunked_backward layer_delta_operands_backward",
+        derived, "kda", "", (1, 20, 1, 2, 16, 16), of_own=False, wide=BF16,
+    ),
+    case(
+        "sm_80", "layer_delta_operands wkv7_chunked_forward wkv7_chunked_backward layer_delta_operands_backward",
+        derived, "kda", "", (1, 20, 2, 2, 16, 16), of_own=False,
+    ),
+    case(
+        "sm_90",
+        "layer_delta_operands layer_gated wkv7_chunked_forward "
+        "wkv7_chunked_backward layer_delta_operands_backward sum_rows",
+        derived, "gated_delta_rule2", "raw bias", (1, 20, 1, 2, 16, 24), FP16, of_own=False,
+    ),
+    case(
+        "sm_80",
+        "layer_delta_operands wkv7_chunked_forward "
+        "wkv7_chunked_backward layer_delta_operands_backward diagonal_operands_backward",
+        derived, "delta_rule", "norm sigmoid", (1, 20, 1, 10, 16, 16), of_own=False,
+    ),
+    case(
+        "sm_80",
+        "layer_delta_operands wkv7_recurrent_forward wkv7_recurrent_backward layer_delta_operands_backward sum_rows",
+        derived, "gated_delta_rule", "raw", (1, 9, 2, 2, 12, 12), FP16, [0, 0, 4, 9], of_own=False,
+    ),
+    case(
+        "sm_90", "diagonal_operands gla_scan gla_chunked_backward diagonal_operands_backward",
+        derived, "simple_gla", "", (1, 20, 1, 6, 16, 16), of_own=False,
+    ),
+    case(
+        "sm_80", "diagonal_operands gla_scan gla_chunked_backward diagonal_operands_backward",
+        derived, "hgrn2", "", (1, 20, 2, 2, 16, 24), of_own=False,
+    ),
+    case(
+        "sm_90",
+        "diagonal_operands gla_scan skip_gate "
+        "skip_gate_backward sum_rows gla_chunked_backward diagonal_operands_backward",
+        derived, "ssd", "wide z limit", (1, 40, 2, 4, 16, 24), FP16, [0, 0, 13, 40], of_own=False,
+    ),
+    case(
+        "sm_80",
+        "diagonal_operands gla_scan skip_gate "
+        "skip_gate_backward sum_rows gla_chunked_backward diagonal_operands_backward",
+        derived, "ssd", "D z bias softplus", (2, 20, 2, 2, 16, 24), of_own=False, wide=BF16,
+    ),
+    # Dedicated kernels, with launches around them.
+    case(
+        "sm_80", "narrow_rows head_decay_forward head_decay_backward head_decay_key_gradients sum_rows",
+        derived, "gated_delta_rule", "raw bias", (1, 40, 2, 2, 16, 16), wide=BF16,
+    ),
+    case(
+        "sm_90", "head_steps head_decay_forward head_decay_backward head_decay_key_gradients sum_rows",
+        derived, "ssd", "bias D softplus limit", (1, 40, 1, 2, 32, 16),
+    ),
+    case(
+        "sm_80",
+        "head_decay_forward skip_gate skip_gate_backward head_decay_backward head_decay_key_gradients sum_rows",
+        derived, "ssd", "D z bias softplus", (1, 40, 1, 2, 32, 16), bounds=[0, 13, 13, 40],
+    ),
+    case(
+        "sm_80",
+        "head_steps head_decay_forward skip_gate "
+        "skip_gate_backward head_decay_backward head_decay_key_gradients sum_rows",
+        derived, "ssd", "wide z limit", (1, 40, 2, 2, 32, 16), FP16,
     ),
     # One decay for a channel.
     case(

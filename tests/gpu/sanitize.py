@@ -17,11 +17,11 @@ import test_parallel
 import torch
 
 import rwkv_jit
-from rwkv_jit.derived import channel_decays as of_channels
-from rwkv_jit.derived import head_decays as of_own
 from rwkv_jit.kernels import launch, signatures, template
 from rwkv_jit.layers import calls
+from rwkv_jit.schedules import channel_decay as of_channels
 from rwkv_jit.schedules import delta_large, head_decay
+from rwkv_jit.schedules import head_decay as of_own
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

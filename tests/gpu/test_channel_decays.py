@@ -7,7 +7,7 @@ import torch
 from derived_cases import differentiate, error_of, exactly, limit_of
 
 import rwkv_jit
-from rwkv_jit.derived import channel_decays
+from rwkv_jit.schedules import channel_decay
 
 pytestmark = pytest.mark.parametrize("op", ["layers"])  # the section of the record
 # Keys that are not normed make errors grow.
@@ -22,7 +22,7 @@ def any_heads(monkeypatch):
     """Few heads go there too, on the architecture that has these products."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs sm_90")
-    monkeypatch.setattr(channel_decays, "LEAST_BLOCKS", 0)
+    monkeypatch.setattr(channel_decay, "LEAST_BLOCKS", 0)
 
 
 def own(launched, kind="forward"):
@@ -125,7 +125,7 @@ def test_other_calls_go_elsewhere(op, launched, monkeypatch):
     with torch.no_grad():
         derived_cases.make("kda", "raw norm", (*sizes, 64, 64), torch.bfloat16, device="cuda").run()
         usual.run(chunk_len=32)
-        monkeypatch.setattr(channel_decays, "LEAST_BLOCKS", 1)
+        monkeypatch.setattr(channel_decay, "LEAST_BLOCKS", 1)
         usual.run()
     differentiate(usual)  # of fewer key heads than value heads
     assert own(launched) == own_backwards(launched) == 0

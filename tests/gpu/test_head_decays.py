@@ -8,7 +8,6 @@ from derived_cases import differentiate, error_of, exactly, limit_of
 from torch.utils.checkpoint import checkpoint
 
 import rwkv_jit
-from rwkv_jit.derived import head_decays
 from rwkv_jit.kernels import signatures
 from rwkv_jit.schedules import head_decay
 
@@ -29,7 +28,7 @@ DECAYS = [(-1.0, -0.01), (-0.001, 0.0), (-80.0, 0.0), (-2000.0, -1000.0)]
 @pytest.fixture(autouse=True)
 def any_heads(monkeypatch):
     """Few heads go there too."""
-    monkeypatch.setattr(head_decays, "LEAST_BLOCKS", 0)
+    monkeypatch.setattr(head_decay, "LEAST_BLOCKS", 0)
 
 
 def own(launched, kind="forward"):
@@ -166,17 +165,15 @@ def test_other_calls_go_to_other_kernels(op, launched):
     assert (own(launched), own_backwards(launched)) == (2, 1)
 
 
-def test_few_heads_go_in_segments(op, monkeypatch):
-    monkeypatch.undo()
+def test_few_heads_go_in_segments(op, launched, monkeypatch):
+    monkeypatch.setattr(head_decay, "LEAST_BLOCKS", 1 / 5)
     case = derived_cases.make(
         "simple_gla", "", (1, 64, 1, 1, 64, 64), torch.bfloat16, torch.float32, torch.float32, device="cuda"
     )  # fmt: skip
-    call, found = head_decays.way, []
-    monkeypatch.setattr(head_decays, "way", lambda *given: found.append(call(*given)))
     with torch.no_grad():
         case.run()
     differentiate(case)
-    assert found == [None] * 2
+    assert own(launched) == own_backwards(launched) == 0
 
 
 # ---- gradients -----------------------------------------------------------------------------------------------------
@@ -224,7 +221,7 @@ def test_gradients_by_the_kernels_of_other_architectures(op, name, kept_lens, la
     """By products of single warps, and with the shorter chunks of those with less shared memory."""
     monkeypatch.setattr(head_decay, "takes_warp_groups", lambda *_: False)
     monkeypatch.setattr(head_decay, "KEPT_LENS", kept_lens)
-    monkeypatch.setattr(head_decays, "_calls", signatures.BySignature())
+    signatures.forget()
     for sizes in ((2, 130, 2, 4, 128, 128), (1, 150, 1, 2, 64, 128), (1, 70, 2, 2, 128, 64)):
         for bounds in (None, [0, 0, 1, 66, sizes[1]]) if sizes[0] == 1 else (None,):
             check_gradients(make(name, "", sizes, bounds=bounds), "bf16")

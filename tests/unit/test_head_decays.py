@@ -1,24 +1,20 @@
 """Ops with one decay for a head in kernels of their own: who takes what, of calls and of schedules."""
 
-from functools import partial
-from types import SimpleNamespace
-
 import derived_cases
 import pytest
 import torch
 from derived_cases import differentiate
-from problems import head_decays
+from problems import Core, head_decays
 
 import rwkv_jit
-from rwkv_jit.derived import head_decays as calls
-from rwkv_jit.derived import own_kernels
+from rwkv_jit.call import prepared
 from rwkv_jit.schedules import head_decay as steps
-from rwkv_jit.schedules.derived_table import Core
 from rwkv_jit.schedules.schedule import Zero, offsets
 
 TRAINED = [
     *(Core(True, has_decay, has_norm=has_norm) for has_decay in (True, False) for has_norm in (True, False)),
-    Core(False, has_rate=False), Core(False), Core(True, has_gate=True, has_bias=True, rate_map="sigmoid"),
+    Core(False, has_rate=False), Core(False, has_step=True),
+    Core(True, has_gate=True, has_bias=True, rate_map="sigmoid"),
 ]  # fmt: skip
 CORES = pytest.mark.parametrize("core", TRAINED, ids=str)
 ARCHS = pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
@@ -41,15 +37,18 @@ def pointers(step):
 def test_gradients_come_in_the_order_of_the_inputs(core, arch):
     given = head_decays(core, arch, training=True)
     backward = steps.backward(given)
-    assert [*backward.results] == [*(f"d{name}" for name in core.op.names), "grad_initial_state"]
-    for name, result in zip(core.op.names, backward.results.values(), strict=False):
+    assert [*backward.results] == [*(f"d{name}" for name in core.names), "grad_initial_state"]
+    for name, result in zip(core.names, backward.results.values(), strict=False):
         assert result == (given.shape(name), given.types[name])
     assert backward.results["grad_initial_state"] == (given.state_shape, given.state_type)
     without = steps.backward(given._replace(has_initial_state=False, has_final_state=False))
-    assert [*without.results] == [f"d{name}" for name in core.op.names]
+    assert [*without.results] == [f"d{name}" for name in core.names]
     first, of_keys, *_ = map(pointers, without.launches)
     assert (first["grad_final_state"], first["grad_initial_state"]) == (None, None)
-    assert (of_keys["dw"] is not None, of_keys["dbeta"] is not None) == (core.has_decay, core.has_rate)
+    assert (of_keys["dw"] is not None, of_keys["dbeta"] is not None) == (
+        core.has_decay and not core.has_step,
+        core.has_rate,
+    )
 
 
 @CORES
@@ -152,7 +151,7 @@ def test_sums_over_slots_that_belong_to_no_chunk_begin_with_zeros():
 @pytest.fixture
 def here(on_gpu, monkeypatch):
     """A GPU that takes notes, where few heads go to these kernels too."""
-    monkeypatch.setattr(calls, "LEAST_BLOCKS", 0)
+    monkeypatch.setattr(steps, "LEAST_BLOCKS", 0)
     on_gpu.use("sm_90")
     return on_gpu
 
@@ -210,7 +209,7 @@ def test_what_outputs_have_of_values_is_summed_over_chunks(here, bounds):
     alone = case.parameters["D"].requires_grad_()
     y, _ = case.run()
     assert torch.autograd.grad(y.sum(), alone)[0].shape == alone.shape
-    assert len(here.take()) == 5
+    assert len(here.take()) == 4  # nobody wants the gradient of A
 
 
 @pytest.mark.parametrize(
@@ -221,7 +220,7 @@ def test_raw_steps_go_through_their_map_in_the_kernels(here, how, is_raw, has_bi
     """Others are made before, and so are those between limits."""
     case = make("ssd", how, (2, 70, 2, 4, 64, 32))
     differentiate(case)
-    forward, _, of_keys = taken = here.take()[:3]
+    forward, _, of_keys = taken = [x for x in here.take() if x.entry.startswith("head_decay")]
     assert [(x.parameters["HAS_STEP"], x.parameters["HAS_BIAS"]) for x in taken] == [(is_raw, has_bias)] * 3
     steps = case.inputs["dt"].data_ptr()
     assert ((forward.named["w"], forward.named["w_strides"]) == (steps, forward.named["beta_strides"])) == is_raw
@@ -253,11 +252,8 @@ def test_gradients_are_read_where_they_are(here):
     differentiate(case, weights=(dy[..., :1].expand(2, 70, 4, 32), last))
     _, backward, _ = launches_of(here)
     assert backward["dy_strides"] == (70 * 4 * 32, 4 * 32, 32)  # a copy's
-    (known,) = calls._calls.values()
+    (known,) = prepared.calls.values()
     assert len(known._backwards) == 4
-    for wide in range(33, 40 + own_kernels._MOST_BACKWARDS):
-        differentiate(case, weights=(torch.randn(2, 70, 4, wide, dtype=dy.dtype)[..., :32], last))
-    assert len(known._backwards) <= own_kernels._MOST_BACKWARDS
 
 
 def test_which_calls_are_trained_here(here):
@@ -282,41 +278,3 @@ def test_few_heads_are_trained_in_other_kernels(on_gpu):
     for batch, is_here in ((6, False), (7, True)):  # of 132 multiprocessors a fifth
         differentiate(make("simple_gla", sizes=(batch, 70, 2, 4, 64, 64)))
         assert any(x.entry.startswith("head_decay") for x in on_gpu.take()) == is_here
-
-
-@pytest.mark.parametrize(("name", "how"), [*CASES, ("ssd", "D softplus")])
-def test_transforms_and_graphs_of_a_backward_find_the_same_gradients_elsewhere(monkeypatch, name, how):
-    """By the ops of all calls, without gradients that pass from one input of the kernels to another."""
-    case = make(name, how, (2, 20, 2, 4, 16, 8), torch.float64)
-    leaves = {own: x.detach().requires_grad_() for own, x in case.tensors.items()}
-    given = case.replaced(leaves)
-    y, final = given.run()
-    weights = [torch.randn_like(x) for x in (y, final)]
-    want = torch.autograd.grad([y, final], [*leaves.values()], weights)
-
-    class Elsewhere(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, known, *arrays):
-            ctx.save_for_backward(*arrays)
-            ctx.known = known
-            return tuple(x.detach().clone() for x in known.results)
-
-        @staticmethod
-        def backward(ctx, *grads):
-            return None, *own_kernels.Known.differentiate_elsewhere(ctx.known, ctx.saved_tensors, *grads), None
-
-    def run(core, arrays, call, way, output_final_state):
-        kernels = SimpleNamespace(elsewhere=partial(calls._of_other_kernels, core))
-        known = SimpleNamespace(kernels=kernels, call=call._replace(inputs=[], initial_state=None))
-        op, taken = kernels.elsewhere(arrays)
-        with torch.no_grad():
-            known.results = call.run(op, taken, output_final_state)
-        return Elsewhere.apply(known, *arrays, call.initial_state, call.cu_seqlens)
-
-    monkeypatch.setattr(calls, "run", run)
-    monkeypatch.setattr(calls, "way", lambda *_: calls.Way(32, True))
-    results = given.run()
-    assert [torch.allclose(a, b) for a, b in zip(results, (y, final), strict=True)] == [True] * 2
-    found = torch.autograd.grad(results, [*leaves.values()], weights)
-    for own, a, b in zip(leaves, found, want, strict=True):
-        assert torch.allclose(a, b), own

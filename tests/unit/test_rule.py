@@ -667,7 +667,7 @@ def test_compiler_sees_the_algorithm_that_will_run(op, tokens, head_size, option
         seen.append((p.backend, p.chunk_len))
         return kept(p)
 
-    def refuse(*_):
+    def refuse(*_, **__):
         raise NothingRuns
 
     torch._dynamo.reset()
