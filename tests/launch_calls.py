@@ -219,7 +219,7 @@ def _other(kind, *rest):
 
 
 def _launch(x):
-    """Yield template, digest of parameters, grid, block, shared bytes (+ where it overlaps), numbers, null pointers."""
+    """Yield template, digest of parameters, grid, block, shared bytes (+: it overlaps), numbers, ~null pointers."""
     yield x.template if x.template == x.entry else f"{x.template}:{x.entry}"
     text = json.dumps({name: str(value) for name, value in x.parameters.items()}, sort_keys=True)
     yield hashlib.sha256(text.encode()).hexdigest()[:8]
@@ -232,7 +232,7 @@ def _launch(x):
     pointers = [(place, x.named[name]) for place, (name, letters) in enumerate(x.letters.items()) if letters == "Q"]
     places = [str(place) for place, address in pointers if not address]
     if places:
-        yield f"null {','.join(places)}"
+        yield f"~{','.join(places)}"
     if x.stream >= 1000:
         yield "beside"
 
