@@ -127,8 +127,8 @@ def test_gradients_of_keys_are_of_as_many_tokens_as_fit(arch, chunk_len):
     for (has_delta, size), length in zip(cases, LENGTHS[arch], strict=True):
         given = head_decays(Core(has_delta), arch, (size, size), chunk_len, training=True)
         launches = steps_of(given)
-        assert all(step.parameters["SHARED_BYTES"] <= given.gpu.shared_limit for step in launches.values())
-        forward, backward, of_keys = launches.values()
+        forward, backward, of_keys = several = [launches[name] for name in launches if name != "sum_rows"]
+        assert all(step.parameters["SHARED_BYTES"] <= given.gpu.shared_limit for step in several)
         assert forward.parameters["KEPT_LEN"] == backward.parameters["KEPT_LEN"] == length
         assert (of_keys.parameters["CHUNK_LEN"], of_keys.parameters["PART_LEN"]) == (length, chunk_len)
         assert math.prod(of_keys.grid) == 8 * 4096 // length * 16

@@ -604,7 +604,7 @@ CASES = [
     ),
     # One decay for a channel.
     case(
-        "sm_90", "channel_decay_group_forward",
+        "sm_90", "channel_decay_group_forward narrow_rows",
         of_channels, "raw bias sigmoid norm", (1, 70, 1, 2, 128, 128), wide=BF16,
     ),
     case(
@@ -619,7 +619,9 @@ CASES = [
         of_channels, "raw norm", (1, 330, 1, 1, 128, 128), decays=[-2000.0, -0.1, -4.0, -2000.0, -2000.0],
     ),
     case(
-        "sm_90", "channel_decay_group_forward channel_decay_group_backward channel_decay_group_key_gradients sum_rows",
+        "sm_90",
+        "channel_decay_group_forward channel_decay_group_backward channel_decay_group_key_gradients narrow_rows "
+        "sum_rows",
         of_channels, "raw bias norm", (1, 70, 1, 1, 128, 128), wide=BF16, training=True,
     ),
     case(
