@@ -298,7 +298,7 @@ def ssd(
         D = tensors.from_any("D", D)
     of_heads = tuple(getattr(x, "shape", ()))[-2:]
     if D is not None and D.shape == of_heads[:1]:
-        # One number for a head, whose gradient is a sum over channels of products that shall not be rounded.
+        # One number for a head, whose gradient is a sum over channels of products that must not be rounded.
         D = D.to(torch.promote_types(D.dtype, torch.float32)).unsqueeze(-1).expand(of_heads)
     return torch_op.call(
         _SSD, (x, dt, A, B, C, D, z, dt_bias), initial_state, output_final_state, cu_seqlens, tuple(options.items()),
@@ -367,6 +367,6 @@ def check_behind(x: Tensor, D: Any, z: Any) -> tuple[Tensor | None, Tensor | Non
 def behind(y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:
     """Return outputs with what they have of the input itself, behind their gate."""
     made = y
-    if D is not None:  # in float32 at least, as the gradient of D is a sum of products that shall not be rounded
+    if D is not None:  # in float32 at least, as the gradient of D is a sum of products that must not be rounded
         made = y + x * D.to(torch.promote_types(D.dtype, torch.float32)).view(x.shape[-2], -1)
     return (made if z is None else made * F.silu(z.to(made.dtype))).to(y.dtype)
