@@ -1,4 +1,4 @@
-"""Bundles: many kernels in one read-only file, for machines that shall not or cannot compile.
+"""Bundles: many kernels in one read-only file, for machines that must not or cannot compile.
 
 A bundle is an uncompressed zip file that holds the entries of a cache directory under the same names, and in
 `bundle.json` the compilers that made them. Equal kernels make equal bundles, byte for byte.
