@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -293,7 +292,7 @@ def ssd(
     """
     if dt_softplus is not True and dt_softplus is not False:
         dt_softplus = checks.check_flag("dt_softplus", dt_softplus)
-    least, most = _known_limits(dt_limit) if isinstance(dt_limit, tuple) else _steps_between(dt_limit)
+    least, most = (None, None) if dt_limit is NO_LIMIT else _steps_between(dt_limit)
     if D is not None and not isinstance(D, Tensor):
         D = tensors.from_any("D", D)
     of_heads = tuple(getattr(x, "shape", ()))[-2:]
@@ -344,9 +343,6 @@ def _steps_between(dt_limit: Any) -> tuple[float | None, float | None]:
     """Return the limits of steps, None for those that there are without any."""
     least, most = _limit(dt_limit)
     return None if least == 0.0 else least, None if most == math.inf else most
-
-
-_known_limits = lru_cache(256)(_steps_between)
 
 
 def _limit(dt_limit: Any) -> tuple[float, float]:

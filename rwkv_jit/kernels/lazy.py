@@ -20,13 +20,22 @@ def members(package: dict[str, Any], rooms: Sequence[str] = ()) -> tuple[Callabl
     path: str = package["__name__"]
 
     def get(name: str) -> Any:
+        from inspect import CO_VARKEYWORDS, isfunction  # not where only the package is imported
+
         if name in rooms:
             return import_module(f"{path}.{name}")
         if name not in package["_MODULES"]:
             raise AttributeError(f"module {path!r} has no attribute {name!r}")
-        package[name] = value = getattr(import_module(package["_MODULES"][name]), name)
+        module = import_module(package["_MODULES"][name])
+        package[name] = value = getattr(module, name)
+        public = f"{path}.{name}".partition(".")[2]
         if isinstance(value, type):
-            _check_names(value, f"{path}.{name}".partition(".")[2])
+            initialize: Callable[..., None] = value.__init__  # type: ignore[misc]
+            if getattr(initialize, "__module__", "").startswith("rwkv_jit."):  # no error, dictionary or tuple
+                value.__init__ = _with_checked_names(initialize, value, public)  # type: ignore[misc]
+        elif isfunction(value) and not value.__code__.co_flags & CO_VARKEYWORDS:  # others do so themselves
+            package[name] = value = _with_checked_names(value, value, public)
+            setattr(module, name, value)
         return value
 
     def listed() -> list[str]:
@@ -35,20 +44,17 @@ def members(package: dict[str, Any], rooms: Sequence[str] = ()) -> tuple[Callabl
     return get, listed
 
 
-def _check_names(made: type, name: str) -> None:
-    """Let a class say what it takes where it is called with a keyword argument that it does not have."""
-    from inspect import signature  # not where only the package is imported
+def _with_checked_names(function: Callable[..., Any], public: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return a function whose error of a keyword argument that `public` does not have says what there is."""
+    from inspect import signature
 
-    initialize: Callable[..., None] = made.__init__  # type: ignore[misc]
-    if not getattr(initialize, "__module__", "").startswith("rwkv_jit."):
-        return  # errors, dictionaries, tuples
-    legal = signature(made).parameters
+    legal = signature(public).parameters
 
-    @wraps(initialize)
-    def checked(self: Any, *given: Any, **named: Any) -> None:
+    @wraps(function)
+    def checked(*args: Any, **named: Any) -> Any:
         for each in named:
             if each not in legal:
                 raise unexpected(name, each)
-        initialize(self, *given, **named)
+        return function(*args, **named)
 
-    made.__init__ = checked  # type: ignore[misc]
+    return checked

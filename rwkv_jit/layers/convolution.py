@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from rwkv_jit.call import checks, recording, sharding, tensors, torch_op
 from rwkv_jit.call.plan import Plan
 from rwkv_jit.call.tensors import Array
+from rwkv_jit.kernels.errors import unexpected
 from rwkv_jit.kernels.signatures import BySignature
 from rwkv_jit.layers import registry
 from rwkv_jit.plain import layers
@@ -40,6 +41,7 @@ def causal_conv1d(
     output_final_state: bool = False,
     cu_seqlens: Array | None = None,
     activation: Activation | None = None,
+    **_unknown: NoReturn,
 ) -> tuple[Tensor, Tensor | None]:
     r"""Convolve every channel with a few tokens before: what KDA, gated delta net and Mamba-2 do before a recurrence.
 
@@ -108,6 +110,8 @@ def causal_conv1d(
     >>> y.shape, state.shape
     (torch.Size([2, 5, 256]), torch.Size([2, 256, 3]))
     """
+    if _unknown:
+        raise unexpected("causal_conv1d", next(iter(_unknown)))
     name = "causal_conv1d"
     _refuse_distributed(name, (x, weight, bias, initial_state, cu_seqlens))
     x = tensors.from_any("x", x)
@@ -143,6 +147,7 @@ def causal_conv1d_update(
     null_index: int = -1,
     num_active: Array | None = None,
     out: Array | None = None,
+    **_unknown: NoReturn,
 ) -> Tensor:
     r"""Convolve the next tokens of rows, whose last tokens are in a pool: `causal_conv1d` for decoding.
 
@@ -209,6 +214,8 @@ def causal_conv1d_update(
     >>> y.shape, torch.equal(pool[5, :, -1], x[0])
     (torch.Size([2, 256]), True)
     """
+    if _unknown:
+        raise unexpected("causal_conv1d_update", next(iter(_unknown)))
     name = "causal_conv1d_update"
     _refuse_distributed(name, (x, conv_state, weight, bias, cache_seqlens, state_indices, num_active, out))
     x = tensors.from_any("x", x)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from rwkv_jit.call import tensors
 from rwkv_jit.call.tensors import Array
+from rwkv_jit.kernels.errors import unexpected
 from rwkv_jit.layers import calls
 from rwkv_jit.layers.gradients import record
 from rwkv_jit.schedules.legal import Gate, Kind, Norm, RateMap
@@ -31,6 +33,7 @@ def shift_mix(
     num_active: Array | None = None,
     eps: float = _EPS,
     out: Array | None = None,
+    **_unknown: NoReturn,
 ) -> tuple[Tensor, Tensor]:
     r"""Add to the residual, normalize it, and mix every token with the previous one: how time and channel mixing begin.
 
@@ -114,6 +117,8 @@ def shift_mix(
     >>> residual.shape, mixed.shape
     (torch.Size([3, 256]), torch.Size([6, 3, 256]))
     """
+    if _unknown:
+        raise unexpected("shift_mix", next(iter(_unknown)))
     inputs = x, add, weight, bias, mixes, state_indices, cu_seqlens, has_initial_state, num_active
     mixed = tensors.apart(out, (x, add))
     made = calls.call("shift_mix", inputs, (shift, mixed, None), (null_index, eps))
@@ -136,6 +141,7 @@ def prepare_keys(
     r: Array | None = None,
     r_k: Array | None = None,
     rate_map: RateMap = "sigmoid",
+    **_unknown: NoReturn,
 ) -> tuple[Tensor, ...]:
     r"""Make k, v, a and b of `wkv7` and `wkv7_update` from an RWKV-7 layer's keys, values and gates; and the bonus.
 
@@ -207,6 +213,8 @@ def prepare_keys(
     >>> a.shape
     torch.Size([5, 4, 64])
     """
+    if _unknown:
+        raise unexpected("prepare_keys", next(iter(_unknown)))
     inputs = k, v, rate, v_first, v_gate, k_k, k_a, a0, v0, r, r_k
     made = calls.call("prepare_keys", inputs, (None,) * 7, (rate_map,), record)
     return tuple(made) if v_first is not None else (made[0], v, *made[1:])  # type: ignore[arg-type]
@@ -227,6 +235,7 @@ def gated_norm(
     norm: Norm = "layer",
     eps: float = _EPS_OF_HEADS,
     out: Array | None = None,
+    **_unknown: NoReturn,
 ) -> Tensor:
     r"""Norm the heads of y, add the bonus and gate all of it: what the output matrix of time mixing reads.
 
@@ -287,12 +296,14 @@ def gated_norm(
     >>> rwkv_jit.gated_norm(y, g, weight, bias, r, k, v, r_k).shape
     torch.Size([3, 256])
     """
+    if _unknown:
+        raise unexpected("gated_norm", next(iter(_unknown)))
     inputs, written = (y, g, weight, bias, r, k, v, r_k, bonus), (out, None, None)
     made = calls.call("gated_norm", inputs, written, (eps, gate, norm), record)
     return made[0] if out is None else out  # type: ignore[return-value]
 
 
-def gated(x: Array, g: Array, gate: Gate = "sigmoid") -> Tensor:
+def gated(x: Array, g: Array, gate: Gate = "sigmoid", **_unknown: NoReturn) -> Tensor:
     r"""Gate something:   y = x f(g).
 
     Receptance gates the values of channel mixing so in RWKV-4, 5 and 6, and those of time mixing in RWKV-4.
@@ -331,11 +342,14 @@ def gated(x: Array, g: Array, gate: Gate = "sigmoid") -> Tensor:
     >>> y.shape
     torch.Size([5, 256])
     """
+    if _unknown:
+        raise unexpected("gated", next(iter(_unknown)))
     return calls.call("gated", (x, g), (None,), (gate,), record)[0]
 
 
 def token_shift(
-    x: Array, mixes: Array, amounts: Array | None = None, first: Array | None = None, cu_seqlens: Array | None = None
+    x: Array, mixes: Array, amounts: Array | None = None, first: Array | None = None, cu_seqlens: Array | None = None,
+    **_unknown: NoReturn,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     r"""Mix every token with the previous one: how time and channel mixing begin.
 
@@ -383,6 +397,8 @@ def token_shift(
     >>> r.shape
     torch.Size([2, 5, 256])
     """
+    if _unknown:
+        raise unexpected("token_shift", next(iter(_unknown)))
     return tuple(calls.call("token_shift", (x, mixes, amounts, first, cu_seqlens), (None,) * 6, (), record))
 
 
@@ -397,6 +413,7 @@ def norm_shift(
     cu_seqlens: Array | None = None,
     eps: float = _EPS,
     dtype: torch.dtype | None = None,
+    **_unknown: NoReturn,
 ) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
     r"""Add to the residual, normalize it, and mix every token with the previous one: `shift_mix` of whole sequences.
 
@@ -461,12 +478,14 @@ def norm_shift(
     >>> residual.shape, len(mixed), last.shape
     (torch.Size([3, 5, 256]), 6, torch.Size([3, 256]))
     """
+    if _unknown:
+        raise unexpected("norm_shift", next(iter(_unknown)))
     inputs = x, add, weight, bias, mixes, first, cu_seqlens
     residual, *mixed, last, _ = calls.call("norm_shift", inputs, (None,) * 9, (eps, dtype), record)
     return residual, tuple(mixed), last
 
 
-def activate(x: Array, kinds: Kind | Sequence[Kind], *, out: Array | None = None) -> Tensor:
+def activate(x: Array, kinds: Kind | Sequence[Kind], *, out: Array | None = None, **_unknown: NoReturn) -> Tensor:
     r"""Apply a function to every element, or one to each part: what a layer has between its matrices.
 
     The functions are tanh(x), sigmoid(x) = 1 / (1 + e^-x), relu_squared(x) = max(x, 0)^2 and identity(x) = x.
@@ -507,6 +526,8 @@ def activate(x: Array, kinds: Kind | Sequence[Kind], *, out: Array | None = None
     >>> y is low_rank
     True
     """
+    if _unknown:
+        raise unexpected("activate", next(iter(_unknown)))
     in_place = out is x
     given = tuple(kinds) if isinstance(kinds, Sequence) and not isinstance(kinds, (str, bytes, memoryview)) else kinds
     made = calls.call("activate", (x,), (None if in_place else out,), (given, in_place), record)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from rwkv_jit.call import checks, sharding, tensors, torch_op
 from rwkv_jit.call.plan import Plan
 from rwkv_jit.call.tensors import Array
-from rwkv_jit.kernels.errors import brief
+from rwkv_jit.kernels.errors import brief, unexpected
 from rwkv_jit.kernels.signatures import BySignature
 from rwkv_jit.layers import placed, registry
 from rwkv_jit.layers.placed import REDUCTIONS
@@ -30,8 +30,9 @@ _LEAST_ROWS = 256  # of a chunk, by default: matrix products take tiles of up to
 
 
 def cross_entropy(
-    logits: Array, targets: Array, *, l2_wrap: float = 0.0, ignore_index: int = _IGNORED, reduction: Reduction = "mean"
-) -> Tensor:
+    logits: Array, targets: Array, *, l2_wrap: float = 0.0, ignore_index: int = _IGNORED, reduction: Reduction = "mean",
+    **_unknown: NoReturn,
+) -> Tensor:  # fmt: skip
     r"""Cross entropy of logits, with a gradient, and RWKV-LM's penalty on the largest logit.
 
         loss_i = log(sum_j e^logits_ij) - logits_i,targets_i
@@ -104,6 +105,8 @@ def cross_entropy(
     >>> loss.shape, logits.grad.shape
     (torch.Size([]), torch.Size([2, 5, 1000]))
     """
+    if _unknown:
+        raise unexpected("cross_entropy", next(iter(_unknown)))
     _refuse_tangents("cross_entropy", (logits, targets))
     if sharding.any_distributed((logits, targets)):
         options = {"l2_wrap": l2_wrap, "ignore_index": ignore_index, "reduction": reduction}
@@ -126,6 +129,7 @@ def cross_entropy(
 def linear_cross_entropy(
     hidden: Array, weight: Array, targets: Array, *, bias: Array | None = None, l2_wrap: float = 0.0,
     ignore_index: int = _IGNORED, reduction: Total = "mean", chunk_rows: int | None = None,
+    **_unknown: NoReturn,
 ) -> Tensor:  # fmt: skip
     r"""Cross entropy of a linear layer's logits, of which only a chunk of rows is in memory at a time.
 
@@ -201,6 +205,8 @@ def linear_cross_entropy(
     >>> hidden.grad.shape, head.weight.grad.shape
     (torch.Size([2, 5, 64]), torch.Size([1000, 64]))
     """
+    if _unknown:
+        raise unexpected("linear_cross_entropy", next(iter(_unknown)))
     given = [hidden, weight, *([] if bias is None else [bias])]
     _refuse_tangents("linear_cross_entropy", (*given, targets))
     if sharding.any_distributed((*given, targets)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from rwkv_jit.call import checks, prepared, recording, registry, sharding, switches, tensors, torch_op
 from rwkv_jit.call.plan import Plan
 from rwkv_jit.call.tensors import Array
-from rwkv_jit.kernels.errors import UnsupportedConfigError
+from rwkv_jit.kernels.errors import UnsupportedConfigError, unexpected
 from rwkv_jit.kernels.gpu import Gpu
 from rwkv_jit.kernels.signatures import BySignature, forget_with
 from rwkv_jit.plain.reference import timex_ref
@@ -368,7 +368,7 @@ def _check(w: Any, k: Any, eps: float, backend: str) -> tuple[Tensor, Tensor]:
     return w, k
 
 
-def timex(w: Array, k: Array, eps: float = 0.0, backend: TimexBackend = "auto") -> Tensor:
+def timex(w: Array, k: Array, eps: float = 0.0, backend: TimexBackend = "auto", **_unknown: NoReturn) -> Tensor:
     r"""TimeX: a causal convolution of every channel with a filter as long as the sequence, with gradients to both.
 
         out[b, c, t] = eps + sum_{s <= t} w[c, T-1-(t-s)] k[b, c, s]
@@ -446,6 +446,8 @@ def timex(w: Array, k: Array, eps: float = 0.0, backend: TimexBackend = "auto") 
     >>> out.shape
     torch.Size([4, 96, 1000])
     """
+    if _unknown:
+        raise unexpected("timex", next(iter(_unknown)))
     asked = ("timex", eps, backend, switches.is_batch_invariant(), torch.is_grad_enabled())
     before, training = prepared.find(asked, (w, k), None, None, _OP.lead)
     known = cast("_Known | None", before)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from torch import Tensor
 
 from rwkv_jit.call import torch_op
 from rwkv_jit.call.tensors import Array
+from rwkv_jit.kernels.errors import unexpected
 from rwkv_jit.plain.reference import wkv4_ref
 from rwkv_jit.schedules.legal import Wkv4Backend, Wkv4Decay
 from rwkv_jit.schedules.table import OPS
@@ -31,6 +34,7 @@ def wkv4(
     output_final_state: bool = False,
     decay: Wkv4Decay = "raw",
     backend: Wkv4Backend = "auto",
+    **_unknown: NoReturn,
 ) -> tuple[Tensor, Tensor | None]:
     r"""RWKV-4 time mixing over sequences, with gradients to every input and to the initial state.
 
@@ -111,5 +115,7 @@ def wkv4(
     >>> y.shape, state.shape
     (torch.Size([2, 128, 96]), torch.Size([2, 3, 96]))
     """
+    if _unknown:
+        raise unexpected("wkv4", next(iter(_unknown)))
     options = ("decay", decay), ("backend", backend)
     return torch_op.call(OP, (w, u, k, v), initial_state, output_final_state, None, options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from rwkv_jit.call import checks, recording, tensors, torch_op
 from rwkv_jit.call.plan import Plan
 from rwkv_jit.call.tensors import Array
+from rwkv_jit.kernels.errors import unexpected
 from rwkv_jit.kernels.signatures import BySignature
 from rwkv_jit.pool import arguments, calls, plain, registry
 from rwkv_jit.schedules import wkv4 as schedules
@@ -36,6 +37,7 @@ def wkv4_update(
     write_indices: Array | None = None,
     null_index: int = -1,
     out: Array | None = None,
+    **_unknown: NoReturn,
 ) -> Tensor:
     """RWKV-4 time mixing of one or a few tokens, which changes states of a pool in place: for decoding.
 
@@ -80,6 +82,8 @@ def wkv4_update(
     >>> rwkv_jit.wkv4_update(pool, w, u, k, v, state_indices=slots).shape
     torch.Size([3, 96])
     """
+    if _unknown:
+        raise unexpected("wkv4_update", next(iter(_unknown)))
     options: dict[str, Any] = {"decay": decay, "null_index": null_index}
     for name, x in (("state_indices", state_indices), ("write_indices", write_indices), ("out", out)):
         if x is not None:

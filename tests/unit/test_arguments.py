@@ -1,6 +1,8 @@
 """Wrong arguments: the error names the argument, what was expected and what came, before anything runs."""
 
 import dataclasses
+import inspect
+import pickle
 import re
 import warnings
 
@@ -438,6 +440,27 @@ def test_an_unknown_name_is_answered_with_the_names_that_are_there(case):
     said = f"{function}() got an unexpected keyword argument {name!r}" + (f" ({hint})" if hint else "") + "; there are "
     assert str(caught.value).startswith(said)
     assert listed in str(caught.value)[len(said) - 2 :]
+
+
+def names_of_functions(package):
+    for name in package.__all__:
+        public = getattr(package, name)
+        if inspect.isfunction(public) and not {"options", "parameters"} & {*inspect.signature(public).parameters}:
+            yield f"{package.__name__}.{name}".removeprefix("rwkv_jit.")
+
+
+@pytest.mark.parametrize("name", [*names_of_functions(rwkv_jit), *names_of_functions(rwkv_jit.parallel)])
+def test_every_function_answers_an_unknown_name_so(name):
+    public = rwkv_jit
+    for part in name.split("."):
+        public = getattr(public, part)
+    parameters = inspect.signature(public).parameters.values()
+    required = [None for x in parameters if x.default is x.empty and x.kind is x.POSITIONAL_OR_KEYWORD]
+    there = ", ".join(x.name for x in parameters if x.kind not in (x.VAR_KEYWORD, x.VAR_POSITIONAL))
+    with pytest.raises(TypeError) as caught:
+        public(*required, zzzz=1)
+    assert str(caught.value) == f"{name}() got an unexpected keyword argument 'zzzz'; there are {there}"
+    assert pickle.loads(pickle.dumps(public)) is public
 
 
 # ---- heads before tokens -----------------------------------------------------------------------------------------
