@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bench import suites
-from bench.cases import DERIVED, KINDS_OF_SUITES
-from rwkv_jit.desk.bench import OPS, OURS, UPDATE
+from bench.cases import DERIVED, KINDS_OF_SUITES, OPS
+from rwkv_jit.desk.bench import OURS, UPDATE
 
 Row = Mapping[str, Any]
 Case = tuple[Any, ...]

@@ -30,10 +30,16 @@ _MODULES = lazy.modules({
     "derived.diagonal_pooled": "simple_gla_update hgrn2_update ssd_update simple_gla_varlen hgrn2_varlen ssd_varlen",
     "plain.derived_references":
         "kda_ref gated_delta_rule_ref delta_rule_ref gated_delta_rule2_ref simple_gla_ref hgrn2_ref ssd_ref",
-    "layers.functions": "activate gated gated_norm norm_shift prepare_keys shift_mix token_shift",
+    "layers.activate": "activate",
+    "layers.gated": "gated",
+    "layers.gated_norm": "gated_norm",
+    "layers.norm_shift": "norm_shift",
+    "layers.prepare_keys": "prepare_keys",
+    "layers.shift_mix": "shift_mix",
+    "layers.token_shift": "token_shift",
     "plain.layer_references":
         "activate_ref causal_conv1d_ref gated_ref gated_norm_ref norm_shift_ref prepare_keys_ref token_shift_ref",
-    "layers.convolution": "causal_conv1d causal_conv1d_update",
+    "layers.causal_conv1d": "causal_conv1d causal_conv1d_update",
     "layers.loss": "cross_entropy linear_cross_entropy",
     "plain.reference": "gla_ref linear_attention_ref timex_ref wkv4_ref wkv5_ref wkv6_ref wkv7_ref",
     "call.options": "CallOptions DecayOptions",

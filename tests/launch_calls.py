@@ -46,6 +46,7 @@ class Run(NamedTuple):
 
     name: str
     run: Callable[[], Any]
+    has_backward: bool = False
 
 
 def of(op, verb):
@@ -74,12 +75,12 @@ def _random(op, verb, number):
     call = random_calls.make(draw, op, verb, profile)
     laid = {name: call.places.get(name, random_calls.lay)(draw, x).view for name, x in call.tensors.items()}
     wants = number != 1 and call.has_gradients and not call.written
-    return Run(f"random {number}", partial(_run, call.run, laid, wants))
+    return Run(f"random {number}", partial(_run, call.run, laid, wants), wants)
 
 
 def _run(run, tensors, wants):
     """Run a call, and its backward."""
-    given = {name: x.detach().requires_grad_(wants and x.is_floating_point()) for name, x in tensors.items()}
+    given = {name: x.detach().requires_grad_(wants) if x.is_floating_point() else x for name, x in tensors.items()}
     with torch.set_grad_enabled(wants):
         results = run(given)
     pairs = [(x, torch.ones_like(x)) for x in results if x.requires_grad]
@@ -116,7 +117,7 @@ def _model(op, model, sizes, bounds, how, place):
         for wants in (False, True) if dtype == BF16 and place == 0 else (True,):
             run = partial(_sequences, op, arguments, wants)
             words = [model, how, str(dtype)[6:], "wide" * wide, "gradients" * wants]
-            yield Run(" ".join(filter(None, words)), partial(_run, run, tensors, wants))
+            yield Run(" ".join(filter(None, words)), partial(_run, run, tensors, wants), wants)
 
 
 def _inputs(draw, op, p, sizes):
@@ -178,7 +179,7 @@ def _layers(op):
         sizes = layer_cases.sizes_of(op, how, 600, 16, 64)
         case = layer_cases.make(op, how, sizes, BF16, FP32)
         for wants in (False, True):
-            yield Run(f"{how} {wants}", partial(_run, case.run, case.tensors, wants))
+            yield Run(f"{how} {wants}", partial(_run, case.run, case.tensors, wants), wants)
 
 
 def _wkv4():
@@ -186,7 +187,7 @@ def _wkv4():
         tensors = {name: torch.zeros(channels) for name in "wu"}
         tensors |= {name: torch.zeros(batch, tokens, channels, dtype=BF16) for name in "kv"}
         run = partial(_called, rwkv_jit.wkv4)
-        yield Run(f"{batch} {tokens} {channels}", partial(_run, run, tensors, True))
+        yield Run(f"{batch} {tokens} {channels}", partial(_run, run, tensors, True), True)
 
 
 def _timex():
@@ -194,7 +195,7 @@ def _timex():
         for dtype in (BF16, FP32):
             tensors = {"w": torch.zeros(channels, tokens), "k": torch.zeros(batch, channels, tokens, dtype=dtype)}
             run = partial(_called, rwkv_jit.timex)
-            yield Run(f"{batch} {channels} {tokens} {str(dtype)[6:]}", partial(_run, run, tensors, True))
+            yield Run(f"{batch} {channels} {tokens} {str(dtype)[6:]}", partial(_run, run, tensors, True), True)
 
 
 def _called(function, given):

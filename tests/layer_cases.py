@@ -8,7 +8,7 @@ import torch
 
 import rwkv_jit
 from rwkv_jit.layers import calls
-from rwkv_jit.layers.gradients import record
+from rwkv_jit.layers.delta_operands import KIND
 
 LETTERS = "NTHKC"
 RANDOM = torch.randn
@@ -43,9 +43,7 @@ def function_of(name):
 
 def delta_operands(k, beta, q=None, g=None, A_log=None, dt_bias=None, *, kinds, lower_bound=0.0):
     """What `wkv7` takes for the delta rules."""
-    return tuple(
-        calls.call("delta_operands", (k, q, beta, g, A_log, dt_bias), (None,) * 5, (lower_bound, *kinds), record)
-    )
+    return tuple(calls.call(KIND, (k, q, beta, g, A_log, dt_bias), (None,) * 5, (lower_bound, *kinds)))
 
 
 def make(name, how, sizes, dtype, parameters, device="cpu"):

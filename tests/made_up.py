@@ -102,7 +102,7 @@ def nearest(step, argument, value):
     return min(THREADS, key=lambda threads: abs(threads - value)) if argument == "num_threads" else None
 
 
-registry.register(MADE_UP)
+registry.register_op(MADE_UP, "made_up")
 directions.ALGORITHMS[MADE_UP.family] = {"recurrent": sys.modules[__name__]}
 OP = torch_op.define(MADE_UP, made_up_ref)
 

@@ -274,7 +274,7 @@ def bad_input(device, world):
          lambda: rwkv_jit.token_shift(flat, None)),
         (TypeError, "activate takes no DTensors if it writes to its arguments; pass to_local() of each",
          lambda: rwkv_jit.activate(x, "tanh", out=x)),
-        (TypeError, "shift_mix takes no DTensors if it writes to its arguments; pass to_local() of each",
+        (TypeError, "shift_mix takes no DTensors; pass to_local() of each",
          lambda: rwkv_jit.shift_mix(flat, alone, alone, alone, alone)),
         (ValueError, "logits: expected DTensors placed by Replicate() or Shard(0) (batch), got S",
          lambda: rwkv_jit.cross_entropy(flat, ids)),

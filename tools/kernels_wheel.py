@@ -20,7 +20,7 @@ import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # what is built is this checkout's
@@ -47,9 +47,14 @@ class Calls(NamedTuple):
     dtypes: tuple[torch.dtype, ...] = (_BF16, _FP16, _FP32)
     decays: tuple[str | None, ...] = (None,)  # None is the op's own
     tokens: tuple[int | None, ...] = (None,)  # of timex alone
+    w_dtypes: tuple[torch.dtype | None, ...] = (None,)  # of gates; None is that of r, k, v
+    heads: tuple[int | None, int | None] = (None, None)  # of values and of keys
+    inputs: tuple[str, ...] = ()  # optional ones
+    switches: Mapping[str, Any] = {}
 
 
-# w has the dtype of r, k and v; states are float32. Head sizes are those of the models that there are.
+_HALF, _NORM = (_BF16, _FP16), {"qk_norm": True}
+# States are float32. Head sizes are those of the models that there are.
 CALLS = (
     Calls("wkv4"),
     Calls("wkv5", ((64, 64),)),
@@ -60,6 +65,11 @@ CALLS = (
     Calls("linear_attention", ((64, 64),)),
     Calls("linear_attention", ((128, 128),), (_BF16, _FP16)),
     Calls("timex", tokens=(256, 512, 768, 1024)),
+    # As Kimi Linear, Qwen3-Next and Mamba-2 call them.
+    Calls("kda", ((128, 128),), _HALF, w_dtypes=(None, _FP32), switches=_NORM),
+    Calls("kda", ((128, 128),), _HALF, inputs=("A_log", "dt_bias"), switches=_NORM),
+    Calls("gated_delta_rule", ((128, 128),), _HALF, w_dtypes=(None, _FP32), heads=(32, 16), switches=_NORM),
+    Calls("ssd", ((128, 64),), _HALF, heads=(64, 1), inputs=("D", "dt_bias"), switches={"dt_softplus": True}),
 )
 
 
@@ -72,9 +82,24 @@ def requests(arch: str, calls: Iterable[Calls] = CALLS) -> list[Request]:
         for dtype in of.dtypes
         for decay in of.decays
         for tokens in of.tokens
+        for w_dtype in of.w_dtypes
         for direction in ahead_requests.DIRECTIONS
         for request in ahead_requests.call_requests(
-            of.op, head_size, dtype, arch, direction, decay, None, None, torch.float32, None, value_size, tokens
+            ahead_requests.Calls(
+                of.op,
+                head_size,
+                dtype,
+                arch,
+                direction,
+                decay,
+                w_dtype=w_dtype,
+                value_size=value_size,
+                tokens=tokens,
+                heads=of.heads[0],
+                key_heads=of.heads[1],
+                inputs=dict.fromkeys(of.inputs),
+                switches=of.switches,
+            )  # fmt: skip
         )
     ]
 

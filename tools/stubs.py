@@ -124,8 +124,6 @@ def head(public: Any, changed: Changed, result: str) -> str:
     words, has_star, has_default = [], False, False
     for name, parameter in inspect.signature(public).parameters.items():
         kind, default = parameter.kind, parameter.default
-        if parameter.annotation == "NoReturn":  # of names that there are not
-            continue
         written, is_required = changed.get(name, (annotation(parameter), False))
         is_required = is_required or default is Parameter.empty
         # Without a default behind one with a default: by name alone.

@@ -1,17 +1,22 @@
-"""Which kernels the small work of a layer will need: requests, before anything is compiled."""
+"""Which kernels the small work of a layer will need: requests, before anything is compiled.
+
+Those of one function of it, and all those that a layer of a model calls beside its op.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
 from rwkv_jit.kernels import kernel
-from rwkv_jit.schedules import layer_gradients, loss
+from rwkv_jit.kernels.errors import UnsupportedConfigError
+from rwkv_jit.kernels.gpu import Gpu
+from rwkv_jit.schedules import convolution, delta_operands, layer_gradients, layer_table, loss
 from rwkv_jit.schedules import layers as steps
 from rwkv_jit.schedules.layer_gradients import Options
 from rwkv_jit.schedules.layers import Given, Sequences
-from rwkv_jit.schedules.problem import Problem
+from rwkv_jit.schedules.problem import Op, Problem
 from rwkv_jit.schedules.schedule import Result, Schedule
 
 
@@ -29,187 +34,212 @@ LAYERS = {
     "wkv6": _Layer(((1, False), (5, True), (2, False)), (), ((3, False), (2, True)), "silu"),
     "wkv7": _Layer((), ((6, False), (1, True)), ((6, False), (6, True), (1, True)), "identity"),
 }
-_BIAS_PAIRS: tuple[tuple[str, ...], ...] = ((), ("a0", "v0"))  # what may be absent
 _COUNTS = (1, 2, 4, 8)  # of elements, by which neighbours that a thread takes at once differ
 _COLUMNS = tuple(1 << power for power in range(7, 13))  # of logits, by which threads differ
+
+
+_TEXTS = tuple(Sequences(1, bound_bytes=count) for count in (0, 4, 8))
+_OVER_POOL = (Sequences(1), Sequences(1, 2), Sequences(1, bound_bytes=4), Sequences(1, bound_bytes=8))
+
+
+# ---- one function ------------------------------------------------------------------------------------------------
+
+
+def sizes_of(op: Op) -> tuple[str, ...]:
+    """Return the names of the sizes that kernels of a function depend on."""
+    if "H" not in "".join(op.inputs.values()):
+        return ("width",)
+    return ("head_size", "heads", *(["key_heads"] if op.name == "delta_operands" else []))
+
+
+def requests_of(
+    op: Op, gpu: Gpu, types: Mapping[str, str], sizes: Mapping[str, int], switches: Mapping[str, Any], direction: str,
+    state_type: str, index_bytes: int,
+) -> list[kernel.Request]:  # fmt: skip
+    """Return the kernels of one function in a direction: of packed sequences and of others, over pools in updates."""
+    if op.name == "causal_conv1d":
+        cut: tuple[int, ...] = sizes["width"], switches["taps"]
+        if not convolution.LEAST_WIDTH <= cut[1] <= convolution.MOST_WIDTH:
+            legal = f"{convolution.LEAST_WIDTH} to {convolution.MOST_WIDTH}"
+            raise UnsupportedConfigError(f"taps: expected {legal}, got {cut[1]}")
+        several = _convolutions(Given(gpu, types, 1, cut), switches, direction, state_type, index_bytes)
+    else:
+        if not 1 <= switches.get("mixes", 1) <= layer_table.MOST_MIXES:
+            raise UnsupportedConfigError(f"mixes: expected 1 to {layer_table.MOST_MIXES}, got {switches['mixes']}")
+        cut = _cut(op, sizes, switches)
+        given = Given(gpu, types, 1, cut)
+        is_backward = direction == "backward"
+        if is_backward and op.name not in layer_gradients.BACKWARDS:
+            return []
+        several = (
+            _backwards(op, given, switches) if is_backward else _forwards(op, given, switches, state_type, index_bytes)
+        )
+    return [request for each in several for request in each.requests(gpu)]
+
+
+def _cut(op: Op, sizes: Mapping[str, int], switches: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the sizes of `Given`."""
+    if "width" in sizes:
+        return sizes["width"], *([switches["mixes"]] if "mixes" in switches else [])
+    if "key_heads" in sizes:
+        several = steps.times_shared(sizes["key_heads"], sizes["heads"])
+        return sizes["key_heads"] * several, sizes["head_size"], sizes["heads"], several
+    return sizes["heads"], sizes["head_size"]
+
+
+def _kinds(op: Op, given: Given, switches: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what the steps of a function are told by names."""
+    if op.name == "delta_operands":
+        gate, _, rate_map, _, norm = delta_operands.kinds(
+            Op("", {"beta": "BTH"}), {_IN_OPERANDS.get(x, x) for x in given.types}, switches
+        )
+        return gate, switches["gate_of"], rate_map, switches["rate_of"], norm
+    if op.name == "activate":
+        return ("identity",)
+    return tuple(switches[name] for name in op.traits if name in ("gate", "norm", "rate_map"))
+
+
+_IN_OPERANDS = {"g": "w", "A_log": "a_log"}
+
+
+def _forwards(op: Op, given: Given, switches: Mapping[str, Any], state_type: str, index_bytes: int) -> list[Schedule]:
+    name, kinds = op.name, _kinds(op, given, switches)
+    if name == "token_shift":
+        return [steps.token_shift(given, texts) for texts in _TEXTS]
+    if name == "norm_shift":
+        given = given._replace(results={"mixed0": Result((1,), switches["mixed"] or given.types["x"])})
+        return [steps.norm_shift(given, texts, 0.0) for texts in _TEXTS]
+    if name == "shift_mix":
+        given = given._replace(types={**given.types, "shift": state_type})
+        return [steps.shift_mix(given, each._replace(index_bytes=index_bytes), 0.0) for each in _OVER_POOL]
+    if name == "activate":
+        return [steps.activate(given, kinds, False)]
+    if name == "delta_operands":
+        return [steps.delta_operands(given, 0.0, kinds)]
+    if name == "gated_norm":
+        return [steps.gated_norm(given, 0.0, *kinds)]
+    return [steps.prepare_keys(given, *kinds) if name == "prepare_keys" else steps.gated(given, *kinds)]
+
+
+def _backwards(op: Op, given: Given, switches: Mapping[str, Any]) -> list[Schedule]:
+    mixed = switches.get("mixed") or given.types[op.names[0]]
+    options = Options(kinds=_kinds(op, given, switches))
+    texts = _TEXTS if op.name in layer_table.SHIFTS else _TEXTS[:1]
+    return [_backward(op.name, given, options._replace(texts=each), mixed) for each in texts]
+
+
+def _backward(name: str, given: Given, options: Options, grad_type: str) -> Schedule:
+    """Return the backward for all gradients, from gradients of this type, which that of a residual need not have."""
+    results = {f"d{x}": Result((1,), given.types[x]) for x in layer_table.OPS[name].inputs if x in given.types}
+    grads = dict.fromkeys((f"grad_{x}" for x in _results(name, given)), grad_type)
+    if name == "norm_shift":
+        grads["grad_residual"] = given.types["x"]
+    given = given._replace(types={**given.types, **grads}, results=results)
+    return layer_gradients.backward(name, given, options, [*layer_table.OPS[name].inputs])
+
+
+def _results(name: str, given: Given) -> Sequence[str]:
+    """Return what a call returns."""
+    names = [*layer_table.RESULTS[name]]
+    if name in layer_table.SHIFTS:
+        begin = names.index("mixed0")
+        return names[: begin + given.sizes[1]] + names[begin + layer_table.MOST_MIXES :]
+    return [x for x in names if x != "new_v" or "v_first" in given.types]
+
+
+def _convolutions(
+    given: Given, switches: Mapping[str, Any], direction: str, state_type: str, index_bytes: int
+) -> list[Schedule]:
+    activation = switches["activation"]
+    if direction == "update":
+        held = {**{x: own for x, own in given.types.items() if x != "initial_state"}, "conv_state": state_type}
+        length = switches["state_len"] or switches["taps"] - 1
+        given = given._replace(types=held)
+        rows = Sequences(1, index_bytes=index_bytes)
+        return [convolution.update(given, rows, length, switches["channels_last"], activation, switches["ring"])]
+    if direction == "forward":
+        return [convolution.forward(given, texts, activation) for texts in _TEXTS]
+    results = {f"d{x}": Result((1,), storage) for x, storage in given.types.items()}
+    given = given._replace(results=results)
+    return [convolution.backward(given, texts, activation, [*given.types]) for texts in _TEXTS]
+
+
+# ---- a layer of a model ------------------------------------------------------------------------------------------
 
 
 def requests(p: Problem, width: int, w_type: str, direction: str) -> list[kernel.Request]:
     """Return the kernels of a layer of `width` channels in one direction, or in updates over a pool.
 
-    Those of both directions are of training, with the loss; those of updates are of decode and of prompts.
+    Those of both directions are of training, with the loss; those of updates are of decode and of prompts. Parameters
+    have the type of rows, or float32.
     """
-    made: list[Schedule] = []
-    for parameters in dict.fromkeys((p.types["v"], "fp32")):
-        calls = _Calls(p, width, parameters)
-        if direction == "update":
-            made += calls.updates(w_type)
-        elif direction == "forward":
-            made += calls.forwards()
-        else:
-            made += calls.backwards()
-    if direction != "update":
-        made += _losses(p, direction)
-    return [request for each in made for request in each.requests(p.gpu)]
+    own, is_update = p.types["v"], direction == "update"
+    sizes, requests = {"head_size": p.K, "heads": max(width // p.K, 1)}, list[kernel.Request]()
+    for parameters in dict.fromkeys((own, "fp32")):
+        several = [*_calls(p, parameters), *(_steps(p, w_type) if is_update else _of_training(p, parameters))]
+        for name, chosen, switches in several:
+            op, counts = layer_table.OPS[name], _COUNTS if name in ("activate", "gated") else (1,)
+            types = op.types_of(own, parameters, chosen)
+            for count, state_type in product(counts, dict.fromkeys((own, p.state_type))):
+                of_all = {**sizes, "width": count if name == "activate" else width * count}
+                cut = {x: of_all[x] for x in sizes_of(op)}
+                pass_of = "forward" if is_update else direction
+                requests += requests_of(op, p.gpu, types, cut, switches, pass_of, state_type, 4)
+    return [*requests, *(request for each in _losses(p, direction) for request in each.requests(p.gpu))]
 
 
-class _Calls(NamedTuple):
-    """The calls of a layer whose parameters have one type."""
-
-    p: Problem
-    width: int
-    parameters: str
-
-    @property
-    def layer(self) -> _Layer:
-        return LAYERS[self.p.op.name]
-
-    @property
-    def is_rwkv7(self) -> bool:
-        return self.p.op.name == "wkv7"
-
-    @property
-    def heads(self) -> tuple[int, int]:
-        """How many there are, by which threads of few differ, and their size."""
-        return max(self.width // self.p.K, 1), self.p.K
-
-    def given(self, op: str, sizes: tuple[int, ...], without: Iterable[str] = (), **more: str) -> Given:
-        """Return what the steps of a call go by, which lacks some inputs, or has others of these types."""
-        own, entry, left_out = self.p.types["v"], steps.OPS[op], set(without)
-        types = {x: self.parameters if x in entry.wide else own for x in entry.inputs if x not in left_out}
-        if "mixes" in types and not self.is_rwkv7:  # whose modules give them in float32
-            types["mixes"] = "fp32"
-        return Given(self.p.gpu, types | more, 1, sizes)
-
-    def shifts(self) -> list[tuple[Given, Sequences]]:
-        """Return the calls of `token_shift`: alone or behind a part that came before, packed or not."""
-        return [
-            (
-                self.given("token_shift", (self.width, mixes), _absent(amounts=has_amounts, first=has_first)),
-                Sequences(1, bound_bytes=bound_bytes),
-            )
-            for (mixes, has_amounts), has_first, bound_bytes in product(self.layer.shifts, (False, True), (0, 4, 8))
-        ]
-
-    def norms(self) -> list[tuple[Given, Sequences]]:
-        """Return the calls of `norm_shift`, whose residual is as wide as parameters are."""
-        several = product(self.layer.norms, (False, True), (0, 4, 8))
-        return [
-            (
-                self.given(
-                    "norm_shift", (self.width, mixes), _absent(add=has_add, first=has_first), x=self.parameters
-                )._replace(results={"mixed0": Result((1,), self.p.types["v"])}),
-                Sequences(1, bound_bytes=bound_bytes),
-            )
-            for (mixes, has_add), has_first, bound_bytes in several
-        ]  # fmt: skip
-
-    def keys(self) -> list[Given]:
-        """Return the calls of `prepare_keys`: of the first layer, and of others."""
-        if not self.is_rwkv7:
-            return []
-        sizes, own = self.heads, self.p.types["v"]
-        first = self.given("prepare_keys", sizes, ("v_first", "v_gate", "v0"), rate=own)
-        return [first, self.given("prepare_keys", sizes, rate=own, v_gate=own)]
-
-    def norm(self, is_update: bool = False) -> Given:
-        """Return the call of `gated_norm`: RWKV-7 makes its bonus there in updates, and with the keys in training."""
-        if not self.is_rwkv7:
-            return self.given("gated_norm", self.heads, ("r", "k", "v", "r_k", "bonus"))
-        return self.given("gated_norm", self.heads, ("bonus",) if is_update else ("r", "k", "v", "r_k"))
-
-    def elements(self) -> list[Given]:
-        """Return the calls of `gated`, which RWKV-7 has not."""
-        return [] if self.is_rwkv7 else [self.given("gated", (self.width * count,)) for count in _COUNTS]
-
-    def activations(self) -> list[Given]:
-        """Return the calls of `activate`."""
-        return [self.given("activate", (count,)) for count in _COUNTS]
-
-    def forwards(self) -> list[Schedule]:
-        """Return the schedules of the forward."""
-        return [
-            *(steps.token_shift(*each) for each in self.shifts()),
-            *(steps.norm_shift(*each, 0.0) for each in self.norms()),
-            *(steps.prepare_keys(each, "sigmoid") for each in self.keys()),
-            *self.behind(self.norm()),
-        ]
-
-    def behind(self, norm: Given) -> list[Schedule]:
-        """Return the schedules of what stands behind the recurrence and between matrices, in decode too."""
-        return [
-            steps.gated_norm(norm, 0.0, self.layer.gate, "layer"),
-            *(steps.gated(each, "sigmoid") for each in self.elements()),
-            *(steps.activate(each, ("identity",), False) for each in self.activations()),
-        ]
-
-    def backwards(self) -> list[Schedule]:
-        """Return the schedules of the backward, for all gradients."""
-        norm = Options(kinds=(self.layer.gate, "layer"))
-        several: list[tuple[str, Given, Options]] = [
-            *(("token_shift", each, Options(texts=texts)) for each, texts in self.shifts()),
-            *(("norm_shift", each, Options(texts=texts)) for each, texts in self.norms()),
-            *(("prepare_keys", each, Options(kinds=("sigmoid",))) for each in self.keys()),
-            ("gated_norm", self.norm(), norm),
-            *(("gated", each, Options(kinds=("sigmoid",))) for each in self.elements()),
-            *(("activate", each, Options(kinds=("identity",))) for each in self.activations()),
-        ]
-        return [self._backward(*each) for each in several]
-
-    def _backward(self, op: str, given: Given, options: Options) -> Schedule:
-        results = {f"d{x}": Result((1,), given.types[x]) for x in steps.OPS[op].inputs if x in given.types}
-        grads = dict.fromkeys((f"grad_{x}" for x in self._made(op, given)), self.p.types["v"])
-        if op == "norm_shift":
-            grads["grad_residual"] = given.types["x"]
-        given = given._replace(types={**given.types, **grads}, results=results)
-        return layer_gradients.backward(op, given, options, [*steps.OPS[op].inputs])
-
-    def _made(self, op: str, given: Given) -> Sequence[str]:
-        """Return what a call makes."""
-        names = [*layer_gradients.RESULTS[op]]
-        if op in steps.SHIFTS:
-            begin = names.index("mixed0")
-            return names[: begin + given.sizes[1]] + names[begin + steps.MOST_MIXES :]
-        return [x for x in names if x != "new_v" or "v_first" in given.types]
-
-    def updates(self, w_type: str) -> list[Schedule]:
-        """Return the schedules of decode and of prompts, over a pool."""
-        own = self.p.types["v"]
-        several = [
-            steps.shift_mix(
-                self.given("shift_mix", (self.width, mixes), _absent(add=has_add), shift=kept), sequences, 0.0
-            )
-            for (mixes, has_add), kept, sequences in product(
-                self.layer.steps, dict.fromkeys((own, self.p.state_type)),
-                (Sequences(1), Sequences(1, 2), Sequences(1, bound_bytes=4), Sequences(1, bound_bytes=8)),
-            )
-        ]  # fmt: skip
-        several += self.behind(self.norm(is_update=True))
-        several += [  # of RWKV-6, behind what `shift_mix` makes
-            steps.token_shift(given, texts)
-            for given, texts in self.shifts()
-            if {"amounts", "first"} <= given.types.keys() and not texts.bound_bytes
-        ]
-        if not self.is_rwkv7:
-            return several
-        return several + [
-            steps.prepare_keys(
-                self.given("prepare_keys", self.heads, (*first, *biases, "r", "r_k"), **gates), "sigmoid"
-            )
-            for first, gates in (
-                (("v_first", "v_gate", "v0"), {"rate": w_type}),
-                ((), {"rate": w_type, "v_gate": w_type}),
-            )
-            for biases in _BIAS_PAIRS
-        ]
+# A function, the types of its optional inputs and of others by name, where None is the default, and its switches.
+_Call = tuple[str, dict[str, str | None], dict[str, Any]]
 
 
-def _absent(**has: bool) -> list[str]:
-    return [name for name, is_there in has.items() if not is_there]
+def _calls(p: Problem, parameters: str) -> Iterator[_Call]:
+    """Yield what a layer calls behind its recurrence and between matrices, in decode too."""
+    yield "activate", {}, {}
+    if p.op.name != "wkv7":
+        yield "gated_norm", {"bias": None}, {"gate": LAYERS[p.op.name].gate, "norm": "layer"}
+        yield "gated", {}, {"gate": "sigmoid"}
+
+
+def _of_training(p: Problem, parameters: str) -> Iterator[_Call]:
+    """Yield what else it calls in training. RWKV-7 makes its bonus with the keys."""
+    layer, own = LAYERS[p.op.name], p.types["v"]
+    for (mixes, has_amounts), has_first in product(layer.shifts, (False, True)):
+        yield "token_shift", {"mixes": "fp32", **_there(amounts=has_amounts, first=has_first)}, {"mixes": mixes}
+    for (mixes, has_add), has_first in product(layer.norms, (False, True)):
+        chosen = {"x": parameters, **_there(add=has_add, first=has_first)}
+        yield "norm_shift", chosen, {"mixes": mixes, "mixed": own}
+    if p.op.name == "wkv7":
+        yield "gated_norm", dict.fromkeys(("bias", "bonus")), {"gate": layer.gate, "norm": "layer"}
+        first: dict[str, str | None] = {"rate": own, "a0": None, "r": None, "r_k": None}
+        yield "prepare_keys", first, {"rate_map": "sigmoid"}
+        yield "prepare_keys", {**first, "v_gate": own, "v_first": None, "v0": None}, {"rate_map": "sigmoid"}
+
+
+def _steps(p: Problem, w_type: str) -> Iterator[_Call]:
+    """Yield what else it calls in updates."""
+    layer, fixed = LAYERS[p.op.name], dict[str, str | None]() if p.op.name == "wkv7" else {"mixes": "fp32"}
+    for mixes, has_add in layer.steps:
+        yield "shift_mix", {**fixed, **_there(add=has_add)}, {"mixes": mixes}
+    for mixes, has_amounts in layer.shifts:
+        if has_amounts:  # of RWKV-6, behind what `shift_mix` makes
+            yield "token_shift", {**fixed, **_there(amounts=True, first=True)}, {"mixes": mixes}
+    if p.op.name == "wkv7":
+        several = dict.fromkeys(("bias", "r", "k", "v", "r_k"))
+        yield "gated_norm", several, {"gate": layer.gate, "norm": "layer"}
+        for has_values, has_biases in product((False, True), (False, True)):  # which may be absent
+            chosen: dict[str, str | None] = {"rate": w_type, **({"v_gate": w_type} if has_values else {})}
+            there = _there(a0=has_biases, v_first=has_values, v0=has_values and has_biases)
+            yield "prepare_keys", chosen | there, {"rate_map": "sigmoid"}
+
+
+def _there(**has: bool) -> dict[str, str | None]:
+    return {name: None for name, is_there in has.items() if is_there}
 
 
 def _losses(p: Problem, direction: str) -> list[Schedule]:
     """Return the schedules of the loss: of any vocabulary, with a pull on the largest logit and without."""
+    if direction == "update":
+        return []
     several: list[Any] = [
         loss.Given(p.gpu, p.types["v"], 1, columns, target_bytes, l2_wrap=l2_wrap)
         for columns, target_bytes, l2_wrap in product(_COLUMNS, (4, 8), (0.0, 1.0))

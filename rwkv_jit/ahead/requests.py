@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -13,28 +14,67 @@ from rwkv_jit.call import checks, rule, switches, tensors, tuned
 from rwkv_jit.call.plan import DTYPES
 from rwkv_jit.call.rule import Known
 from rwkv_jit.kernels import kernel
-from rwkv_jit.kernels.errors import UnsupportedConfigError
+from rwkv_jit.kernels.errors import UnsupportedConfigError, brief
 from rwkv_jit.kernels.gpu import Gpu
 from rwkv_jit.kernels.template import STORAGE_TYPES, Parameter
 from rwkv_jit.ops import timex, wide_keys
-from rwkv_jit.schedules import directions, replay, segments, update, varlen, wkv4
+from rwkv_jit.schedules import directions, replay, segments, through, update, varlen, wkv4
+from rwkv_jit.schedules.build_command import LAYER_OPS, OPS
 from rwkv_jit.schedules.common import Case
+from rwkv_jit.schedules.derived_table import ALL
+from rwkv_jit.schedules.layers import LEGAL
+from rwkv_jit.schedules.operands import Slots
 from rwkv_jit.schedules.problem import STATE, Op, Problem
 from rwkv_jit.schedules.replay import Ring
 from rwkv_jit.schedules.schedule import Schedule
-from rwkv_jit.schedules.table import OPS
 from rwkv_jit.schedules.update import Pool
 from rwkv_jit.schedules.varlen import Varlen
 
-# What is told of calls to ops that have it, beside dtypes.
-_OF_HEADS = ("head_size", "value_size", "decay", "decay_bound", "state_layout", "state_dtype", "shards")
-OPTIONS = {
-    **{name: _OF_HEADS for name, op in OPS.items() if op.has_heads},
-    **{name: (*_OF_HEADS, "width") for name in layers.LAYERS},
-    "wkv4": ("decay",), "timex": ("tokens", "batch"),
-}  # fmt: skip
 DIRECTIONS = ("forward", "backward")
 UPDATE = "update"  # what stands beside the directions: one or a few tokens over a pool of states
+
+
+class Calls(NamedTuple):
+    """What is told of calls: None is what their op does not have, or its default."""
+
+    op: str
+    head_size: int | None = None
+    dtype: torch.dtype = torch.bfloat16
+    arch: str | None = None
+    direction: str = DIRECTIONS[0]
+    decay: str | None = None
+    state_layout: str | None = None
+    w_dtype: torch.dtype | None = None
+    state_dtype: torch.dtype = torch.float32
+    decay_bound: float | None = None
+    value_size: int | None = None
+    tokens: int | None = None
+    batch: int | None = None
+    width: int | None = None
+    rings: Sequence[tuple[int, int]] = ()
+    shards: bool | None = False
+    heads: int | None = None
+    key_heads: int | None = None
+    index_bits: int = 32
+    inputs: Mapping[str, torch.dtype | None] = {}
+    switches: Mapping[str, Any] = {}
+
+
+def options_of(name: str) -> tuple[str, ...]:
+    """Return the fields of `Calls` that an op has, beside dtypes."""
+    op = OPS[name]
+    sizes = layers.sizes_of(op) if name in LAYER_OPS else ("tokens", "batch") if name == "timex" else ()
+    options = [*sizes, *(["state_dtype"] if name in _OVER_POOLS else [])]
+    if name in ALL and op.decays and op.state:
+        options += ["decay"]
+    if name in ALL and op.has_heads:
+        options += ["head_size", "value_size", "decay_bound", "state_layout", "state_dtype", "shards"]
+        options += ["heads", "key_heads"] if op.through is not None else []
+        options += ["width"] if name in layers.LAYERS else []
+    return (*options, "inputs")
+
+
+_OVER_POOLS = ("shift_mix", "causal_conv1d")
 # Of all lengths one stands for those that the tensor cores take, in segments too, one for those that few heads take in
 # the kernels for large ones, one for those of a few chunks, one for those that are a short chunk, and one for the
 # others; of all GPUs one that has too few heads whatever a call has,
@@ -47,6 +87,11 @@ _LENGTHS = (_LONG, _OF_FEW_HEADS, 128, rule.SHORT_TOKENS, 1)
 _STATELESS_LENGTHS = (32, rule.SHORT_TOKENS)
 _MULTIPROCESSORS = 2**16
 _WIDEST = 2**16  # of layers: kernels of wider ones take minutes to compile
+# Of ops with dedicated kernels: multiprocessors for each head of all sequences. These cut a sequence from so many
+# tokens for a block on, and values where there are fewer blocks than multiprocessors.
+_SHARES = (1, 2, 4)
+_LEAST_CUT = 2048
+_MANY_HEADS = 64  # where nobody says how many there are
 # Of these sizes one stands for each set of kernels that calls of timex take: they differ up to 8 rows, and above 16.
 _BATCHES = (*range(1, 9), 16, 32)
 
@@ -54,7 +99,7 @@ _BATCHES = (*range(1, 9), 16, 32)
 # ---- the kernels of all calls ------------------------------------------------------------------------------------
 
 
-class _Calls(NamedTuple):
+class _StandIns(NamedTuple):
     """Calls of an op that differ in their lengths, in the number of their heads, and in whether they have gradients."""
 
     asked: Problem  # whose backend and geometry are not chosen yet; states at both ends take the most kernels
@@ -80,6 +125,12 @@ class _Calls(NamedTuple):
             for of_heads in ({}, few_heads, few_heads | {"is_packed": True, "longest": tokens})
             for training, known in product(purposes, several)
         ]
+        if self.case.op.through is not None:
+            made += [
+                self.problem(known, self.case._replace(tokens=tokens, training=training, **self.of_shares(share)))
+                for tokens, share in product((_LONG, _LEAST_CUT, 1024), _SHARES)
+                for training, known in product(purposes, several)
+            ]
         made += [
             self.problem(known, case._replace(training=training))._replace(has_initial_state=False)
             for tokens in (_STATELESS_LENGTHS if self.asked.state_type == "fp32" else ())
@@ -90,6 +141,14 @@ class _Calls(NamedTuple):
             of_states = [p for p in made if directions.has_state_alone(p)]
             made += [p._replace(wanted=(STATE,)) for p in of_states]
         return made
+
+    def of_shares(self, share: int) -> dict[str, Any]:
+        """Return what the rule looks at where there are so many multiprocessors for each head."""
+        return {"blocks": self.case.heads, "multiprocessors": lambda: share * self.case.heads}
+
+    def below(self) -> _StandIns:
+        """Return the calls of the op that runs these over a pool."""
+        return self._replace(asked=through.below(self.asked), case=self.case.below())
 
     def pooled_problems(self, several: Sequence[Known]) -> list[Problem]:
         """Return the problems that stand for sequences of any lengths over a pool, longer ones than updates take."""
@@ -115,9 +174,10 @@ class _Calls(NamedTuple):
 
     def in_parts(self, case: Case) -> list[Case]:
         """Return the calls that are made of one of these, where its keys go in parts."""
-        if case.op.family != "diagonal":
+        running = case if case.op.through is None else case.below()
+        if running.op.family != "diagonal":
             return [case]
-        sizes = wide_keys.part_sizes(self.asked.backend, case, lambda: self.asked.gpu)
+        sizes = wide_keys.part_sizes(self.asked.backend, running, lambda: self.asked.gpu)
         return [case._replace(head_size=size) for size in dict.fromkeys(sizes)]
 
 
@@ -125,114 +185,173 @@ def _schedule(problem: Problem, direction: str) -> Schedule:
     return directions.forward(problem) if direction == "forward" else directions.backward(problem)
 
 
-def call_requests(
-    op: str, head_size: int | None, dtype: torch.dtype, arch: str | None, direction: str, decay: str | None,
-    state_layout: str | None, w_dtype: torch.dtype | None, state_dtype: torch.dtype, decay_bound: float | None,
-    value_size: int | None = None, tokens: int | None = None, batch: int | None = None, width: int | None = None,
-    rings: Sequence[tuple[int, int]] = (), shards: bool | None = False,
-) -> list[kernel.Request]:  # fmt: skip
+def call_requests(calls: Calls) -> list[kernel.Request]:
     """Return the kernels that calls of an op may need in one direction.
 
     Long and short ones, with many and few heads, for gradients and not; some of the kernels may be equal.
     """
+    op, direction = calls.op, calls.direction
     checks.check_name("op", op, tuple(OPS))
-    entry, w_dtype = OPS[op], dtype if w_dtype is None else w_dtype
-    types = _types(entry, dtype) | dict.fromkeys(_wide(entry), _storage("w_dtype", w_dtype))
-    state_type = _storage("state_dtype", state_dtype)
-    _refuse_lengths(op, tokens, batch)
+    entry = OPS[op]
+    types = _types(entry, calls)
+    state_type = _storage("state_dtype", calls.state_dtype)
+    _refuse_lengths(op, calls.tokens, calls.batch)
+    _check_heads(calls)
+    if not isinstance(calls.index_bits, int) or calls.index_bits not in (32, 64):
+        raise ValueError(f"index_bits: expected 32 or 64, got {brief(calls.index_bits)}")
     if direction == UPDATE and not entry.state:
         raise ValueError(f"updates: {op} has no calls over a pool of states")
-    if width is not None:
-        if op not in layers.LAYERS:
-            raise ValueError(f"width: is only for {', '.join(layers.LAYERS)}, got {width!r}")
-        _check_sizes(width=width)
-        if width > _WIDEST:
-            raise UnsupportedConfigError(f"width: expected at most {_WIDEST}, got {width}")
-    if entry.has_heads:
-        if head_size is None:
-            raise TypeError(f"head_sizes: {op} needs some, got None")
-        way = DIRECTIONS[0] if direction == UPDATE else direction
-        calls = _checked(
-            op, head_size, value_size, dtype, arch, way, "auto", decay, decay_bound, state_layout, None, None
-        )
-        calls = calls._replace(asked=calls.asked._replace(types=types, state_type=state_type))
-        w_type = _storage("w_dtype", w_dtype)
-        of_layer = [] if width is None else layers.requests(calls.asked, width, w_type, direction)
+    _check_width(calls)
+    if op in LAYER_OPS:
+        return _layer_requests(calls, types, state_type)
+    several = _switches(entry, calls.switches)
+    if not entry.has_heads:
+        return _requests_without_heads(calls, types)
+    if calls.head_size is None:
+        raise TypeError(f"head_sizes: {op} needs some, got None")
+    if entry.through is not None and (calls.shards or calls.rings):
+        name = "shards" if calls.shards else "rings"
+        of = "over parts of sequences" if calls.shards else "over a ring of tokens"
+        raise ValueError(f"{name}: {op} has no calls {of}")
+    w_type, requests = types.get("w", "fp32"), list[kernel.Request]()
+    for stand_ins in [_stand_ins(calls, types, state_type, traits) for traits in several]:
         if direction == UPDATE:
-            pooled = calls.pooled_problems(_known(arch))
-            of_rings = [request for each in rings for request in _replay_requests(calls.asked, w_type, *each)]
-            return [*_update_requests(calls.asked, w_type), *_varlen_requests(pooled, w_type), *of_layer, *of_rings]
-        problems = calls.problems(direction, _known(arch))
-        if shards:
-            problems += calls.shard_problems(direction, _known(arch))
-    else:
-        of_layer = []
-        if shards:
-            raise ValueError(f"shards: {op} has no calls over parts of sequences")
-        if state_dtype != torch.float32:
-            whose = "timex has no states" if op == "timex" else f"states of {op} are torch.float32"
-            raise TypeError(f"state_dtype: {whose}, got {state_dtype}")
-        _refuse(op, head_size=head_size, value_size=value_size, state_layout=state_layout, decay_bound=decay_bound)
-        _refuse(op, rings=tuple(rings) or None)
-        if op == "timex":
-            _refuse(op, decay=decay)
-            batches = _BATCHES if batch is None else [batch]
-            problems = [_timex_problem(types, arch, direction, "auto", tokens, rows) for rows in batches]
-        elif direction == UPDATE:
-            made = [_wkv4_problem(types, arch, DIRECTIONS[0], "recurrent", decay, tokens=count) for count in (1, 2)]
-            return [request for p in made for request in wkv4.update(p, {}).requests(p.gpu)]
+            requests += _pool_requests(stand_ins, calls, w_type)
         else:
-            problems = [
-                _wkv4_problem(types, arch, direction, "auto", decay, multiprocessors, length)
-                # Without tokens the state's gradient passes through another kernel.
-                for multiprocessors, length in ((None, _LONG), (_MULTIPROCESSORS, _LONG), (None, 0))
-            ]
-    of_op = [request for p in problems if p.backend != "fft" for request in _schedule(p, direction).requests(p.gpu)]
-    return [*of_op, *of_layer]
+            known = _known(calls.arch)
+            problems = stand_ins.problems(direction, known)
+            problems += stand_ins.shard_problems(direction, known) if calls.shards else []
+            requests += [request for p in problems for request in _schedule(p, direction).requests(p.gpu)]
+        if calls.width is not None:
+            requests += layers.requests(stand_ins.asked, calls.width, w_type, direction)
+    return requests
 
 
-def _update_requests(p: Problem, w_type: str) -> list[kernel.Request]:
+def _pool_requests(stand_ins: _StandIns, calls: Calls, w_type: str) -> list[kernel.Request]:
+    """Return the kernels of calls over a pool: of an op that goes through another those of that one and before it."""
+    known, asked, index_bytes = _known(calls.arch), stand_ins.asked, calls.index_bits // 8
+    if asked.op.through is not None:
+        below = stand_ins.below()
+        # A bound of a gate chooses no chunks over a pool, and an input may have one number of a head.
+        several = below._replace(case=below.case._replace(decay_bound=None)).pooled_problems(known)
+        of_heads = {name: dims for name, dims in asked.op.also.items() if not dims.startswith("(")}
+        ops = [asked.op, *([replace(asked.op, inputs={**asked.op.inputs, **of_heads})] if of_heads else [])]
+        problems = [asked._replace(op=op, training=False) for op in ops]
+        # Behind the recurrence: of updates, and of packed tokens with bounds of either width.
+        bounds = [Slots(1, index_bytes, -1, True), *(Slots(1, index_bytes, -1, True, 1, width) for width in (4, 8))]
+        around = [through.over_pool(p, Schedule(()), slots) for p in problems for slots in bounds]
+        of_inputs = [request for each in around for request in each.requests(asked.gpu)]
+        return [
+            *of_inputs, *_update_requests(below.asked, ["fp32"], index_bytes),
+            *_varlen_requests(several, ["void"], index_bytes),
+        ]  # fmt: skip
+    w0_types = ["fp32", w_type] if "w" in asked.op.inputs else ["fp32"]
+    of_rings = [request for each in calls.rings for request in _replay_requests(asked, w0_types, index_bytes, *each)]
+    several = stand_ins.pooled_problems(known)
+    with_none = ["void", *(w0_types if "w" in asked.op.inputs else [])]
+    of_updates = _update_requests(asked, w0_types, index_bytes)
+    return [*of_updates, *_varlen_requests(several, with_none, index_bytes), *of_rings]
+
+
+def _requests_without_heads(calls: Calls, types: Mapping[str, str]) -> list[kernel.Request]:
+    """Return the kernels of wkv4 or timex."""
+    op, arch, direction = calls.op, calls.arch, calls.direction
+    if calls.shards:
+        raise ValueError(f"shards: {op} has no calls over parts of sequences")
+    if calls.state_dtype != torch.float32:
+        whose = "timex has no states" if op == "timex" else f"states of {op} are torch.float32"
+        raise TypeError(f"state_dtype: {whose}, got {calls.state_dtype}")
+    _refuse(
+        op, head_size=calls.head_size, value_size=calls.value_size, state_layout=calls.state_layout,
+        decay_bound=calls.decay_bound, rings=tuple(calls.rings) or None,
+    )  # fmt: skip
+    if op == "timex":
+        _refuse(op, decay=calls.decay)
+        batches = _BATCHES if calls.batch is None else [calls.batch]
+        problems = [_timex_problem(types, arch, direction, "auto", calls.tokens, rows) for rows in batches]
+    elif direction == UPDATE:
+        steps = [_wkv4_problem(types, arch, DIRECTIONS[0], "recurrent", calls.decay, tokens=count) for count in (1, 2)]
+        return [request for p in steps for request in wkv4.update(p, {}).requests(p.gpu)]
+    else:
+        problems = [
+            _wkv4_problem(types, arch, direction, "auto", calls.decay, multiprocessors, length)
+            # Without tokens the state's gradient passes through another kernel.
+            for multiprocessors, length in ((None, _LONG), (_MULTIPROCESSORS, _LONG), (None, 0))
+        ]
+    return [request for p in problems if p.backend != "fft" for request in _schedule(p, direction).requests(p.gpu)]
+
+
+def _layer_requests(calls: Calls, types: Mapping[str, str], state_type: str) -> list[kernel.Request]:
+    """Return the kernels of one function of a layer's small work."""
+    op, entry, names = calls.op, OPS[calls.op], layers.sizes_of(OPS[calls.op])
+    checks.check_name("direction", calls.direction, (*DIRECTIONS, UPDATE))
+    _refuse(
+        op, value_size=calls.value_size, decay=calls.decay, state_layout=calls.state_layout,
+        decay_bound=calls.decay_bound, rings=tuple(calls.rings) or None, shards=calls.shards or None,
+        **({"head_size": calls.head_size} if "head_size" not in names else {}),
+    )  # fmt: skip
+    heads = _MANY_HEADS if calls.heads is None else calls.heads
+    sizes = {"heads": heads, "key_heads": heads if calls.key_heads is None else calls.key_heads}
+    sizes = {name: sizes.get(name, getattr(calls, name)) for name in names}
+    for name, size in sizes.items():
+        if size is None:
+            raise TypeError(f"{name}s: {op} needs some, got None")
+    _check_sizes(**sizes)
+    gpu = Gpu(*tensors.targets(calls.arch))
+    return [
+        request
+        for traits in _switches(entry, calls.switches)
+        for request in layers.requests_of(
+            entry, gpu, types, sizes, dict(traits), calls.direction, state_type, calls.index_bits // 8
+        )
+    ]
+
+
+def _update_requests(p: Problem, w0_types: Sequence[str], index_bytes: int) -> list[kernel.Request]:
     """Return the kernels of updates: of one token and of several, with few blocks and many."""
     asked = product(
-        (1, 2), (_MULTIPROCESSORS, None), dict.fromkeys(("fp32", w_type) if "w" in p.op.inputs else ("fp32",)),
+        (1, 2), (_MULTIPROCESSORS, None), dict.fromkeys(w0_types),
         (False,) if p.state_type == "fp32" else (False, True),
     )  # fmt: skip
     return [
         request
         for tokens, multiprocessors, w0_type, is_stochastic in asked
         for own in [p._replace(T=tokens, gpu=p.gpu._replace(multiprocessors=multiprocessors))]
-        for request in update.schedule(own, Pool(1, 0, w0_type=w0_type, is_stochastic=is_stochastic)).requests(p.gpu)
+        for pool in [Pool(1, 0, index_bytes=index_bytes, w0_type=w0_type, is_stochastic=is_stochastic)]
+        for request in update.schedule(own, pool).requests(p.gpu)
     ]
 
 
-def _replay_requests(p: Problem, w_type: str, length: int, drafts: int) -> list[kernel.Request]:
+def _replay_requests(
+    p: Problem, w0_types: Sequence[str], index_bytes: int, length: int, drafts: int
+) -> list[kernel.Request]:
     """Return the kernels of a ring: of steps, of drafts, of commits and of flushes, with few blocks and many."""
     checks.check_count("rings", length)
     step, ring = (1, False), Ring(length, length + drafts, length)
     phases = [step, *dict.fromkeys([(1, True), (drafts, True)] if drafts else []), (0, False)]
     asked = product(
-        phases, (_MULTIPROCESSORS, None), dict.fromkeys(("fp32", w_type) if "w" in p.op.inputs else ("fp32",)),
+        phases, (_MULTIPROCESSORS, None), dict.fromkeys(w0_types),
         (False,) if p.state_type == "fp32" else (False, True),
     )  # fmt: skip
     return [
         request
         for (tokens, is_draft), multiprocessors, w0_type, is_stochastic in asked
         for own in [p._replace(T=tokens, gpu=p.gpu._replace(multiprocessors=multiprocessors))]
-        for pool in [Pool(1, 0, w0_type=w0_type, is_stochastic=is_stochastic and not is_draft)]
+        for pool in [Pool(1, 0, index_bytes=index_bytes, w0_type=w0_type, is_stochastic=is_stochastic and not is_draft)]
         for request in replay.schedule(own, pool, ring._replace(is_draft=is_draft), tokens).requests(p.gpu)
     ]
 
 
-def _varlen_requests(several: Sequence[Problem], w_type: str) -> list[kernel.Request]:
-    """Return the kernels of sequences of any lengths, without w0 and with one."""
-    w0_types = dict.fromkeys(("void", "fp32", w_type) if "w" in several[0].op.inputs else ("void",))
+def _varlen_requests(several: Sequence[Problem], w0_types: Sequence[str], index_bytes: int) -> list[kernel.Request]:
+    """Return the kernels of sequences of any lengths, whose w0 has these types: "void" is none."""
     asked = product(
-        several, w0_types, (4, 8), (False,) if several[0].state_type == "fp32" else (False, True), (False, True)
-    )
+        several, dict.fromkeys(w0_types), (4, 8), (False,) if several[0].state_type == "fp32" else (False, True),
+        (False, True),
+    )  # fmt: skip
     return [
         request
         for p, w0_type, bound_bytes, is_stochastic, has_few_tokens in asked
-        for pool in [Pool(1, 0, w0_type="fp32" if w0_type == "void" else w0_type, is_stochastic=is_stochastic)]
+        for pool in [Pool(1, 0, 16, index_bytes, -1, "fp32" if w0_type == "void" else w0_type, is_stochastic)]
         for request in varlen.schedule(
             p._replace(w0_type=w0_type), pool, Varlen(1, 0, bound_bytes, has_few_tokens)
         ).requests(p.gpu)
@@ -259,41 +378,48 @@ class Named(NamedTuple):
 
 
 def named(
-    op: str, head_size: int | None, value_size: int | None, dtype: torch.dtype, arch: str | None, direction: str,
-    backend: str, decay: str | None, chunk_len: int | None, num_threads: int | None, tokens: int | None,
-    batch: int | None, parameters: Mapping[str, Parameter],
-) -> Named:  # fmt: skip
-    """Check everything and return the kernel of the arguments of `specialize`, before it is found or compiled."""
-    checks.check_name("op", op, tuple(OPS))
-    entry = OPS[op]
-    _refuse_lengths(op, tokens, batch)
+    calls: Calls, backend: str, chunk_len: int | None, num_threads: int | None, parameters: Mapping[str, Parameter]
+) -> Named:
+    """Check everything and return the kernel of the arguments of `specialize`, before it is found or compiled.
+
+    `parameters` are switches of the op and constants of the template.
+    """
+    op, arch, direction = calls.op, calls.arch, calls.direction
+    checks.check_name("op", op, tuple(ALL))
+    checks.check_name("direction", direction, DIRECTIONS)
+    entry = ALL[op]
+    _refuse_lengths(op, calls.tokens, calls.batch)
+    _check_heads(calls)
+    chosen = {name: value for name, value in parameters.items() if name in entry.traits}
+    parameters = {name: value for name, value in parameters.items() if name not in entry.traits}
+    types, others = _with_parameters(entry, _types(entry, calls), parameters)
     if entry.has_heads:
-        layout = parameters.get("state_layout")
-        calls = _checked(
-            op, head_size, value_size, dtype, arch, direction, backend, decay, None,
-            None if layout is None else str(layout), chunk_len, num_threads,
-        )  # fmt: skip
-        asked = calls.asked
-        types, others = _with_parameters(entry, asked.types, parameters)
-        asked = asked._replace(types=types)
+        layout, state_type = parameters.get("state_layout"), "fp32"
+        calls = calls._replace(state_layout=None if layout is None else str(layout))
+        traits = _switches(entry, {**entry.traits, **chosen})[0]
         if others.get("T_STATE") in STORAGE_TYPES:
-            asked = asked._replace(state_type=str(others.pop("T_STATE")))
+            state_type = str(others.pop("T_STATE"))
         others.pop("STATE_LAYOUT", None)
-        calls = calls._replace(asked=asked)
-        if backend == "split" and rule.is_held_by_blocks(calls.case, lambda: asked.gpu):
-            calls = calls._replace(asked=asked._replace(backend="chunked"))  # the same kernels
-        problem = calls.problem(_known(arch)[0], calls.case)
+        stand_ins = _stand_ins(calls, types, state_type, traits, backend, chunk_len, num_threads)
+        case = stand_ins.case if entry.through is None else stand_ins.case.below()
+        if backend == "split" and rule.is_held_by_blocks(case, lambda: stand_ins.asked.gpu):
+            stand_ins = stand_ins._replace(asked=stand_ins.asked._replace(backend="chunked"))  # the same kernels
+        problem = stand_ins.problem(_known(arch)[0], stand_ins.case)
     else:
-        _refuse(op, head_size=head_size, value_size=value_size, chunk_len=chunk_len, num_threads=num_threads)
-        types, others = _with_parameters(entry, _types(entry, dtype), parameters)
+        _refuse(
+            op, head_size=calls.head_size, value_size=calls.value_size, chunk_len=chunk_len, num_threads=num_threads
+        )
         if op == "wkv4":
-            problem = _wkv4_problem(types, arch, direction, backend, decay)
+            problem = _wkv4_problem(types, arch, direction, backend, calls.decay)
         else:
             checks.check_name("t_w", parameters.get("t_w", types["w"]), STORAGE_TYPES)
-            _refuse(op, decay=decay)
-            problem = _timex_problem(types, arch, direction, backend, tokens, _BATCHES[-1] if batch is None else batch)
+            _refuse(op, decay=calls.decay)
+            rows = _BATCHES[-1] if calls.batch is None else calls.batch
+            problem = _timex_problem(types, arch, direction, backend, calls.tokens, rows)
             if problem.backend == "fft":
-                raise UnsupportedConfigError(f"backend: 'fft' has no kernel, and calls of {tokens} tokens take it")
+                raise UnsupportedConfigError(
+                    f"backend: 'fft' has no kernel, and calls of {calls.tokens} tokens take it"
+                )
     schedule = _schedule(problem, direction)
     step = schedule.launches[schedule.main]
     step = step._replace(parameters={**step.parameters, **others})
@@ -315,7 +441,7 @@ def _with_parameters(
             raise TypeError(f"parameter {parameter}: expected an int, a bool or an identifier, got {value!r}")
         if parameter in constants:
             raise ValueError(f"parameter {parameter}: is no choice for {op.name}, got {value!r}")
-        if value in STORAGE_TYPES and parameter in [f"T_{wide.upper()}" for wide in _wide(op)]:
+        if value in STORAGE_TYPES and parameter in [f"T_{wide.upper()}" for wide in op.wide if wide in op.inputs]:
             types[parameter[2:].lower()] = str(value)
         else:
             others[parameter] = value
@@ -331,11 +457,11 @@ def _wkv4_problem(
 ) -> Problem:  # fmt: skip
     """Return the problem of calls of wkv4, of one channel."""
     checks.check_name("direction", direction, DIRECTIONS)
-    checks.check_name("backend", backend, tuple(name for name in OPS["wkv4"].backends if name != "reference"))
-    checks.check_name("decay", decay or "raw", OPS["wkv4"].decays)
+    checks.check_name("backend", backend, tuple(name for name in ALL["wkv4"].backends if name != "reference"))
+    checks.check_name("decay", decay or "raw", ALL["wkv4"].decays)
     gpu = Gpu(*tensors.targets(arch), multiprocessors)
     return Problem(
-        OPS["wkv4"], gpu, types, T=tokens, C=1, training=True, has_initial_state=True, has_final_state=True,
+        ALL["wkv4"], gpu, types, T=tokens, C=1, training=True, has_initial_state=True, has_final_state=True,
         decay=decay or "raw", backend=wkv4.backend_of(backend, 1, tokens, multiprocessors or 0),
     )  # fmt: skip
 
@@ -348,57 +474,123 @@ def _timex_problem(
         raise TypeError("tokens: expected a number for timex, got None")
     _check_sizes(tokens=tokens, batch=batch)
     checks.check_name("direction", direction, DIRECTIONS)
-    checks.check_name("backend", backend, OPS["timex"].backends)
+    checks.check_name("backend", backend, ALL["timex"].backends)
     gpu = Gpu(*tensors.targets(arch))
     taken = timex.choose(backend, DTYPES[types["k"]], batch, tokens, lambda: gpu, direction)
-    return Problem(OPS["timex"], gpu, types, B=batch, T=tokens, C=1, N=batch, training=True, backend=taken)
+    return Problem(ALL["timex"], gpu, types, B=batch, T=tokens, C=1, N=batch, training=True, backend=taken)
 
 
 # ---- checks ------------------------------------------------------------------------------------------------------
 
 
-def _checked(
-    op: str, head_size: int | None, value_size: int | None, dtype: torch.dtype, arch: str | None, direction: str,
-    backend: str, decay: str | None, decay_bound: float | None, state_layout: str | None, chunk_len: int | None,
-    num_threads: int | None,
-) -> _Calls:  # fmt: skip
-    """Check everything and return calls whose inputs are all of one type."""
-    entry = OPS[op]
-    checks.check_name("direction", direction, DIRECTIONS)
-    decay = entry.decay if decay is None else decay
-    state_layout = entry.state_layout if state_layout is None else state_layout
-    checks.check_options(entry, 1.0, decay, decay_bound, state_layout, 1, chunk_len, num_threads, backend)
+def _stand_ins(
+    calls: Calls, types: Mapping[str, str], state_type: str, traits: tuple[tuple[str, Any], ...],
+    backend: str = "auto", chunk_len: int | None = None, num_threads: int | None = None,
+) -> _StandIns:  # fmt: skip
+    """Check everything and return calls of an op with heads that stand for all of them."""
+    entry, head_size, value_size = ALL[calls.op], calls.head_size, calls.value_size
+    checks.check_name("direction", calls.direction, (*DIRECTIONS, UPDATE))
+    decay = entry.decay if calls.decay is None else calls.decay
+    state_layout = entry.state_layout if calls.state_layout is None else calls.state_layout
+    bound = dict(traits).get("lower_bound") if calls.decay_bound is None else calls.decay_bound
+    checks.check_options(entry, 1.0, decay, bound, state_layout, 1, chunk_len, num_threads, backend)
     if backend == "reference":
         raise UnsupportedConfigError("backend: the reference is plain torch and has no kernel")
     if head_size is None:
-        raise TypeError(f"head_size: {op} needs one, got None")
+        raise TypeError(f"head_size: {calls.op} needs one, got None")
     value_size = head_size if value_size is None else value_size
     _check_sizes(head_size=head_size, value_size=value_size)
-    storage, (narrow, _) = _storage("dtype", dtype), switches.current()
+    heads, key_heads = 1, 1
+    if entry.through is not None:
+        heads = _MANY_HEADS if calls.heads is None else calls.heads
+        key_heads = heads if calls.key_heads is None else calls.key_heads
+    _check_raw_gates(entry, types, traits)
+    storage, (narrow, _) = _storage("dtype", calls.dtype), switches.current()
     asked = Problem(
-        entry, Gpu(*tensors.targets(arch)), _types(entry, dtype), K=head_size, V=value_size, G=1, decay=decay,
-        state_layout=state_layout, backend=backend, num_threads=num_threads, has_initial_state=True,
-        has_final_state=True, is_narrow=storage in narrow,
+        entry, Gpu(*tensors.targets(calls.arch)), types, H=heads, K=head_size, V=value_size, G=key_heads, decay=decay,
+        state_type=state_type, state_layout=state_layout, backend=backend, num_threads=num_threads,
+        has_initial_state=True, has_final_state=True, is_narrow=storage in narrow, traits=traits,
     )  # fmt: skip
-    of_products = "fp16" if asked.is_narrow else storage
-    case = Case(entry, of_products, head_size, value_size, _LONG, decay, decay_bound, chunk_len, num_threads)
-    return _Calls(asked, case)
+    case = Case(
+        entry, "fp16" if asked.is_narrow else storage, head_size, value_size, _LONG, decay, bound, chunk_len,
+        num_threads, heads=heads, group=heads // key_heads, is_narrow=asked.is_narrow, present=asked.present,
+        traits=traits,
+    )  # fmt: skip
+    return _StandIns(asked, case)
 
 
-def _types(op: Op, dtype: torch.dtype) -> dict[str, str]:
-    """Return the storage types of inputs that are all of one dtype."""
-    return dict.fromkeys(op.names, _storage("dtype", dtype))
+def _check_raw_gates(op: Op, types: Mapping[str, str], traits: tuple[tuple[str, Any], ...]) -> None:
+    if "a_log" in op.optional and "a_log" not in types:
+        for name, is_there in (("dt_bias", "dt_bias" in types), ("lower_bound", dict(traits).get("lower_bound"))):
+            if is_there:
+                raise ValueError(f"{name}: needs A_log among the inputs too")
+
+
+def _check_heads(calls: Calls) -> None:
+    """Check how many heads there are, of keys and of values."""
+    op, (heads, key_heads) = calls.op, (calls.heads, calls.key_heads)
+    for name, count in (("heads", heads), ("key_heads", key_heads)):
+        if count is not None:
+            if name not in options_of(op):
+                raise ValueError(f"{name}: kernels of {op} do not depend on how many there are, got {count!r}")
+            _check_sizes(**{name: count})
+    if key_heads is not None and heads is None:
+        raise TypeError(f"heads: expected a number where key_heads is given, got None and {key_heads}")
+    if key_heads is not None and heads is not None and heads % key_heads:
+        raise ValueError(f"key_heads: expected a divisor of the {heads} heads, got {key_heads}")
+
+
+def _check_width(calls: Calls) -> None:
+    """Check the channels of a layer."""
+    width, several = calls.width, list(layers.LAYERS)
+    if calls.op in LAYER_OPS:
+        several = [name for name in LAYER_OPS if "width" in options_of(name)]
+    if width is not None:
+        if calls.op not in several:
+            raise ValueError(f"width: is only for {', '.join(several)}, got {width!r}")
+        _check_sizes(width=width)
+        if width > _WIDEST:
+            raise UnsupportedConfigError(f"width: expected at most {_WIDEST}, got {width}")
+
+
+def _switches(op: Op, given: Mapping[str, Any]) -> list[tuple[tuple[str, Any], ...]]:
+    """Check switches and return all of them by name: one that is on or off and not named stands for both."""
+    for name, value in given.items():
+        default = op.traits[name]
+        if isinstance(default, bool):
+            given = {**given, name: checks.check_flag(name, value)}
+        elif name in LEGAL:
+            if value is not None or default is not None:
+                checks.check_name(name, value, tuple(LEGAL[name]))
+        elif isinstance(default, int) or name == "state_len":
+            if value is not None or default is not None:
+                checks.check_count(name, value)
+        elif value is not None:
+            checks.check_number(name, value)
+    several = [
+        [given[name]] if name in given else [False, True] if isinstance(default, bool) else [default]
+        for name, default in op.traits.items()
+    ]
+    return [tuple(zip(op.traits, values, strict=True)) for values in product(*several)]
+
+
+def _types(op: Op, calls: Calls) -> dict[str, str]:
+    """Return the storage types of the inputs of calls."""
+    storage = _storage("dtype", calls.dtype)
+    wide = storage if calls.w_dtype is None else _storage("w_dtype", calls.w_dtype)
+    legal = [x for x, name in zip(op.public_names, op.names, strict=True) if name in op.wide or name in op.optional]
+    for name in calls.inputs:
+        checks.check_name("inputs", name, tuple(legal) or ("nothing",))
+    several = {
+        name: None if dtype is None else _storage(f"inputs[{name!r}]", dtype) for name, dtype in calls.inputs.items()
+    }
+    return op.types_of(storage, wide, several)
 
 
 def _storage(name: str, dtype: torch.dtype) -> str:
     if not isinstance(dtype, torch.dtype) or dtype not in tensors.STORAGE:
         raise TypeError(f"{name}: expected {' or '.join(map(str, tensors.STORAGE))}, got {dtype}")
     return tensors.STORAGE[dtype]
-
-
-def _wide(op: Op) -> list[str]:
-    """Return the inputs that may be float32 beside others of 16 bits."""
-    return [name for name in op.wide if name in op.inputs]
 
 
 def _refuse(op: str, **unwanted: Any) -> None:

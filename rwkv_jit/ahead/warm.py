@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, as_completed
 from itertools import chain, product
 from typing import Any
 
 import torch
 
-from rwkv_jit.ahead.requests import DIRECTIONS, UPDATE, call_requests, named
+from rwkv_jit.ahead.requests import DIRECTIONS, UPDATE, Calls, call_requests, named
 from rwkv_jit.call import checks, prepared
 from rwkv_jit.kernels import env, kernel
-from rwkv_jit.kernels.errors import UnsupportedConfigError, brief
-from rwkv_jit.kernels.template import Parameter
+from rwkv_jit.kernels.errors import UnsupportedConfigError, brief, unexpected
+from rwkv_jit.schedules.build_command import OPS
 
 
 def specialize(
@@ -29,14 +29,18 @@ def specialize(
     num_threads: int | None = None,
     tokens: int | None = None,
     batch: int | None = None,
-    **parameters: Parameter,
+    heads: int | None = None,
+    key_heads: int | None = None,
+    inputs: Iterable[str] | Mapping[str, torch.dtype | None] = (),
+    **parameters: Any,
 ) -> kernel.Kernel:
     """Compile one direction of an op, or find it in the cache; neither a GPU nor a driver is needed.
 
     Parameters
     ----------
-    op : {"wkv4", "wkv5", "wkv6", "wkv7", "gla", "linear_attention", "timex"}
-        The op.
+    op : str
+        The op, by the name of its function: "wkv4", "wkv5", "wkv6", "wkv7", "gla", "linear_attention", "timex", "kda",
+        "gated_delta_rule", "delta_rule", "gated_delta_rule2", "simple_gla", "hgrn2" or "ssd".
     head_size : int
         K, from 1. None for wkv4 and timex, which have no heads.
     value_size : int, optional
@@ -58,8 +62,15 @@ def specialize(
         By default as calls on this GPU take them, tuned or chosen by the head size; with an `arch`, by the head size.
     tokens, batch : int, optional
         Only for timex, whose kernels depend on T and B: T, and B, which is 8 or more by default.
+    heads : int, optional
+        As in `warm`.
+    key_heads : int, optional
+        As in `warm`.
+    inputs : iterable of str or mapping of str to torch.dtype, default ()
+        As in `warm`.
     **parameters
-        Any other parameter of the template in lower case: t_w and t_state ("fp16", "bf16", "fp32"), t_u (wkv5, wkv6),
+        Switches of the op as in `warm`, with the defaults of calls, and any other parameter of the template in lower
+        case: t_w and t_state ("fp16", "bf16", "fp32"), t_u (wkv5, wkv6),
         state_layout ("vk", "kv"); lanes_per_row, rows_per_thread (recurrent), blocks_per_sm,
         and largest_decay (on the tensor cores): 0 leaves out the code for decays that are out of a chunk's range.
 
@@ -84,10 +95,11 @@ def specialize(
     >>> kernel.origin, kernel.spill_bytes
     ('compiled', 0)
     """
-    made = named(
-        op, head_size, value_size, dtype, arch, direction, backend, decay, chunk_len, num_threads, tokens, batch,
-        parameters,
+    calls = Calls(
+        op, head_size, dtype, arch, direction, decay, value_size=value_size, tokens=tokens, batch=batch, heads=heads,
+        key_heads=key_heads, inputs=_by_name(inputs),
     )  # fmt: skip
+    made = named(calls, backend, chunk_len, num_threads, parameters)
     try:
         return kernel.get(made.request)
     except UnsupportedConfigError as error:
@@ -111,14 +123,17 @@ def compile_async(
     num_threads: int | None = None,
     tokens: int | None = None,
     batch: int | None = None,
-    **parameters: Parameter,
+    heads: int | None = None,
+    key_heads: int | None = None,
+    inputs: Iterable[str] | Mapping[str, torch.dtype | None] = (),
+    **parameters: Any,
 ) -> Future[kernel.Kernel]:
     """Do what `specialize` does in the background, where at most cores / local ranks kernels compile at once.
 
     Parameters
     ----------
     op, head_size, value_size, dtype, arch, direction, backend, decay, chunk_len, num_threads, tokens, batch, \
-**parameters
+heads, key_heads, inputs, **parameters
         As in `specialize`.
 
     Returns
@@ -136,10 +151,11 @@ def compile_async(
     >>> futures = [rwkv_jit.compile_async("wkv7", head_size=n, arch="sm_90") for n in (64, 96)]
     >>> kernels = [future.result() for future in futures]
     """
-    made = named(
-        op, head_size, value_size, dtype, arch, direction, backend, decay, chunk_len, num_threads, tokens, batch,
-        parameters,
+    calls = Calls(
+        op, head_size, dtype, arch, direction, decay, value_size=value_size, tokens=tokens, batch=batch, heads=heads,
+        key_heads=key_heads, inputs=_by_name(inputs),
     )  # fmt: skip
+    made = named(calls, backend, chunk_len, num_threads, parameters)
     return kernel.get_async(made.request)
 
 
@@ -162,6 +178,11 @@ def warm(
     rings: Iterable[tuple[int, int]] = (),
     widths: int | Iterable[int] | None = None,
     shards: bool = False,
+    heads: int | None = None,
+    key_heads: int | None = None,
+    index_bits: int = 32,
+    inputs: Iterable[str] | Mapping[str, torch.dtype | None] = (),
+    **switches: Any,
 ) -> list[kernel.Kernel]:
     """Compile in parallel, or find in the cache, all kernels that calls of an op will need.
 
@@ -169,12 +190,14 @@ def warm(
 
     Parameters
     ----------
-    op : {"wkv4", "wkv5", "wkv6", "wkv7", "gla", "linear_attention", "timex"}
-        The op.
+    op : str
+        The op, by the name of its function, as in `specialize`; or a function of a layer's small work: "shift_mix",
+        "token_shift", "norm_shift", "prepare_keys", "gated_norm", "activate", "gated", "delta_operands" (what the delta
+        rules prepare for `wkv7`) or "causal_conv1d".
     head_sizes : int or iterable of int, optional
-        K; None for wkv4 and timex, which have no heads.
+        K; None for what has no heads: wkv4, timex, and functions over channels.
     dtypes : torch.dtype or iterable of torch.dtype, default torch.bfloat16
-        Of r, k, v.
+        Of r, k, v, and of all inputs that are not said to have another.
     backward : bool, default True
         Also the kernels of the gradients.
     arch : str or iterable of str, optional
@@ -185,7 +208,8 @@ def warm(
     state_layout : {"vk", "kv"}, optional
         Order of the last two dimensions of the states; by default the op's: "vk", for gla and linear_attention "kv".
     w_dtype : torch.dtype, optional
-        Of w (g, and u): float32, or like r, k, v, which is the default.
+        Of what may be float32 beside 16 bits, such as w, g, u, beta and dt: float32, or like r, k, v, which is the
+        default. Parameters of heads (A, A_log, D, dt_bias) are float32 by default.
     state_dtype : torch.dtype, default torch.float32
         Of the initial state, and of pools.
     progress : callable, optional
@@ -200,20 +224,36 @@ def warm(
         B, only for timex; by default all.
     updates : bool, default False
         The kernels of `<op>_update` and `<op>_varlen` too, for batches of any size, one token and several, both
-        roundings of states, indices of 32 bits, and a w0 that is float32 or of the dtype of w. wkv4 has only an update,
+        roundings of states, and a w0 that is float32 or of the dtype of w. wkv4 and causal_conv1d have only an update,
         and timex none.
     rings : iterable of (int, int), default ()
         Beside `updates`: `length` and `drafts` of each kind of `ReplayRing`, for the kernels of `<op>_replay` of one
         token, of `<op>_verify` of one token and of `drafts`, of `replay_commit` and of `replay_flush`.
     widths : int or iterable of int, optional
-        C of models of RWKV-5, 6 or 7: also the other kernels of a layer of `rwkv_jit.nn`. Those of
+        C, of functions over channels. Of models of RWKV-5, 6 or 7: also the other kernels of a layer of `rwkv_jit.nn`.
+        Those of
         training are `token_shift`, `prepare_keys`, `gated_norm`, `activate`, `gated` and the losses. With `updates`
         also `shift_mix` and the functions after it. Parameters are all float32 or all of the dtype of r, k, v; the pool
         of last tokens has that dtype or `state_dtype`. In updates of RWKV-7, rate and v_gate have the dtype of w; a0 is
         there, with v0 where there is v_first, or neither is.
     shards : bool, default False
-        Also the kernels of `rwkv_jit.parallel`; wkv4 and timex have none. Parts that cannot be cut into equal segments
-        take the kernels of other calls.
+        Also the kernels of `rwkv_jit.parallel`, which wkv5, wkv6, wkv7, gla and linear_attention have. Parts that
+        cannot be cut into equal segments take the kernels of other calls.
+    heads : int, optional
+        H, of ops such as kda, and of functions over heads: kernels of their inputs depend on it. By default that of
+        many heads.
+    key_heads : int, optional
+        G, the heads of q and k, where they are fewer; H by default.
+    index_bits : {32, 64}, default 32
+        Beside `updates`: of the indices of slots.
+    inputs : iterable of str or mapping of str to torch.dtype, default ()
+        Which optional inputs calls have, by the names of their function, such as "A_log", "dt_bias", "D" or "z"; and,
+        in a mapping, their dtypes and those of other inputs that may be float32. None there is the default.
+    **switches
+        What else calls choose, by the names of their function: qk_norm, beta_map, lower_bound, dt_softplus, gate, norm,
+        rate_map. What is on or off and not named is compiled both ways. Of ssd, `least_step` and `most_step` are the
+        limits other than 0 and inf; of shifts `mixes` is their number and `mixed` the type ("bf16") of what is mixed,
+        and of causal_conv1d `taps` is the width, `state_len` the tokens that a pool keeps.
 
     Returns
     -------
@@ -232,8 +272,14 @@ def warm(
     Examples
     --------
     >>> kernels = rwkv_jit.warm("wkv7", head_sizes=[64, 96], arch=["sm_80", "sm_90"])
+    >>> kernels = rwkv_jit.warm("kda", 128, arch="sm_90", qk_norm=True, inputs=["A_log", "dt_bias"])
+    >>> kernels = rwkv_jit.warm("norm_shift", widths=2048, mixes=6, arch="sm_90")
     """
-    several_rings = tuple(_several("rings", rings))
+    legal = OPS[op].traits if isinstance(op, str) and op in OPS else ()
+    for name in switches:
+        if name not in legal:
+            raise unexpected("warm", name, legal)
+    several_rings, types = tuple(_several("rings", rings)), _by_name(inputs)
     flags = {"backward": backward, "updates": updates, "shards": shards}
     backward, updates, shards = (checks.check_flag(name, flag) for name, flag in flags.items())
     sizes = {"head_sizes": head_sizes, "value_sizes": value_sizes, "tokens": tokens, "batches": batches}
@@ -245,10 +291,10 @@ def warm(
         request
         for target, head_size, value_size, count, batch, dtype, direction in cases
         for width in _several("widths", widths, int)
-        for request in call_requests(
+        for request in call_requests(Calls(
             op, head_size, dtype, target, direction, decay, state_layout, w_dtype, state_dtype, decay_bound,
-            value_size, count, batch, width, several_rings, shards,
-        )
+            value_size, count, batch, width, several_rings, shards, heads, key_heads, index_bits, types, switches,
+        ))
     ]  # fmt: skip
     return compile_all(requests, progress)
 
@@ -276,6 +322,16 @@ def compile_all(
     finally:
         for future in futures.values():
             future.cancel()
+
+
+def _by_name(inputs: Any) -> dict[str, Any]:
+    """Return dtypes of inputs by name; None stands for the default."""
+    if isinstance(inputs, str):
+        raise TypeError(f"inputs: expected names or dtypes by name, got {inputs!r}")
+    names = _several("inputs", inputs)
+    if wrong := [name for name in names if not isinstance(name, str)]:
+        raise TypeError(f"inputs: expected names or dtypes by name, got {brief(wrong[0])}")
+    return dict(inputs) if isinstance(inputs, Mapping) else dict.fromkeys(names)
 
 
 def _several(name: str, given: Any, one: type | tuple[()] = ()) -> list[Any]:

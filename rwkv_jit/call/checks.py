@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rwkv_jit.call import tensors
 from rwkv_jit.kernels.errors import UnsupportedConfigError
+from rwkv_jit.schedules.layers import BETA_MAPS
 from rwkv_jit.schedules.legal import StateLayout
 from rwkv_jit.schedules.problem import Op
 
@@ -72,6 +73,25 @@ def check_decay_bound(decay_bound: Any) -> None:
         raise ValueError(f"decay_bound: expected a negative number, the least log-decay of a step, got {decay_bound!r}")
     if isinstance(decay_bound, int):
         check_number("decay_bound", decay_bound)
+
+
+def check_switches(op: Op, arrays: Sequence[Any], traits: Mapping[str, Any]) -> None:
+    """Check the switches of a call, and that raw gates have all that they need."""
+    named, bound = dict(zip(op.names, arrays, strict=True)), traits.get("lower_bound")
+    check_name("beta_map", traits.get("beta_map", "identity"), BETA_MAPS)
+    if named.get("a_log") is None:
+        for name, x in (("dt_bias", named.get("dt_bias")), ("lower_bound", bound)):
+            if x is not None:
+                raise ValueError(f"{name}: needs A_log too")
+    if bound is not None:
+        check_lower_bound(bound)
+
+
+def check_lower_bound(lower_bound: Any) -> None:
+    """Check the least log-decay of a gate."""
+    check_number("lower_bound", lower_bound)
+    if lower_bound >= 0:
+        raise ValueError(f"lower_bound: expected a negative number, got {lower_bound!r}")
 
 
 def check_count(name: str, count: Any) -> None:

@@ -15,8 +15,8 @@ import torch
 import torch.utils.flop_counter
 from torch import Tensor
 
+from rwkv_jit.schedules.derived_table import ALL
 from rwkv_jit.schedules.derived_table import OPS as DERIVED
-from rwkv_jit.schedules.table import OPS
 
 Formula = Callable[..., int]
 
@@ -27,7 +27,7 @@ _PRODUCTS |= {name: _PRODUCTS[op.through.name] for name, op in DERIVED.items() i
 
 def _register_all() -> None:
     for op, products in _PRODUCTS.items():
-        forward, backward = _of_recurrence(products, *map((OPS | DERIVED)[op].names.index, "vr"))
+        forward, backward = _of_recurrence(products, *map(ALL[op].names.index, "vr"))
         register(f"{op}_fwd", forward)
         register(f"{op}_bwd", backward)
     # The two sums gain a term each; the output is made of the sums and a term more of each.

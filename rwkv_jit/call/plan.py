@@ -15,7 +15,9 @@ from rwkv_jit.call import tensors
 from rwkv_jit.kernels import cuda, env, kernel
 from rwkv_jit.kernels.errors import CompileError, RwkvJitError
 from rwkv_jit.kernels.launch import LETTERS, Launch, Value
+from rwkv_jit.kernels.signatures import BySignature
 from rwkv_jit.kernels.template import Argument
+from rwkv_jit.schedules import build_command
 from rwkv_jit.schedules.problem import Problem
 from rwkv_jit.schedules.schedule import Pause, Schedule, Step, Stride, aligned, offsets
 
@@ -66,21 +68,8 @@ class _Later:
 
 def _to_compile(p: Problem, launches: Sequence[Step]) -> str:
     """Return what compiles the kernels of such calls."""
-    if p.op.family not in ("delta", "diagonal", "wkv4", "timex"):
-        return f"call {p.op.name} once without that variable, or for a layer give `rwkv-jit warm` its --width"
-    dtype, is_update = p.types["k"], any(step.template in ("update_states", "wkv4_update") for step in launches)
-    options = {
-        "op": p.op.name, "head-size": p.K, "value-size": p.V != p.K and p.V, "dtype": dtype, "arch": p.gpu.arch,
-        **({"tokens": p.T, "batch": p.B} if p.op.name == "timex" else {}),
-        "direction": (is_update or p.is_pooled) and "update",
-        "decay": p.decay not in ("none", p.op.decay) and p.decay,
-        "state-layout": p.op.has_heads and p.state_layout != p.op.state_layout and p.state_layout,
-        "w-dtype": p.types.get("w", dtype) != dtype and p.types["w"],
-        "state-dtype": p.op.has_heads and p.state_type != "fp32" and p.state_type,
-        "precision": p.is_narrow and "high",
-    }  # fmt: skip
-    words = [f"--{name} {value}" for name, value in options.items() if value]
-    return " ".join(["to compile it: rwkv-jit warm", *words, *(["--shards"] if p.is_shard else [])])
+    command = build_command.text(p, launches)
+    return f"to compile it: {command}" if command else f"call {p.op.name} once without that variable"
 
 
 class Plan:
@@ -134,6 +123,7 @@ class Plan:
         placed = [(i, name, x) for i, (name, x) in enumerate(arrays.items()) if x is not None]
         placed = [each for each in placed if each[1] in self._dims or each[1] in schedule.vectors]
         self._alignments = tuple((i, tensors.alignment(x, schedule.vectors.get(name, 1))) for i, name, x in placed)
+        self._shapes = {i: x.shape for i, _, x in placed}
         self._alignment = max((multiple for _, multiple in self._alignments), default=1)
         self._first, self._last = placed[0][0], placed[-1][0] + 1
         self._results = [tensors.memory(x.shape, DTYPES[x.dtype]) for x in schedule.results.values()]
@@ -236,7 +226,8 @@ class Plan:
             x = arrays[index]
             if x is not None and (index not in self._written or x.data_ptr() % multiple):
                 own.add(index)
-                copies[index] = x.clone(memory_format=torch.contiguous_format)
+                copy = x.clone(memory_format=torch.contiguous_format)
+                copies[index] = copy.view(self._shapes[index])  # of a known call it may be without a dimension of 1
         if self._plan_of_copies is None:
             named = dict(zip(self._names, copies, strict=True))
             others = [index for index in self._copies if index not in own]
@@ -364,6 +355,15 @@ class Plan:
             token = dims.index("T")
             return int(strides[token] * (shape[token] // step.segments))
         return int(strides[dims.index(dim)])
+
+
+_plans: BySignature[Plan] = BySignature()
+
+
+def find(key: tuple[Any, ...], prepare: Callable[[], Plan]) -> Plan:
+    """Return the plan of a key, which has all that a plan depends on; `prepare` returns that of the first call."""
+    plan = _plans.get(key)
+    return _plans.keep(key, prepare()) if plan is None else plan
 
 
 def check_capture(op: str, requests: Sequence[kernel.Request], device: int) -> None:

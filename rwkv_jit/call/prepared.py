@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import compress
 from operator import is_not
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from rwkv_jit.call import plan as plans
 from rwkv_jit.call import tensors
 from rwkv_jit.call.plan import DTYPES, Plan
 from rwkv_jit.kernels import kernel
@@ -37,15 +38,20 @@ class Known:
     """A call whose forward is prepared, and from its first backward on that too.
 
     `arrays` are its inputs, initial state and cu_seqlens, checked; `asked` the chunk_len and num_threads of the caller.
+    `by_op` returns gradients by the torch op, from the problem, what was saved and the gradients of the results.
     """
 
-    def __init__(self, problem: Problem, arrays: Arrays, asked: Mapping[str, int]):
+    def __init__(
+        self, problem: Problem, arrays: Arrays, asked: Mapping[str, int], by_op: Callable[..., Sequence[Tensor | None]]
+    ):
         self.problem = problem
+        self._by_op = by_op
         self._backwards: dict[Any, _Backward] = {}
         self._latest: _Backward | None = None
         # The places of the gradients that nobody wants, among those of the inputs and an initial state.
         names = [*problem.op.names, *([STATE] if problem.has_initial_state else [])]
         wanted = problem.wanted or (*problem.types, STATE)
+        self._behind = (None,) if problem.has_initial_state else (None, None)
         self._unwanted = [i for i, name in enumerate(names) if name not in wanted]
         forget_with(self)
         schedules = [directions.forward(problem), *([directions.backward(problem)] if problem.training else [])]
@@ -69,29 +75,42 @@ class Known:
 
     def run(self, arrays: Sequence[Tensor], state: Tensor | None, cu_seqlens: Tensor | None) -> list[Tensor]:
         """Return y, the final state if it is wanted, and if gradients are what the backward needs."""
-        if cu_seqlens is not None:
-            cu_seqlens = tensors.packing(cu_seqlens, self.problem.T)
+        if cu_seqlens is not None:  # what found this call has looked at its values
+            cu_seqlens = tensors.readable_packing(cu_seqlens)
         return self._forward.run([*arrays, state, cu_seqlens])
 
-    def differentiate(self, saved: Arrays, dy: Tensor | None, grad_final_state: Tensor | None) -> list[Tensor | None]:
-        """Return the gradients of the inputs and of an initial state, None where nobody wants one.
+    def record(self, arrays: Arrays) -> tuple[Sequence[Any], Sequence[Any], Sequence[Tensor]]:
+        """Run the forward; return y and the final state, what the backward takes, and no results without gradients."""
+        given = arrays
+        if arrays[-1] is not None:
+            given = [*arrays[:-1], tensors.readable_packing(arrays[-1])]
+        results = self._forward.run(given)
+        final = results[1] if self.problem.has_final_state else None
+        return (results[0], final), (*given, results[-1] if self.keeps else None), ()
+
+    def differentiate(self, saved: Arrays, grads: Arrays) -> list[Tensor | None]:
+        """Return the gradients of the inputs, of an initial state and of cu_seqlens, None where nobody wants one.
 
         `saved` are the arrays of the call, and behind them what the forward has kept.
         """
         *arrays, kept = saved
+        dy, grad_final_state = grads
         if dy is None:
             dy = _zeros(self.problem, arrays[0])
-        if arrays[-1] is not None:
-            arrays = _readable(arrays)  # the forward has checked its values
         given = [*arrays, dy, grad_final_state, kept]
         present = [x for x in given if x is not None]
         latest = self._latest
         if latest is None or len(present) != latest.length or not latest.are_alike(*present):
             latest = self._prepare(given, present)
-        grads: list[Any] = latest.plan.run(given)
+        made: list[Any] = latest.plan.run(given)
         for place in self._unwanted:
-            grads.insert(place, None)
-        return grads
+            made.insert(place, None)
+        made.extend(self._behind)
+        return made
+
+    def differentiate_by_op(self, saved: Arrays, grads: Arrays) -> Sequence[Tensor | None]:
+        """Return the same by the torch op."""
+        return *self._by_op(self.problem, saved, *grads), *self._behind
 
     def _prepare(self, given: Arrays, present: Sequence[Tensor]) -> _Backward:
         signature = tensors.signature(given)
@@ -105,49 +124,65 @@ class Known:
         return known
 
 
-def recorded(by_op: Callable[..., Sequence[Tensor | None]]) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """Return what runs a known call with gradients, from the call, its inputs, its initial state and cu_seqlens.
+class Differentiable(Protocol):
+    """A prepared call with gradients."""
 
-    `by_op` does the same as `Known.differentiate` by way of the torch op, which compilers and modes can see.
+    def record(self, arrays: Arrays) -> tuple[Sequence[Any], Sequence[Any], Sequence[Tensor]]:
+        """Run the forward; return its results, what the backward takes, and the results that have no gradient."""
+
+    def differentiate(self, saved: Sequence[Any], grads: Arrays) -> Sequence[Tensor | None]:
+        """Return the gradients of the arrays by prepared kernels."""
+
+    def differentiate_by_op(self, saved: Sequence[Any], grads: Arrays) -> Sequence[Tensor | None]:
+        """Return the same by the torch op, which compilers and modes can see."""
+
+
+class _Recorded(torch.autograd.Function):
+    """A prepared call and its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Differentiable, *arrays: Any) -> tuple[Any, ...]:
+        results, saved, constants = call.record(arrays)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*saved)
+        ctx.mark_non_differentiable(*constants)
+        ctx.call = call
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        saved, call = ctx.saved_tensors, ctx.call
+        if not torch.is_grad_enabled() and tensors.is_eager(grads, saved):
+            return None, *call.differentiate(saved, grads)
+        return None, *call.differentiate_by_op(saved, grads)
+
+
+# Function.apply looks for transforms first; a prepared call has none, and saves that time.
+record: Callable[..., tuple[Any, ...]] = super(torch.autograd.Function, _Recorded).apply
+
+
+class Backward:
+    """The prepared backward of a call that has run elsewhere, for arrays like these: those of the call, and behind them
+    what the forward has kept, dy and the gradient of the final state.
     """
 
-    class KnownCall(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, known: Known, *given: Any) -> tuple[Tensor, Tensor | None]:
-            *arrays, state, cu_seqlens = given
-            results = known.run(arrays, state, cu_seqlens)
-            ctx.set_materialize_grads(False)
-            ctx.save_for_backward(*given, results[-1] if known.keeps else None)
-            ctx.known = known
-            return results[0], results[1] if known.problem.has_final_state else None
+    def __init__(self, problem: Problem, arrays: Arrays):
+        self._problem = problem
+        types = tuple(problem.types.items())  # which have a hash
+        given = self._in_order(arrays)
+        key = (*problem[:2], types, *problem[3:], tensors.signature(given))
+        self._plan = plans.find(key, lambda: plan_backward(problem, given))
 
-        @staticmethod
-        def backward(ctx: Any, dy: Tensor | None, grad_final_state: Tensor | None) -> tuple[Any, ...]:
-            saved, known = ctx.saved_tensors, ctx.known
-            if not torch.is_grad_enabled() and tensors.is_eager((dy, grad_final_state), saved):
-                grads: Sequence[Any] = known.differentiate(saved, dy, grad_final_state)
-            else:
-                grads = by_op(known.problem, saved, dy, grad_final_state)
-            return (None, *grads, None) if known.problem.has_initial_state else (None, *grads, None, None)
+    def run(self, arrays: Arrays) -> list[Tensor]:
+        """Return the gradients that are wanted."""
+        return self._plan.run(self._in_order(arrays))
 
-    # Function.apply looks for transforms first; a known call has none, and saves that time.
-    apply: Callable[..., tuple[Tensor, Tensor | None]] = super(torch.autograd.Function, KnownCall).apply
-    return apply
-
-
-def differentiate(problem: Problem, saved: Arrays, dy: Tensor | None, grad_final_state: Tensor | None) -> list[Tensor]:
-    """Return the gradients of a call that has run elsewhere, as `Known.differentiate` does."""
-    *arrays, kept = saved
-    given = [*_readable(arrays), _zeros(problem, arrays[0]) if dy is None else dy, grad_final_state, kept]
-    types = tuple(problem.types.items())  # which have a hash
-    key = (*problem[:2], types, *problem[3:], tensors.signature(given))
-    plan = _backwards.get(key)
-    if plan is None:
-        plan = _backwards.keep(key, plan_backward(problem, given))
-    return plan.run(given)
-
-
-_backwards: BySignature[Plan] = BySignature()
+    def _in_order(self, arrays: Arrays) -> list[Tensor | None]:
+        """Return the arrays as plans take them."""
+        *given, kept, dy, grad_final_state = arrays
+        if given[-1] is not None:
+            given = _readable(given)
+        return [*given, _zeros(self._problem, given[0]) if dy is None else dy, grad_final_state, kept]
 
 
 def plan_backward(problem: Problem, given: Arrays) -> Plan:
@@ -185,40 +220,61 @@ def with_nearest(
 # ---- finding them ------------------------------------------------------------------------------------------------
 
 calls: BySignature[Known] = BySignature()
-# The last of those that differ in nothing but tensors behind the first: a check whether these are alike, the call, and
-# whether gradients are wanted. To ask every tensor for its signature takes as long as half a launch.
-_latest: BySignature[tuple[Callable[..., bool], Known, bool]] = BySignature()
-_IS_THERE = partial(is_not, None)  # a call of C, as every known call takes it for each of its tensors
+# The last of those that differ in nothing but tensors behind the first: a check whether these are alike, and the call.
+# To ask every tensor for its signature takes as long as half a launch.
+_latest: BySignature[tuple[Callable[..., bool], Any]] = BySignature()
+IS_THERE = partial(is_not, None)  # a call of C, as every known call takes it for each of its tensors
+
+
+def latest(key: tuple[Any, ...], arrays: Sequence[Any], lead: int = 0, cu_seqlens: Any = None) -> Any:
+    """Return the call that came last with such arrays; None where there is none, or where a compiler or mode looks on.
+
+    `key` is all of a call but its arrays, of which one is the lead.
+    """
+    if not tensors.is_eager():
+        return None
+    try:
+        if cu_seqlens is not None:
+            key = tensors.longest(cu_seqlens, arrays[lead].shape[1]), *key
+        there = tuple(map(IS_THERE, arrays))
+        found = _latest.get((key, arrays[lead].shape, there))
+        if found is not None and found[0](*compress(arrays, there)):
+            return found[1]
+    except (AttributeError, IndexError, TypeError, RuntimeError):  # no dense array, or an option that has no hash
+        pass
+    return None
+
+
+def keep_latest(
+    key: tuple[Any, ...], arrays: Sequence[Any], call: Any, lead: int = 0, cu_seqlens: Any = None
+) -> None:  # fmt: skip
+    """Keep a call that `latest` shall return."""
+    if cu_seqlens is not None:
+        key = _longest(arrays[lead], cu_seqlens), *key
+    there = tuple(map(IS_THERE, arrays))
+    are_alike = tensors.likeness([x for x in arrays if x is not None])
+    _latest.keep((key, arrays[lead].shape, there), (are_alike, call))
 
 
 def find(
     asked: tuple[Any, ...], arrays: Sequence[Any], initial_state: Any, cu_seqlens: Any, lead: int = 0
 ) -> tuple[Known | None, bool]:
-    """Return a call that has come before, None for others, and whether gradients are wanted.
+    """Return a call that has come before, by its signature, None for others, and whether gradients are wanted.
 
     `asked` is all of a call but its arrays, and at its end whether gradients are recorded; `lead` is `Op.lead`.
     """
-    if not tensors.is_eager():
-        return None, asked[-1] and _any_requires_grad(arrays, initial_state)
-    given = *arrays, initial_state, cu_seqlens
-    try:
-        asked = cu_seqlens is not None and _longest(arrays[lead], cu_seqlens), *asked
-        there = tuple(map(_IS_THERE, given))
-        latest = _latest.get((asked, arrays[lead].shape, there))
-        if latest is not None:
-            are_alike, known, training = latest
-            if are_alike(*compress(given, there)):
-                return known, training
-    except (AttributeError, TypeError, RuntimeError):  # no dense array, or an option that cannot be one and has no hash
-        pass
     training = asked[-1] and _any_requires_grad(arrays, initial_state)
-    # What is kept was made with autocast off, which `_latest` sees and a signature does not.
+    if not tensors.is_eager():
+        return None, training
+    # What is kept was made with autocast off, which `latest` sees and a signature does not.
     if isinstance(arrays[0], Tensor) and tensors.autocast_dtype(arrays[0]) is not None:
         return None, training
     try:
-        signature = tensors.signature(given)
+        if cu_seqlens is not None:
+            asked = _longest(arrays[lead], cu_seqlens), *asked
+        signature = tensors.signature((*arrays, initial_state, cu_seqlens))
         return calls.get((asked, training, _wants(arrays, initial_state, training), signature)), training
-    except TypeError:
+    except (AttributeError, TypeError, RuntimeError):
         return None, training
 
 
@@ -236,16 +292,13 @@ def find_or_keep(
 
     Of a call that is not public nobody knows whose gradients are wanted.
     """
-    asked = cu_seqlens is not None and _longest(arrays[lead], cu_seqlens), *asked
-    wants = _wants(arrays, initial_state, training and is_public)
-    signature = asked, training, wants, tensors.signature((*arrays, initial_state, cu_seqlens))
+    key = asked if cu_seqlens is None else (_longest(arrays[lead], cu_seqlens), *asked)
+    given = *arrays, initial_state, cu_seqlens
+    signature = key, training, _wants(arrays, initial_state, training and is_public), tensors.signature(given)
     known = calls.get(signature)
     if known is None:
         known = calls.keep(signature, prepare())
-        given = *arrays, initial_state, cu_seqlens
-        there = tuple(map(_IS_THERE, given))
-        are_alike = tensors.likeness([x for x in given if x is not None])
-        _latest.keep((asked, arrays[lead].shape, there), (are_alike, known, training))
+        keep_latest(asked, given, known, lead, cu_seqlens)
     return known
 
 
@@ -260,7 +313,7 @@ def wanted(op: Op, wants: Sequence[bool], given: Sequence[Any]) -> tuple[str, ..
     `given` are the inputs and an initial state; of those that are None nobody wants a gradient.
     """
     names = tuple([name for name, is_wanted in zip((*op.names, STATE), wants, strict=True) if is_wanted])
-    return () if len(names) == sum(map(_IS_THERE, given)) else names
+    return () if len(names) == sum(map(IS_THERE, given)) else names
 
 
 def _longest(lead: Any, cu_seqlens: Any) -> int:

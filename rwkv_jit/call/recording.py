@@ -59,17 +59,25 @@ def forward(
     return record
 
 
-def backward(op: Any, name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return what records a backward op, and how a backward runs it: a second derivative is an error, no wrong zero."""
+def backward(op: Any, name: str, instead: str = "") -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return what records a backward op, and how a backward runs it.
+
+    A second derivative is an error and no wrong zero; by default its message names the reference `instead`.
+    """
 
     def refuse() -> RuntimeError:
-        return RuntimeError(f"{name} has no second derivative; differentiate {name}_ref twice instead")
+        return RuntimeError(f"{name} has no second derivative; differentiate {instead or f'{name}_ref'} twice instead")
+
+    is_alone = len(op._schema.returns) == 1
+
+    def several(results: Any) -> tuple[Tensor, ...]:
+        return (results,) if is_alone else tuple(results)
 
     class Gradient(_SingleLevelFunction):
         @staticmethod
         def forward(ctx: Any, run: Callable[..., Any], *arguments: Any) -> tuple[Tensor, ...]:
             with _outer_levels():
-                return tuple(run(*arguments))
+                return several(run(*arguments))
 
         @staticmethod
         def backward(ctx: Any, *_: Any) -> Any:
@@ -81,7 +89,8 @@ def backward(op: Any, name: str) -> tuple[Callable[..., Any], Callable[..., Any]
         if _any_tangent(arguments):
             raise refuse()
         if _is_transformed() and torch.is_grad_enabled() and _any_requires_grad(arguments):
-            return apply(lambda *given: _below(op, keys, given, named), *arguments)
+            results = apply(lambda *given: _below(op, keys, given, named), *arguments)
+            return results[0] if is_alone else results
         return _below(op, keys, arguments, named)
 
     def run(*arguments: Any, **named: Any) -> Sequence[Tensor]:
@@ -90,7 +99,7 @@ def backward(op: Any, name: str) -> tuple[Callable[..., Any], Callable[..., Any]
             return _row_by_row(lambda *given: run(*given, **named), arguments, batched)
         if torch.is_grad_enabled():
             return apply(lambda *given: op(*given, **named), *arguments)  # type: ignore[no-any-return]
-        return op(*arguments, **named)  # type: ignore[no-any-return]
+        return several(op(*arguments, **named))
 
     return record, run
 

@@ -23,14 +23,10 @@ _OPTIONS = (
 )
 # The bound of the decays is asked for where nothing is chosen yet.
 _BOUND = "*, float? decay_bound=None"
-_TYPES = {bool: "bool", str: "str", type(None): "float?"}  # of switches, by their defaults
-_MODULES = {
-    **dict.fromkeys(("kda", "gated_delta_rule", "delta_rule", "gated_delta_rule2"), "derived.delta"),
-    **dict.fromkeys(("simple_gla", "hgrn2", "ssd"), "derived.diagonal"),
-}
+TYPES = {bool: "bool", str: "str", type(None): "float?"}  # of switches, by their defaults
 # The names of what wants a gradient, where that is not all; of the others it is empty.
 _WANTED = "str wanted=''"
-_OF_OTHERS = {
+_TIMEX = {
     "timex_fwd": "(Tensor w, Tensor k, float eps, str backend, bool save) -> Tensor",
     "timex_bwd": "(Tensor g, Tensor w, Tensor k, str backend, bool want_w, bool want_k) -> (Tensor, Tensor)",
 }
@@ -46,6 +42,7 @@ class Runner(NamedTuple):
 
 
 _runners: dict[str, Runner] = {}
+_modules: dict[str, str] = {}  # by torch op: the module that implements it, imported when the op is first called
 
 
 def find(name: str) -> Any:
@@ -66,8 +63,7 @@ def implement(
 
 def _runner(name: str) -> Runner:
     if name not in _runners:
-        op = name.rpartition("_")[0]
-        import_module(f"rwkv_jit.{_MODULES.get(op, f'ops.{op}')}")
+        import_module(f"rwkv_jit.{_modules[name]}")
     return _runners[name]
 
 
@@ -98,9 +94,10 @@ def _one_by_one(name: str) -> Callable[..., Any]:
     """Run an op inside of `torch.vmap`: once for every element of the mapped dimension."""
 
     def run(info: Any, dims: tuple[int | None, ...], *arguments: Any, **named: Any) -> tuple[Any, Any]:
-        mapped = [x if dim is None else x.unbind(dim) for x, dim in zip(arguments, dims, strict=True)]
+        is_mapped = [isinstance(dim, int) for dim in dims]
+        mapped = [x.unbind(dim) if isinstance(dim, int) else x for x, dim in zip(arguments, dims, strict=True)]
         rows = [
-            find(name)(*[x if dim is None else x[i] for x, dim in zip(mapped, dims, strict=True)], **named)
+            find(name)(*[x[i] if has_rows else x for x, has_rows in zip(mapped, is_mapped, strict=True)], **named)
             for i in range(info.batch_size)
         ]
         if isinstance(rows[0], torch.Tensor):
@@ -114,35 +111,43 @@ def _one_by_one(name: str) -> Callable[..., Any]:
 _LIBRARY = torch.library.Library("rwkv_jit", "FRAGMENT")
 
 
-def _register(name: str, schema: str) -> None:
+def register(name: str, schema: str, module: str, casts: bool = False, maps: bool = True) -> None:
+    """Register a torch op, which a module of `rwkv_jit` implements.
+
+    `casts` says whether inputs are cast under autocast, `maps` whether `torch.vmap` runs it once for every element.
+    """
+    _modules[name] = module
     _LIBRARY.define(name + schema)
     for key in ("CPU", "CUDA"):
         _LIBRARY.impl(name, _later(name, "run"), key)
     _LIBRARY.impl(name, _later(name, "record"), "Autograd", with_keyset=True)
-    if not name.endswith("_bwd"):  # its inputs were cast for the forward
+    torch.library.register_fake(f"rwkv_jit::{name}", _later(name, "fake"), lib=_LIBRARY)
+    if casts:
         for autocast in (torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.AutocastCUDA):
             _LIBRARY.impl(name, _under_autocast(name, autocast), autocast.name)
-    torch.library.register_fake(f"rwkv_jit::{name}", _later(name, "fake"), lib=_LIBRARY)
-    torch.library.register_vmap(f"rwkv_jit::{name}", _one_by_one(name), lib=_LIBRARY)
+    if maps:
+        torch.library.register_vmap(f"rwkv_jit::{name}", _one_by_one(name), lib=_LIBRARY)
 
 
-def register(op: Op) -> None:
+def register_op(op: Op, module: str) -> None:
     """Register the torch ops of an op with states; `torch_op.define` says who runs them."""
     inputs = zip(op.names, op.public_names, strict=True)
     given = ", ".join(f"Tensor{'?' * (name in op.optional)} {public}" for name, public in inputs)
     given = f"{given}, Tensor? initial_state, Tensor? cu_seqlens, {_OPTIONS}"
-    named = ", ".join([_BOUND, *(f"{_TYPES[type(x)]} {trait}={x!r}" for trait, x in op.traits.items())])
+    named = ", ".join([_BOUND, *(f"{TYPES[type(x)]} {trait}={x!r}" for trait, x in op.traits.items())])
     results = ", ".join(["Tensor"] * (len(op.inputs) + 1))
     forward = f"({given}, bool output_final_state, bool save, {named}) -> (Tensor, Tensor, Tensor)"
     backward = f"(Tensor? dy, Tensor? grad_final_state, {given}, Tensor saved, {named}, {_WANTED}) -> ({results})"
-    _register(f"{op.name}_fwd", forward)
-    _register(f"{op.name}_bwd", backward)
+    register(f"{op.name}_fwd", forward, module, casts=True)
+    register(f"{op.name}_bwd", backward, module)  # its inputs were cast for the forward
 
 
-for _op in (*OPS.values(), *derived.OPS.values()):
+for _op in OPS.values():
     if _op.state:
-        register(_op)
-for _name, _schema in _OF_OTHERS.items():
-    _register(_name, _schema)
+        register_op(_op, f"ops.{_op.name}")
+for _op in derived.OPS.values():
+    register_op(_op, "derived.delta" if "beta" in _op.inputs else "derived.diagonal")
+for _name, _schema in _TIMEX.items():
+    register(_name, _schema, "ops.timex", casts=_name == "timex_fwd")
 # It imports triton, which nobody but those who count needs.
 on_import.imported(["torch.utils.flop_counter"], then="rwkv_jit.call.flops")

@@ -106,6 +106,11 @@ class _Packing(NamedTuple):
     tokens: int
     longest: int
 
+    def is_of(self, cu_seqlens: Any, tokens: int) -> bool:
+        """Return whether it is what was found of this packing, which has not changed since."""
+        is_same = cu_seqlens is not None and self.tensor() is cu_seqlens and self.tokens == tokens
+        return is_same and self.version == (-1 if cu_seqlens.is_inference() else cu_seqlens._version)
+
 
 _checked_packings: dict[int, _Packing] = {}
 _longest_of_shape: dict[tuple[int, int], int] = {}  # by sequences and tokens, of the last one
@@ -122,13 +127,14 @@ def packing(cu_seqlens: Tensor, tokens: int) -> Tensor:
     ValueError
         It does not start at 0, end at `tokens` and never fall.
     """
+    found = _checked_packings.get(id(cu_seqlens))
+    if found is not None and found.is_of(cu_seqlens, tokens):
+        return readable_packing(cu_seqlens)
     bounds = readable_packing(cu_seqlens)
-    if not cu_seqlens.is_cuda:
+    if cu_seqlens.is_cuda:
+        _checked(cu_seqlens, bounds, tokens)
+    else:
         _longest(bounds, tokens)
-        return bounds
-    known = _checked(cu_seqlens, bounds, tokens)
-    if known is not None and known.version < 0:  # the next call has to look again
-        del _checked_packings[id(cu_seqlens)]
     return bounds
 
 
@@ -136,7 +142,8 @@ def tokens_behind(cu_seqlens: Tensor | None, lead: Tensor) -> int:
     """Return how many tokens lie behind the last sequence, as far as the values may be looked at: else 0."""
     if type(cu_seqlens) is not Tensor or cu_seqlens.dim() != 1 or not len(cu_seqlens) or not is_eager():
         return 0
-    known = _known(cu_seqlens)
+    known = _checked_packings.get(id(cu_seqlens))
+    known = known if known is not None and known.is_of(cu_seqlens, known.tokens) else None
     if known is None and cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
         return 0
     end = int(cu_seqlens[-1]) if known is None else known.tokens
@@ -146,9 +153,12 @@ def tokens_behind(cu_seqlens: Tensor | None, lead: Tensor) -> int:
 def longest(cu_seqlens: Tensor | None, tokens: int) -> int:
     """Return about the tokens of the longest sequence of a call, as calls are told apart by it: 3 bits of the number.
 
-    0 without a packing on a GPU that can be read. In a capture it is that of the last call of the shape, where a change
-    of the values has not been seen.
+    0 without a packing on a GPU that can be read, -1 where its values are wrong. In a capture it is that of the last
+    call of the shape, where a change of the values has not been seen.
     """
+    found = _checked_packings.get(id(cu_seqlens))
+    if found is not None and found.is_of(cu_seqlens, tokens):
+        return found.longest
     if type(cu_seqlens) is not Tensor or not cu_seqlens.is_cuda or cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
         return 0
     if cu_seqlens.is_floating_point():
@@ -156,7 +166,7 @@ def longest(cu_seqlens: Tensor | None, tokens: int) -> int:
     try:
         known = _checked(cu_seqlens, readable_packing(cu_seqlens), tokens)
     except ValueError:  # which the checks of the call will raise
-        return 0
+        return -1
     if known is None:
         return _longest_of_shape.get((len(cu_seqlens), tokens), 0)
     return known.longest
@@ -164,8 +174,9 @@ def longest(cu_seqlens: Tensor | None, tokens: int) -> int:
 
 def _checked(cu_seqlens: Tensor, bounds: Tensor, tokens: int) -> _Packing | None:
     """Return what is known of a packing on a GPU, after a look if need be; None in a capture, where there is none."""
-    index, known = id(cu_seqlens), _known(cu_seqlens)
-    if known and known.tokens == tokens:
+    index = id(cu_seqlens)
+    known = _checked_packings.get(index)
+    if known is not None and known.is_of(cu_seqlens, tokens):
         return known
     if torch.cuda.is_current_stream_capturing():
         return None
@@ -178,12 +189,6 @@ def _checked(cu_seqlens: Tensor, bounds: Tensor, tokens: int) -> _Packing | None
         _longest_of_shape.clear()
     _longest_of_shape[len(cu_seqlens), tokens] = most
     return known
-
-
-def _known(cu_seqlens: Tensor) -> _Packing | None:
-    """Return what was found of a packing on a GPU that has not changed since."""
-    known = _checked_packings.get(id(cu_seqlens))
-    return known if known and known.tensor() is cu_seqlens and known.version == _version(cu_seqlens) else None
 
 
 def _version(x: Tensor) -> int:
@@ -201,6 +206,8 @@ def _longest(values: Tensor, tokens: int) -> int:
 
 def readable_packing(cu_seqlens: Tensor) -> Tensor:
     """Return cu_seqlens as neighbouring int64: itself where it is, else a copy of what it holds now."""
+    if cu_seqlens.is_inference():  # whose changes torch does not count: the next call has to look again
+        _checked_packings.pop(id(cu_seqlens), None)
     if cu_seqlens.dtype == torch.int64 and cu_seqlens.is_contiguous():
         return cu_seqlens
     return cu_seqlens.to(torch.int64).contiguous()

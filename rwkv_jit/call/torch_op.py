@@ -58,7 +58,7 @@ class TorchOp:
 
     op: Op
     forward: Any  # the torch op
-    known: Callable[..., tuple[Tensor, Tensor | None]]  # a known call with gradients
+    by_op: Callable[..., Sequence[Tensor | None]]  # the gradients of a prepared call by the torch op
     refuse: Callable[[Sequence[Any], Mapping[str, Any]], None]  # raises where inputs and switches do not fit
     behind: Callable[[Tensor, Sequence[Any]], Tensor] | None = None  # what stands behind the recurrence, in plain torch
 
@@ -86,7 +86,12 @@ def call(
         output_final_state = check_flag("output_final_state", output_final_state)
     switches = modes.current()
     asked = (op.name, output_final_state, options, traits, switches, torch.is_grad_enabled())
-    known, training = prepared.find(asked, arrays, initial_state, cu_seqlens, op.lead)
+    given = *arrays, initial_state, cu_seqlens
+    known = prepared.latest(asked, given, op.lead, cu_seqlens)
+    if known is None:
+        known, training = prepared.find(asked, arrays, initial_state, cu_seqlens, op.lead)
+    else:
+        training = known.problem.training
     if known is None:
         torch_op.refuse(arrays, dict(traits))
         tail = complete(op, dict(options), arrays[0])
@@ -114,7 +119,7 @@ def call(
                 to_run = chosen(op, arrays, cu_seqlens, decay_bound, to_run, training, is_direct, traits=traits)
             if is_direct:
                 known = _prepare(
-                    op, arrays, initial_state, cu_seqlens, asked, to_run, output_final_state, training, tail,
+                    torch_op, arrays, initial_state, cu_seqlens, asked, to_run, output_final_state, training, tail,
                     is_public=True, traits=traits,
                 )  # fmt: skip
     if initial_state is not None and initial_state.dim() == len(op.state):
@@ -126,7 +131,7 @@ def call(
         y, final, _ = torch_op.forward(*given, decay_bound=decay_bound, **dict(traits))
         return y, final if output_final_state else None
     if training:
-        return torch_op.known(known, *arrays, initial_state, cu_seqlens)
+        return prepared.record(known, *arrays, initial_state, cu_seqlens)
     results = known.run(arrays, initial_state, cu_seqlens)
     return results[0], results[1] if output_final_state else None
 
@@ -279,7 +284,7 @@ def left_open(p: Problem, asked: Options) -> Problem:
 
 
 def _prepare(
-    op: Op,
+    torch_op: TorchOp,
     arrays: Sequence[Tensor],
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
@@ -298,6 +303,7 @@ def _prepare(
     `asked_geometry` chunk_len and num_threads count, as the caller chose them. Of a call that `is_public` the tensors
     say whose gradients are wanted.
     """
+    op = torch_op.op
 
     def prepare() -> Known:
         to_run = chosen(op, arrays, cu_seqlens, decay_bound, options, training, traits=traits)
@@ -314,7 +320,7 @@ def _prepare(
         state = initial_state
         if state is not None and state.dim() == len(op.state):
             state = state.expand(problem.N, *state.shape)
-        return Known(problem, (*arrays, state, cu_seqlens), geometry)
+        return Known(problem, (*arrays, state, cu_seqlens), geometry, torch_op.by_op)
 
     return prepared.find_or_keep(asked, training, arrays, initial_state, cu_seqlens, prepare, op.lead, is_public)
 
@@ -374,11 +380,13 @@ def define(
         output_final_state, save = arguments[end:]
         if is_for_kernels(options.backend, given[0]):
             # The public call has checked these options, so what is known of it is no public call's.
-            asked = f"{name}_fwd", output_final_state, decay_bound, options, traits
-            known = _prepare(
-                op, given, state, cu_seqlens, asked, options, output_final_state, save, options, decay_bound,
-                traits=traits,
-            )  # fmt: skip
+            asked = f"{name}_fwd", output_final_state, save, decay_bound, options, traits
+            known = prepared.latest(asked, arguments[: count + 2], op.lead, cu_seqlens)
+            if known is None:
+                known = _prepare(
+                    torch_op, given, state, cu_seqlens, asked, options, output_final_state, save, options, decay_bound,
+                    traits=traits,
+                )  # fmt: skip
             results = known.run(given, state, cu_seqlens)
             y = results[0]
             final = results[1] if output_final_state else y.new_empty(0)
@@ -431,21 +439,27 @@ def define(
         wanted: str = "", **named: Any,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         given, (state, cu_seqlens), options = parts(arguments)
-        wants = are_wanted(arguments, wanted)
         if not is_for_kernels(options.backend, given[0]):
-            return backward_plainly(dy, grad_final, arguments, named, wants)
+            return backward_plainly(dy, grad_final, arguments, named, are_wanted(arguments, wanted))
         saved = arguments[-1]
-        problem = training_problem(given, state, cu_seqlens, options, decay_bound, named)
-        problem = problem._replace(gpu=tensors.gpu(given[0].device.index))
-        if not options.is_chosen:
-            expected = floats(directions.kept(problem))
-            if saved.numel() != expected:
-                raise RwkvJitError(
-                    f"{name}: the backward takes {expected} numbers of what the forward saved, got {saved.numel()}"
-                )
-        problem = problem._replace(wanted=prepared.wanted(op, wants, (*given, state)))
-        grads = prepared.differentiate(problem, (*given, state, cu_seqlens, saved), dy, grad_final)
-        return with_empty(grads, wants, given[0])
+        key = f"{name}_bwd", options, decay_bound, wanted, tuple(named.items())
+        arrays = *given, state, cu_seqlens, saved, dy, grad_final
+        found = prepared.latest(key, arrays, op.lead)
+        if found is None:
+            wants = are_wanted(arguments, wanted)
+            problem = training_problem(given, state, cu_seqlens, options, decay_bound, named)
+            problem = problem._replace(gpu=tensors.gpu(given[0].device.index))
+            if not options.is_chosen:
+                expected = floats(directions.kept(problem))
+                if saved.numel() != expected:
+                    raise RwkvJitError(
+                        f"{name}: the backward takes {expected} numbers of what the forward saved, got {saved.numel()}"
+                    )
+            problem = problem._replace(wanted=prepared.wanted(op, wants, (*given, state)))
+            found = prepared.Backward(problem, arrays), wants
+            prepared.keep_latest(key, arrays, found, op.lead)
+        prepared_backward, wants = found
+        return with_empty(prepared_backward.run(arrays), wants, given[0])
 
     def backward_plainly(
         dy: Tensor | None, grad_final: Tensor | None, arguments: Sequence[Any], named: Mapping[str, Any],
@@ -519,7 +533,8 @@ def define(
     record_backward, run_backward = recording.backward(backward_op, name)
     registry.implement(f"{name}_fwd", forward, forward_fake, record, cast)
     registry.implement(f"{name}_bwd", backward, backward_fake, record_backward)
-    return TorchOp(op, forward_op, prepared.recorded(differentiate_known), refuse, behind)
+    torch_op = TorchOp(op, forward_op, differentiate_known, refuse, behind)
+    return torch_op
 
 
 def say_reference(name: str, x: Tensor) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from rwkv_jit.call import checks, tensors
 from rwkv_jit.compat.naming import named
 from rwkv_jit.kernels.errors import UnsupportedConfigError
-from rwkv_jit.layers import convolution
+from rwkv_jit.layers import causal_conv1d as convolution
 from rwkv_jit.pool import arguments
 from rwkv_jit.schedules.convolution import MOST_STATE_LEN
 from rwkv_jit.schedules.legal import Activation

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 
 from rwkv_jit.call import tensors
 from rwkv_jit.compat.naming import named
-from rwkv_jit.derived.arguments import of_value_heads
 from rwkv_jit.derived.diagonal import ssd
-from rwkv_jit.derived.diagonal_pooled import ssd_update, with_own
+from rwkv_jit.derived.diagonal_pooled import ssd_update
 from rwkv_jit.kernels.errors import UnsupportedConfigError
+from rwkv_jit.plain.operands import of_value_heads, skip_gate
 from rwkv_jit.pool import arguments
 from rwkv_jit.pool.update import gla_update
 
@@ -223,6 +223,7 @@ def selective_state_update(
     of_heads = all(_is_of_heads(t, dims) for t, dims in ((dt, 1), (A, 2), (dt_bias, 1)))
     if of_heads:
         dt, A, dt_bias = dt[..., 0], A[..., 0, 0], None if dt_bias is None else dt_bias[..., 0]
+        D = D if D is None or not _is_of_heads(D, 1) else D[..., 0]
     dt, A, D, dt_bias = map(_wide, (dt, A, D, dt_bias))
     indices: dict[str, Any] = {} if state_batch_indices is None else {"state_indices": state_batch_indices}
     if of_heads:
@@ -238,7 +239,10 @@ def selective_state_update(
         v = (x1 * steps).to(x1.dtype).flatten(1).unsqueeze(2)  # [b, h p, 1]
         channels = pool.view(-1, heads * size, 1, keys)
         y = gla_update(channels, q, k, v, decays, scale=1.0, state_layout="vk", **indices)
-        out = with_own(y.view(x1.shape), x1, D, z, pool, indices)
+        out = skip_gate(y.view(x1.shape), x1, D, z)
+        if state_batch_indices is not None:
+            has_slot = (state_batch_indices >= 0) & (state_batch_indices < pool.shape[0])  # [b]
+            out = out.masked_fill(~has_slot.view(-1, 1, 1), 0)
     return out.reshape(x.shape).to(x.dtype)
 
 

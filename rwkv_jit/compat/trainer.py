@@ -16,11 +16,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from rwkv_jit.call import tensors
-from rwkv_jit.layers import calls, functions, placed, registry
+from rwkv_jit.call import registry, tensors
+from rwkv_jit.layers import calls, loss
+from rwkv_jit.layers.activate import activate
+from rwkv_jit.layers.token_shift import token_shift
 from rwkv_jit.pool import arguments
-from rwkv_jit.schedules.layer_gradients import RESULTS
-from rwkv_jit.schedules.layers import OPS, SHIFTS
+from rwkv_jit.schedules.layer_table import OPS, RESULTS, SHIFTS
 
 _EPS_OF_HEADS = 64e-5
 _L2_WRAP, _IGNORED = 1e-4, -100
@@ -84,9 +85,9 @@ def _gradients(
     """Return gradients of a layer's op by the kernels of its backward, from those of its results by name."""
     names = [*OPS[op].inputs, *(["cu_seqlens"] if op in SHIFTS else [])]
     arrays = [*map(grads.get, RESULTS[op]), *map(inputs.get, names)]
-    order = sorted(wanted, key=names.index)  # in which kernels return them
-    made = dict(zip(order, registry.find(f"{op}_bwd")(*arrays, eps, kinds, order), strict=True))
-    return [made[name] for name in wanted]
+    made = registry.find(f"{op}_bwd")(*arrays, eps, kinds, wanted=" ".join(wanted))
+    by_name = dict(zip(OPS[op].names, made if isinstance(made, (tuple, list)) else (made,), strict=True))
+    return [by_name[name] for name in wanted]
 
 
 def _shaped(made: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
@@ -103,7 +104,7 @@ def mix_forward(
 ) -> list[Tensor]:
     """Return six mixes of every token with the one before it."""
     _check(x=x, x_r=x_r, x_w=x_w, x_k=x_k, x_v=x_v, x_a=x_a, x_g=x_g)
-    return list(functions.token_shift(x, _stacked(x_r, x_w, x_k, x_v, x_a, x_g)))
+    return list(token_shift(x, _stacked(x_r, x_w, x_k, x_v, x_a, x_g)))
 
 
 @_alone
@@ -281,9 +282,9 @@ def _check_out(**arrays: Tensor) -> None:
 def channels_forward(x: Tensor, x_k: Tensor, key_weight: Tensor, value_weight: Tensor) -> list[Tensor]:
     """Return channel mixing, what its first matrix reads, and what its second one reads as [B * T, hidden]."""
     _check_channels(x, x_k, key_weight, value_weight)
-    (mixed,) = functions.token_shift(x, _stacked(x_k))
+    (mixed,) = token_shift(x, _stacked(x_k))
     hidden = mixed.flatten(0, 1) @ key_weight.T
-    functions.activate(hidden, "relu_squared", out=hidden)
+    activate(hidden, "relu_squared", out=hidden)
     return [(hidden @ value_weight.T).unflatten(0, x.shape[:2]), mixed, hidden]
 
 
@@ -322,9 +323,9 @@ def loss_forward(logits: Tensor, targets: Tensor) -> list[Tensor]:
     """Return the mean cross entropy, and of each row lse, the largest logit and where it is."""
     _check_dtype("logits", logits)
     rows, aims = _loss_rows("logits", logits, targets)
-    losses, lse, argmax = registry.find("cross_entropy_fwd")(rows, aims, _IGNORED, _L2_WRAP)
+    losses, lse, argmax = registry.find("cross_entropy_fwd")(rows, aims, _IGNORED, _L2_WRAP, False)
     most = rows.gather(1, argmax.to(torch.int64).unsqueeze(1)).squeeze(1).to(lse.dtype)
-    return [placed.reduced(losses.sum(), aims, _MEAN), lse, most, argmax]
+    return [loss.reduced(losses.sum(), aims, _MEAN), lse, most, argmax]
 
 
 @_alone
@@ -353,9 +354,9 @@ def head_forward(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_rows: in
     rows, aims = _loss_rows("hidden", hidden, targets)
     _check_matrix("weight", weight, rows.shape[1], hidden)
     total, of_hidden, of_weight, _ = registry.find("linear_cross_entropy_fwd")(
-        rows, weight, None, aims, _IGNORED, _L2_WRAP, max(chunk_rows, 0), True, True, False
+        rows, weight, None, aims, _IGNORED, _L2_WRAP, max(chunk_rows, 0), True, True, False, False
     )
-    count, mean = _count(aims), placed.reduced(total, aims, _MEAN)
+    count, mean = _count(aims), loss.reduced(total, aims, _MEAN)
     return [mean, of_hidden.div_(count).view(hidden.shape), of_weight.div_(count).to(weight.dtype)]
 
 

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from rwkv_jit.call import checks, tensors, torch_op
 from rwkv_jit.call.tensors import Array
 from rwkv_jit.call.torch_op import TorchOp
-from rwkv_jit.derived import arguments
-from rwkv_jit.plain import layers
+from rwkv_jit.plain.operands import operands
 from rwkv_jit.plain.reference import wkv7_ref
-from rwkv_jit.schedules import delta_operands
 from rwkv_jit.schedules.derived_table import OPS
-from rwkv_jit.schedules.layers import BETA_MAPS
 from rwkv_jit.schedules.legal import BetaMap
-from rwkv_jit.schedules.problem import Op
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -30,39 +24,9 @@ if TYPE_CHECKING:
 # ---- what they share ---------------------------------------------------------------------------------------------
 
 
-def _refuse(op: Op, arrays: Sequence[Any], traits: Mapping[str, Any]) -> None:
-    """Check switches, and that raw gates have all that they need."""
-    named, bound = dict(zip(op.names, arrays, strict=True)), traits.get("lower_bound")
-    checks.check_name("beta_map", traits.get("beta_map", "identity"), BETA_MAPS)
-    if named.get("a_log") is None:
-        for name, x in (("dt_bias", named.get("dt_bias")), ("lower_bound", bound)):
-            if x is not None:
-                raise ValueError(f"{name}: needs A_log too")
-    if bound is not None:
-        arguments.check_bound(bound)
-
-
-def _operands(op: Op, arrays: Sequence[Any], traits: Mapping[str, Any]) -> Sequence[Tensor]:
-    """Return what `wkv7` takes, in plain torch."""
-    named: dict[str, Any] = {name: x for name, x in zip(op.names, arrays, strict=True) if x is not None}
-    r, k, v, w = named["r"], named["k"], named["v"], named.get("w")
-    kinds = delta_operands.kinds(op, named, traits)
-    is_computed = traits["qk_norm"] or k.shape[-2] != v.shape[-2]  # else r is q
-    inputs = k, r if is_computed else None, named["beta"], w, named.get("a_log"), named.get("dt_bias")
-    computed = iter(layers.delta_operands(inputs, traits.get("lower_bound") or 0.0, kinds))
-    r = next(computed) if is_computed else r
-    if w is None:
-        w = torch.zeros_like(r, memory_format=torch.contiguous_format)
-    elif "a_log" in named or kinds[1] == "head":
-        w = next(computed)
-    if "write_gate" in named:
-        v = v * named["write_gate"]
-    return r, w, next(computed), v, *computed
-
-
 def _define(name: str) -> TorchOp:
     op = OPS[name]
-    return torch_op.define(op, wkv7_ref, partial(_operands, op), refuse=partial(_refuse, op))
+    return torch_op.define(op, wkv7_ref, partial(operands, op), refuse=partial(checks.check_switches, op))
 
 
 _KDA, _GATED_DELTA_RULE, _DELTA_RULE = _define("kda"), _define("gated_delta_rule"), _define("delta_rule")

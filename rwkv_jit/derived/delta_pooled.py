@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from rwkv_jit.call import checks
 from rwkv_jit.call.tensors import Array
-from rwkv_jit.derived import arguments
-from rwkv_jit.derived.operands import of_delta_rule
-from rwkv_jit.pool.options import UpdateOptions, VarlenOptions
-from rwkv_jit.pool.update import wkv7_update
-from rwkv_jit.pool.varlen import wkv7_varlen
-from rwkv_jit.schedules.derived_table import ROWS
+from rwkv_jit.pool import calls, update, varlen
+from rwkv_jit.schedules.derived_table import OPS
 from rwkv_jit.schedules.legal import BetaMap
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from rwkv_jit.pool.options import UpdateOptions, VarlenOptions
 
 
 # ---- one or a few tokens -----------------------------------------------------------------------------------------
@@ -76,7 +75,8 @@ def kda_update(
     >>> rwkv_jit.kda_update(pool, q, k, v, g, beta, qk_norm=True).shape
     torch.Size([3, 4, 64])
     """
-    return _run("kda", "update", state, (q, k, v, g, beta), options, A_log, dt_bias, lower_bound, qk_norm, beta_map)
+    arrays, traits = (q, k, v, g, beta, A_log, dt_bias), (("beta_map", beta_map), ("lower_bound", lower_bound))
+    return _call(update.KIND, "kda", state, arrays, qk_norm, options, *traits)
 
 
 def gated_delta_rule_update(
@@ -129,8 +129,8 @@ def gated_delta_rule_update(
     >>> rwkv_jit.gated_delta_rule_update(pool, q, k, v, g, beta, qk_norm=True).shape
     torch.Size([3, 4, 64])
     """
-    given = q, k, v, g, beta
-    return _run("gated_delta_rule", "update", state, given, options, A_log, dt_bias, None, qk_norm, beta_map)
+    arrays = q, k, v, g, beta, A_log, dt_bias
+    return _call(update.KIND, "gated_delta_rule", state, arrays, qk_norm, options, ("beta_map", beta_map))
 
 
 def delta_rule_update(
@@ -180,7 +180,7 @@ def delta_rule_update(
     >>> rwkv_jit.delta_rule_update(pool, q, k, v, beta, qk_norm=True).shape
     torch.Size([3, 4, 64])
     """
-    return _run("delta_rule", "update", state, (q, k, v, beta), options, qk_norm=qk_norm, beta_map=beta_map)
+    return _call(update.KIND, "delta_rule", state, (q, k, v, beta), qk_norm, options, ("beta_map", beta_map))
 
 
 def gated_delta_rule2_update(
@@ -234,8 +234,8 @@ def gated_delta_rule2_update(
     >>> rwkv_jit.gated_delta_rule2_update(pool, q, k, v, g, beta, write_gate, qk_norm=True).shape
     torch.Size([3, 4, 64])
     """
-    given = q, k, v, g, beta, write_gate
-    return _run("gated_delta_rule2", "update", state, given, options, A_log, dt_bias, lower_bound, qk_norm)
+    arrays = q, k, v, g, beta, write_gate, A_log, dt_bias
+    return _call(update.KIND, "gated_delta_rule2", state, arrays, qk_norm, options, ("lower_bound", lower_bound))
 
 
 # ---- sequences of any lengths -------------------------------------------------------------------------------------
@@ -287,7 +287,8 @@ def kda_varlen(
     >>> rwkv_jit.kda_varlen(pool, q, k, v, g, beta, qk_norm=True, cu_seqlens=bounds).shape
     torch.Size([102, 4, 64])
     """
-    return _run("kda", "varlen", state, (q, k, v, g, beta), options, A_log, dt_bias, lower_bound, qk_norm, beta_map)
+    arrays, traits = (q, k, v, g, beta, A_log, dt_bias), (("beta_map", beta_map), ("lower_bound", lower_bound))
+    return _call(varlen.KIND, "kda", state, arrays, qk_norm, options, *traits)
 
 
 def gated_delta_rule_varlen(
@@ -335,8 +336,8 @@ def gated_delta_rule_varlen(
     >>> rwkv_jit.gated_delta_rule_varlen(pool, q, k, v, g, beta, qk_norm=True, cu_seqlens=bounds).shape
     torch.Size([102, 4, 64])
     """
-    given = q, k, v, g, beta
-    return _run("gated_delta_rule", "varlen", state, given, options, A_log, dt_bias, None, qk_norm, beta_map)
+    arrays = q, k, v, g, beta, A_log, dt_bias
+    return _call(varlen.KIND, "gated_delta_rule", state, arrays, qk_norm, options, ("beta_map", beta_map))
 
 
 def delta_rule_varlen(
@@ -381,7 +382,7 @@ def delta_rule_varlen(
     >>> rwkv_jit.delta_rule_varlen(pool, q, k, v, beta, qk_norm=True, cu_seqlens=bounds).shape
     torch.Size([102, 4, 64])
     """
-    return _run("delta_rule", "varlen", state, (q, k, v, beta), options, qk_norm=qk_norm, beta_map=beta_map)
+    return _call(varlen.KIND, "delta_rule", state, (q, k, v, beta), qk_norm, options, ("beta_map", beta_map))
 
 
 def gated_delta_rule2_varlen(
@@ -430,22 +431,17 @@ def gated_delta_rule2_varlen(
     >>> rwkv_jit.gated_delta_rule2_varlen(pool, q, k, v, g, beta, write_gate, qk_norm=True, cu_seqlens=bounds).shape
     torch.Size([102, 4, 64])
     """
-    given = q, k, v, g, beta, write_gate
-    return _run("gated_delta_rule2", "varlen", state, given, options, A_log, dt_bias, lower_bound, qk_norm)
+    arrays = q, k, v, g, beta, write_gate, A_log, dt_bias
+    return _call(varlen.KIND, "gated_delta_rule2", state, arrays, qk_norm, options, ("lower_bound", lower_bound))
 
 
 # ---- a call ------------------------------------------------------------------------------------------------------
 
 
-def _run(
-    op: str, verb: str, state: Any, arrays: Sequence[Any], options: Mapping[str, Any], a_log: Any = None,
-    dt_bias: Any = None, lower_bound: float | None = None, qk_norm: Any = False, beta_map: str = "identity",
+def _call(
+    kind: calls.Kind, op: str, state: Any, arrays: tuple[Any, ...], qk_norm: Any, options: Mapping[str, Any],
+    *traits: tuple[str, Any],
 ) -> Tensor:  # fmt: skip
-    call = arguments.pooled(ROWS[op], verb, arrays, options, (a_log, dt_bias))
-    q, k, v, *gates = call.inputs
-    if op == "gated_delta_rule2":
-        v = v * gates.pop()
-    g, beta = (None, *gates)[-2:]
-    assert beta is not None
-    operands = of_delta_rule(q, k, v, g, beta, a_log, dt_bias, lower_bound, qk_norm, beta_map)
-    return call.run(wkv7_update if verb == "update" else wkv7_varlen, state, operands)
+    if qk_norm is not True and qk_norm is not False:
+        qk_norm = checks.check_flag("qk_norm", qk_norm)
+    return calls.call(kind, OPS[op], state, arrays, options, traits=(("qk_norm", qk_norm), *traits))

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from rwkv_jit.call import checks, tensors, torch_op
 from rwkv_jit.call.tensors import Array
-from rwkv_jit.derived import arguments
-from rwkv_jit.derived.operands import for_heads
 from rwkv_jit.ops import wide_keys
+from rwkv_jit.plain.operands import behind, operands
 from rwkv_jit.plain.reference import gla_ref
 from rwkv_jit.schedules.derived_table import OPS
 
@@ -27,36 +26,16 @@ if TYPE_CHECKING:
 NO_LIMIT = (0.0, math.inf)  # of steps
 
 
-# ---- plain torch -------------------------------------------------------------------------------------------------
-
-
-def _of_simple_gla(arrays: Sequence[Any], traits: Mapping[str, Any]) -> list[Tensor]:
-    """Return what `gla` takes, in plain torch."""
-    return for_heads(*arrays)
-
-
-def _of_hgrn2(arrays: Sequence[Any], traits: Mapping[str, Any]) -> list[Tensor]:
-    """Return what `gla` takes, in plain torch."""
-    return with_keys(*arrays)
-
-
-def _of_ssd(arrays: Sequence[Any], traits: Mapping[str, Any]) -> list[Tensor]:
-    """Return what `gla` takes, in plain torch."""
-    x, dt, A, B, C, _, _, dt_bias = arrays
+def _check_limits(arrays: Sequence[Any], traits: Mapping[str, Any]) -> None:
+    """Check the limits of steps."""
     least, most = traits["least_step"], traits["most_step"]
-    limits = 0.0 if least is None else least, math.inf if most is None else most
-    return of_states(x, *steps_of(x, dt, A, dt_bias, traits["dt_softplus"], limits), B, C)
+    steps_between((0.0 if least is None else least, math.inf if most is None else most))
 
 
-def _behind_ssd(y: Tensor, arrays: Sequence[Any]) -> Tensor:
-    """Return the outputs, in plain torch."""
-    x, *_, D, z, _ = arrays
-    return behind(y, x, D, z)
-
-
-_SIMPLE_GLA = torch_op.define(OPS["simple_gla"], gla_ref, _of_simple_gla)
-_HGRN2 = torch_op.define(OPS["hgrn2"], gla_ref, _of_hgrn2)
-_SSD = torch_op.define(OPS["ssd"], gla_ref, _of_ssd, _behind_ssd)
+_SIMPLE_GLA, _HGRN2 = (torch_op.define(op, gla_ref, partial(operands, op)) for op in (OPS["simple_gla"], OPS["hgrn2"]))
+_SSD = torch_op.define(
+    OPS["ssd"], gla_ref, partial(operands, OPS["ssd"]), partial(behind, OPS["ssd"]), _check_limits
+)  # fmt: skip
 
 
 # ---- sequences ---------------------------------------------------------------------------------------------------
@@ -129,7 +108,7 @@ def simple_gla(
     (torch.Size([2, 128, 4, 64]), torch.Size([2, 4, 64, 64]))
     """
     if not isinstance(g, Tensor) or g.dim() == 1:
-        g = of_tokens(g, v)
+        g = _of_tokens(g, v)
     return torch_op.call(
         _SIMPLE_GLA, (q, k, v, g), initial_state, output_final_state, cu_seqlens, tuple(options.items()),
         wide_keys.in_parts,
@@ -212,7 +191,7 @@ def ssd(
     z: Array | None = None,
     dt_bias: Array | None = None,
     dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = NO_LIMIT,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
     **options: Unpack[CallOptions],
 ) -> tuple[Tensor, Tensor | None]:
     r"""The state space of Mamba-2 over sequences, with gradients to every input and to the initial state.
@@ -292,7 +271,8 @@ def ssd(
     """
     if dt_softplus is not True and dt_softplus is not False:
         dt_softplus = checks.check_flag("dt_softplus", dt_softplus)
-    least, most = (None, None) if dt_limit is NO_LIMIT else _steps_between(dt_limit)
+    is_pair = type(dt_limit) is tuple and len(dt_limit) == 2  # whose numbers the checks of a call look at
+    least, most = dt_limit if is_pair else steps_between(dt_limit)
     if D is not None and not isinstance(D, Tensor):
         D = tensors.from_any("D", D)
     of_heads = tuple(getattr(x, "shape", ()))[-2:]
@@ -301,68 +281,29 @@ def ssd(
         D = D.to(torch.promote_types(D.dtype, torch.float32)).unsqueeze(-1).expand(of_heads)
     return torch_op.call(
         _SSD, (x, dt, A, B, C, D, z, dt_bias), initial_state, output_final_state, cu_seqlens, tuple(options.items()),
-        wide_keys.in_parts, (("dt_softplus", dt_softplus), ("least_step", least), ("most_step", most)),
+        wide_keys.in_parts,
+        (
+            ("dt_softplus", dt_softplus), ("least_step", None if least == 0.0 else least),
+            ("most_step", None if most == math.inf else most),
+        ),
     )  # fmt: skip
 
 
-# ---- operands ----------------------------------------------------------------------------------------------------
+# ---- arguments ---------------------------------------------------------------------------------------------------
 
 
-def of_tokens(g: Any, v: Any) -> Any:
+def _of_tokens(g: Any, v: Any) -> Any:
     """Return decays of heads for each token, where they are fixed; what is wrong with them the checks say."""
     is_fixed = getattr(g, "ndim", 0) == 1 and getattr(v, "ndim", 0) > 2 and g.shape[0] == v.shape[-2]
-    return tensors.from_any("g", g).expand(v.shape[:-1]) if is_fixed else g
+    if not is_fixed:
+        return g
+    return (g if isinstance(g, Tensor) else tensors.from_any("g", g)).expand(v.shape[:-1])  # [..., H]
 
 
-def with_keys(q: Tensor, g: Tensor, v: Tensor) -> list[Tensor]:
-    """Return what `gla` takes, of forget gates."""
-    return [q, -torch.expm1(g).to(q.dtype), v, g]
-
-
-def steps_of(x: Tensor, dt: Tensor, A: Any, dt_bias: Any, dt_softplus: Any, dt_limit: Any) -> tuple[Tensor, Tensor]:
-    """Return the steps of a state space and its log-decays, in float32 at least."""
-    heads = x.shape[-2]
-    rates = arguments.check_fixed("A", A, [(heads,)], x)
-    step = dt.to(torch.promote_types(dt.dtype, torch.float32))
-    if dt_bias is not None:
-        step = step + arguments.check_fixed("dt_bias", dt_bias, [(heads,)], x)
-    if checks.check_flag("dt_softplus", dt_softplus):
-        step = F.softplus(step)
-    least, most = _limit(dt_limit)
-    if (least, most) != (0.0, math.inf) or not dt_softplus:
-        step = step.clamp(least, most)
-    return step, step * rates
-
-
-def of_states(x: Tensor, steps: Tensor, decays: Tensor, B: Tensor, C: Tensor) -> list[Tensor]:
-    """Return what `gla` takes, of a state space."""
-    return for_heads(C, B, (x * steps.unsqueeze(-1)).to(x.dtype), decays)
-
-
-def _steps_between(dt_limit: Any) -> tuple[float | None, float | None]:
+def steps_between(dt_limit: Any) -> tuple[float | None, float | None]:
     """Return the limits of steps, None for those that there are without any."""
-    least, most = _limit(dt_limit)
-    return None if least == 0.0 else least, None if most == math.inf else most
-
-
-def _limit(dt_limit: Any) -> tuple[float, float]:
-    """Return what steps are brought between."""
-    is_pair = isinstance(dt_limit, (tuple, list)) and len(dt_limit) == 2
-    if not (is_pair and all(isinstance(x, (int, float)) for x in dt_limit) and dt_limit[0] <= dt_limit[1]):
-        raise ValueError(f"dt_limit: expected a pair of numbers that does not fall, got {dt_limit!r}")
-    return float(dt_limit[0]), float(dt_limit[1])
-
-
-def check_behind(x: Tensor, D: Any, z: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Return D and z as tensors, those that are there."""
-    heads, size = x.shape[-2:]
-    own = None if D is None else arguments.check_fixed("D", D, [(heads,), (heads, size)], x)
-    return own, None if z is None else arguments.check_fixed("z", z, [tuple(x.shape)], x)
-
-
-def behind(y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:
-    """Return outputs with what they have of the input itself, behind their gate."""
-    made = y
-    if D is not None:  # in float32 at least, as the gradient of D is a sum of products that must not be rounded
-        made = y + x * D.to(torch.promote_types(D.dtype, torch.float32)).view(x.shape[-2], -1)
-    return (made if z is None else made * F.silu(z.to(made.dtype))).to(y.dtype)
+    if isinstance(dt_limit, (tuple, list)) and len(dt_limit) == 2:
+        least, most = dt_limit
+        if isinstance(least, (int, float)) and isinstance(most, (int, float)) and least <= most:
+            return None if least == 0.0 else float(least), None if most == math.inf else float(most)
+    raise ValueError(f"dt_limit: expected a pair of numbers that does not fall, got {dt_limit!r}")

@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from rwkv_jit.call import tensors
+from rwkv_jit.call import checks
 from rwkv_jit.call.tensors import Array
-from rwkv_jit.derived import arguments
-from rwkv_jit.derived.diagonal import (
-    behind,
-    check_behind,
-    of_states,
-    of_tokens,
-    steps_of,
-    with_keys,
-)
-from rwkv_jit.derived.operands import for_heads
-from rwkv_jit.pool.options import UpdateOptions, VarlenOptions
-from rwkv_jit.pool.update import gla_update
-from rwkv_jit.pool.varlen import gla_varlen
-from rwkv_jit.schedules.derived_table import ROWS
+from rwkv_jit.derived.diagonal import NO_LIMIT, steps_between
+from rwkv_jit.pool import calls, update, varlen
+from rwkv_jit.schedules.derived_table import OPS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from rwkv_jit.pool.options import UpdateOptions, VarlenOptions
 
 
 # ---- one or a few tokens -----------------------------------------------------------------------------------------
@@ -68,9 +57,7 @@ def simple_gla_update(state: Array, q: Array, k: Array, v: Array, g: Array, **op
     >>> rwkv_jit.simple_gla_update(pool, q, k, v, g).shape
     torch.Size([3, 4, 64])
     """
-    g = of_tokens(g, v)
-    call = arguments.pooled(ROWS["simple_gla"], "update", (q, k, v, g), options)
-    return call.run(gla_update, state, for_heads(*call.inputs))
+    return calls.call(update.KIND, OPS["simple_gla"], state, (q, k, v, g), options)
 
 
 def hgrn2_update(state: Array, q: Array, g: Array, v: Array, **options: Unpack[UpdateOptions]) -> Tensor:
@@ -107,8 +94,7 @@ def hgrn2_update(state: Array, q: Array, g: Array, v: Array, **options: Unpack[U
     >>> rwkv_jit.hgrn2_update(pool, q, g, v).shape
     torch.Size([3, 4, 64])
     """
-    call = arguments.pooled(ROWS["hgrn2"], "update", (q, g, v), options)
-    return call.run(gla_update, state, with_keys(*call.inputs))
+    return calls.call(update.KIND, OPS["hgrn2"], state, (q, g, v), options)
 
 
 def ssd_update(
@@ -123,7 +109,7 @@ def ssd_update(
     z: Array | None = None,
     dt_bias: Array | None = None,
     dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, math.inf),
+    dt_limit: tuple[float, float] = NO_LIMIT,
     **options: Unpack[UpdateOptions],
 ) -> Tensor:
     r"""The state space of Mamba-2 of one or a few tokens, which changes states of a pool in place: for decoding.
@@ -163,7 +149,7 @@ def ssd_update(
     >>> rwkv_jit.ssd_update(pool, x, dt, A, B, C).shape
     torch.Size([3, 4, 64])
     """
-    return _ssd("update", state, (x, dt, B, C), A, D, z, dt_bias, dt_softplus, dt_limit, options)
+    return _ssd(update.KIND, state, (x, dt, A, B, C, D, z, dt_bias), dt_softplus, dt_limit, options)
 
 
 # ---- sequences of any lengths -------------------------------------------------------------------------------------
@@ -201,9 +187,7 @@ def simple_gla_varlen(state: Array, q: Array, k: Array, v: Array, g: Array, **op
     >>> rwkv_jit.simple_gla_varlen(pool, q, k, v, g, cu_seqlens=bounds).shape
     torch.Size([102, 4, 64])
     """
-    g = of_tokens(g, v)
-    call = arguments.pooled(ROWS["simple_gla"], "varlen", (q, k, v, g), options)
-    return call.run(gla_varlen, state, for_heads(*call.inputs))
+    return calls.call(varlen.KIND, OPS["simple_gla"], state, (q, k, v, g), options)
 
 
 def hgrn2_varlen(state: Array, q: Array, g: Array, v: Array, **options: Unpack[VarlenOptions]) -> Tensor:
@@ -237,8 +221,7 @@ def hgrn2_varlen(state: Array, q: Array, g: Array, v: Array, **options: Unpack[V
     >>> rwkv_jit.hgrn2_varlen(pool, q, g, v, cu_seqlens=bounds).shape
     torch.Size([102, 4, 64])
     """
-    call = arguments.pooled(ROWS["hgrn2"], "varlen", (q, g, v), options)
-    return call.run(gla_varlen, state, with_keys(*call.inputs))
+    return calls.call(varlen.KIND, OPS["hgrn2"], state, (q, g, v), options)
 
 
 def ssd_varlen(
@@ -253,7 +236,7 @@ def ssd_varlen(
     z: Array | None = None,
     dt_bias: Array | None = None,
     dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, math.inf),
+    dt_limit: tuple[float, float] = NO_LIMIT,
     **options: Unpack[VarlenOptions],
 ) -> Tensor:
     r"""The state space of Mamba-2 of sequences of any lengths, which changes states of a pool in place.
@@ -286,54 +269,17 @@ def ssd_varlen(
     >>> rwkv_jit.ssd_varlen(pool, x, dt, A, B, C, cu_seqlens=bounds).shape
     torch.Size([102, 4, 64])
     """
-    return _ssd("varlen", state, (x, dt, B, C), A, D, z, dt_bias, dt_softplus, dt_limit, options)
+    return _ssd(varlen.KIND, state, (x, dt, A, B, C, D, z, dt_bias), dt_softplus, dt_limit, options)
 
 
 # ---- a call of Mamba-2 -------------------------------------------------------------------------------------------
 
 
 def _ssd(
-    verb: str, state: Any, arrays: Sequence[Any], A: Any, D: Any, z: Any, dt_bias: Any, dt_softplus: Any, dt_limit: Any,
-    options: Mapping[str, Any],
-) -> Tensor:  # fmt: skip
-    out = options.get("out")
-    options = {**options, "out": tensors.apart(out, (*arrays, D, z))}
-    call = arguments.pooled(ROWS["ssd"], verb, arrays, options, (A, D, z, dt_bias))
-    x, dt, B, C = call.inputs
-    own, gate = check_behind(x, D, z)
-    operands = of_states(x, *steps_of(x, dt, A, dt_bias, dt_softplus, dt_limit), B, C)
-    y = call.run(gla_update if verb == "update" else gla_varlen, state, operands)
-    y = with_own(y, x, own, gate, state, options)
-    return y if out is None or options["out"] is out else out.copy_(y)
-
-
-def with_own(
-    y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None, state: Any, options: Mapping[str, Any]
+    kind: calls.Kind, state: Any, arrays: tuple[Any, ...], dt_softplus: Any, dt_limit: Any, options: Mapping[str, Any]
 ) -> Tensor:
-    """Return outputs with what they have of the input itself, behind their gate; zeros where there is no slot."""
-    made = behind(y, x, D, z)
-    if made is y:
-        return y
-    there = _are_there(y, tensors.from_any("state", state).shape[0], options)
-    if there is not None:
-        made = made.masked_fill_(~there, 0)
-    return made if options.get("out") is None else y.copy_(made)
-
-
-def _are_there(y: Tensor, slots: int, options: Mapping[str, Any]) -> Tensor | None:
-    """Return which rows of an update have a slot, or which tokens of sequences, beside y; None where all rows have."""
-    indices, active, there = options.get("state_indices"), options.get("num_active"), None
-    if indices is not None:
-        indices = tensors.from_any("state_indices", indices)
-        there = (indices > max(options.get("null_index", -1), -1)) & (indices < slots)  # [B], or [sequences]
-    if options.get("cu_seqlens") is None:
-        return there if there is None else there.view(-1, *[1] * (y.dim() - 1))
-    bounds = tensors.from_any("cu_seqlens", options["cu_seqlens"])
-    places = torch.arange(y.shape[-3], dtype=bounds.dtype, device=y.device)
-    owner = torch.searchsorted(bounds.contiguous(), places, right=True) - 1  # the sequence of each token [T]
-    inside = (owner >= 0) & (owner < bounds.shape[0] - 1)
-    if active is not None:
-        inside &= owner < tensors.from_any("num_active", active)
-    if there is not None:
-        inside &= there[owner.clamp(0, there.shape[0] - 1)]
-    return inside[:, None, None]  # [T, 1, 1]
+    if dt_softplus is not True and dt_softplus is not False:
+        dt_softplus = checks.check_flag("dt_softplus", dt_softplus)
+    least, most = steps_between(dt_limit)
+    traits = ("dt_softplus", dt_softplus), ("least_step", least), ("most_step", most)
+    return calls.call(kind, OPS["ssd"], state, arrays, options, traits=traits)

@@ -26,19 +26,24 @@ import rwkv_jit
 from rwkv_jit.desk import terminal
 from rwkv_jit.desk import versions as own_machine
 from rwkv_jit.kernels.errors import UnsupportedConfigError
-from rwkv_jit.plain import reference
-from rwkv_jit.schedules import table
+from rwkv_jit.plain import derived_references, reference
+from rwkv_jit.schedules.derived_table import ALL
 
 Row = dict[str, Any]
 Function = Callable[..., Any]
 Who = tuple[str, str]  # and by what: a backend, or what torch has
-OPS: dict[str, Function] = {op: getattr(rwkv_jit, op) for op in table.OPS}
-REFERENCES: dict[str, Function] = {op: getattr(reference, f"{op}_ref") for op in table.OPS}
+OPS: dict[str, Function] = {op: getattr(rwkv_jit, op) for op in ALL}
+REFERENCES: dict[str, Function] = {
+    op: getattr(reference if own.through is None else derived_references, f"{op}_ref") for op, own in ALL.items()
+}
 for _functions in (OPS, REFERENCES):  # timex answers as the others do
     _functions["timex"] = lambda *x, _timex=_functions["timex"], **options: (_timex(*x, **options), None)
-WITH_HEADS = tuple(name for name, op in table.OPS.items() if op.has_heads)
+WITH_HEADS = tuple(name for name, op in ALL.items() if op.has_heads)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-OPTIONS: dict[str, dict[str, Any]] = {"wkv7": {"decay": "sigmoid"}}  # as in the models, where that is not the default
+OPTIONS: dict[str, dict[str, Any]] = {  # as in the models, where that is not the default
+    "wkv7": {"decay": "sigmoid"},
+    **{name: {"qk_norm": True} for name, op in ALL.items() if "qk_norm" in op.traits},
+}
 OURS, UPDATE, PACKED = "rwkv_jit", "update", 16  # the last one is a number of sequences
 PHASES = ("forward", "backward", "forward+backward", "decode", "prefill", UPDATE)
 USUAL_PHASES, OF_ONE_TOKEN, WITH_STATES = PHASES[:3:2], ("decode", UPDATE), ("decode", "prefill")
@@ -83,9 +88,10 @@ class Case(NamedTuple):
         if self.phase not in phases_of(self.op):
             expected = f"{', '.join(phases_of(self.op))} for {self.op}"
             raise ValueError(f"--phase: expected one of {expected}, got {self.phase}")
-        op, is_usual = table.OPS[self.op], self.kind == "usual"
+        op, is_usual = ALL[self.op], self.kind == "usual"
         has_kind = op.has_heads and f"{op.state_layout}-" not in self.kind
-        if not is_usual and (not has_kind or ("strong" in self.kind and op.decay == "none")):
+        has_map = op.decay != "none" and op.through is None
+        if not is_usual and (not has_kind or ("strong" in self.kind and not has_map)):
             raise ValueError(f"--inputs: {self.op} has none that are {self.kind}")
         if self.kind.endswith("states") and self.phase != UPDATE:
             raise ValueError(f"--inputs: {self.kind} are only for updates, not for {self.phase}")
@@ -123,9 +129,14 @@ def options_of(op: str, kind: str = "usual") -> dict[str, Any]:
     return {**OPTIONS.get(op, {}), **decay, **({"state_layout": layout[0]} if layout else {})}
 
 
+def switches_of(op: str) -> dict[str, Any]:
+    """Return the switches of the op in such calls."""
+    return {name: value for name, value in options_of(op).items() if name in ALL[op].traits}
+
+
 def decay_of(op: str, kind: str = "usual") -> str:
     """Return how w is read in such calls; "none" where there is no w of heads."""
-    return str(options_of(op, kind).get("decay", table.OPS[op].decay if op in WITH_HEADS else "none"))
+    return str(options_of(op, kind).get("decay", ALL[op].decay if op in WITH_HEADS else "none"))
 
 
 def make_inputs(
@@ -143,6 +154,13 @@ def make_inputs(
         made = [w, random(channels) * 0.5, k, v]
     elif op == "timex":
         made = [random(channels, tokens), random(batch, channels, tokens)]
+    elif ALL[op].through is not None:
+        sizes = {"B": batch, "T": tokens, "G": heads, "H": heads, "K": size, "V": shape[-1]}
+        made = [
+            _like_model(name, random(*(sizes[dim] for dim in dims)))
+            for name, dims in ALL[op].inputs.items()
+            if name not in ALL[op].optional
+        ]
     else:
         values = (batch, tokens, heads, shape[-1])
         r, k, v, kk, w = (random(*sizes) for sizes in (keys, keys, values, keys, keys))
@@ -157,11 +175,18 @@ def make_inputs(
             "linear_attention": [r, k, v],
         }[op]
     if "strong" in kind:
-        w = made[table.OPS[op].names.index("w")]
+        w = made[ALL[op].names.index("w")]
         rates = 2 + 6 * torch.rand_like(w)
         part = slice(None) if kind == "strong" else (slice(1), slice(None), slice(1)) if w.dim() == 4 else slice(1)
         w[part] = (rates.log() if decay_of(op, kind) == "raw" else -rates)[part]
     return [x.to(dtype).requires_grad_() for x in made]
+
+
+def _like_model(name: str, x: Tensor) -> Tensor:
+    """Return an input of ops such as kda, by the name that kernels have for it, of normal numbers."""
+    if name in ("beta", "write_gate"):
+        return torch.sigmoid(x)
+    return functional.logsigmoid(x) / 16 if name == "w" else -x.abs() / 16 if name == "a_log" else x * 0.5
 
 
 def state_of(op: str, shape: Sequence[int], kind: str = "usual", device: str = "cuda") -> Tensor:
@@ -170,7 +195,7 @@ def state_of(op: str, shape: Sequence[int], kind: str = "usual", device: str = "
     if op == "wkv4":  # num, den and max
         num, den, top = torch.randn(3, batch, heads * keys, device=device)
         return torch.stack([num, den.abs() + 0.5, top], 1)
-    layout = options_of(op, kind).get("state_layout", table.OPS[op].state_layout)
+    layout = options_of(op, kind).get("state_layout", ALL[op].state_layout)
     state = torch.randn(batch, heads, *((values, keys) if layout == "vk" else (keys, values)), device=device)
     return state.bfloat16() if "bf16" in kind else state
 
@@ -201,7 +226,7 @@ def least_bytes(phase: str, inputs: Iterable[Tensor], results: Iterable[Tensor],
 
 def backends_of(op: str, phase: str = "forward") -> list[str]:
     """Return the backends that calls of an op can name, "auto" first, which alone updates have."""
-    return ["auto"] if phase == UPDATE else [name for name in table.OPS[op].backends if name != "reference"]
+    return ["auto"] if phase == UPDATE else [name for name in ALL[op].backends if name != "reference"]
 
 
 def given_for(case: Case, backends: Sequence[str] = ("auto",), device: str = "cuda") -> Given:
@@ -215,7 +240,8 @@ def given_for(case: Case, backends: Sequence[str] = ("auto",), device: str = "cu
     if wrong := [backend for backend in backends if phase == UPDATE and backend != "auto"]:
         raise ValueError(f"--backend: expected auto for an update, got {wrong[0]}")
     inputs = [x.detach().requires_grad_("backward" in phase) for x in make_inputs(name, shape, dtype, device, kind)]
-    dys = [torch.randn_like(inputs[table.OPS[name].names.index("k" if name == "timex" else "v")], requires_grad=False)]
+    own = [each for each in ALL[name].names if each not in ALL[name].optional]
+    dys = [torch.randn_like(inputs[own.index("k" if name == "timex" else "v")], requires_grad=False)]
     state = torch.empty(0) if name == "timex" else state_of(name, shape, kind, device)
     least = least_bytes(phase, inputs, dys, state.nbytes * (PACKED if kind == "packed" else 1))
     options, function = options_of(name, kind), OPS[name]
@@ -369,7 +395,7 @@ def errors_of(case: Case, backends: Sequence[str], device: str) -> dict[Who, dic
     inputs = [x.detach().double().requires_grad_(x.requires_grad) for x in given.inputs]
     wide = given._replace(inputs=inputs, dys=[x.double() for x in given.dys])
     wanted = call_of(partial(exact, **options), wide, case.phase)()
-    names = [f"d{name}" for name in (table.OPS[case.op].public_names if case.op in OPS else range(len(wanted)))]
+    names = [f"d{name}" for name in (ALL[case.op].public_names if case.op in OPS else range(len(wanted)))]
     if "backward" not in case.phase:
         names = ["y", "state"] if case.op in OPS else [f"y{number}" for number in range(len(wanted))]
     errors: dict[Who, dict[str, float]] = {}

@@ -11,15 +11,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from rwkv_jit.kernels.errors import printable
-from rwkv_jit.schedules.table import OPS
+from rwkv_jit.schedules.build_command import OPS as _BUILT
+from rwkv_jit.schedules.build_command import SWITCHES
+from rwkv_jit.schedules.derived_table import ALL as OPS
+from rwkv_jit.schedules.layers import LEGAL
 
 _DTYPES = ("bf16", "fp16", "fp32")
 _DIGEST = "print the bundle's SHA-256, which `rwkv-jit cache import --digest` checks"
-_CHUNKED_OPS = tuple(name for name, op in OPS.items() if op.has_heads)
 _OPS = tuple(OPS)
-_GATED = "--op wkv7 --decay log --state-layout kv"
-_BUILT_AS = dict.fromkeys(("kda", "gated_delta_rule", "gated_delta_rule2", "delta_rule"), _GATED)
-_BUILT_AS |= {"simple_gla": "--op gla", "hgrn2": "--op gla", "ssd": "--op gla --state-layout vk"}
 _BACKENDS = ("auto", "recurrent", "chunked", "split", "tiles", "transforms", "fft")
 _PHASES = ("forward", "backward", "forward+backward", "decode", "prefill", "update")
 _KINDS = (
@@ -132,9 +131,9 @@ class _Parser(argparse.ArgumentParser):
     given: Sequence[str] = ()
 
     def error(self, message: str) -> NoReturn:
-        op = next((word for word in self.given[1:] if word in OPS or word in _BUILT_AS), "")
+        op = next((word for word in self.given[1:] if word in _BUILT), "")
         if message.endswith("--op --model is required") and op:
-            message += f"; did you mean {_BUILT_AS.get(op, f'--op {op}')}?"
+            message += f"; did you mean --op {op}?"
         self.exit(2, f"{self.prog}: {printable(message.removeprefix('argument '))}\n")
 
 
@@ -230,7 +229,7 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
 
 def _add_tune(parser: argparse.ArgumentParser) -> None:
     text = "op to tune; may be repeated (default: all ops)"
-    parser.add_argument("--op", action="append", choices=_CHUNKED_OPS, help=text)
+    parser.add_argument("--op", action="append", choices=_OPS, help=text)
     text = "shape to tune for; may be repeated (default: 8,4096,64,64 and 8,4096,32,128)"
     parser.add_argument("--shape", action="append", metavar="B,T,H,N", help=text)
     instead = parser.add_mutually_exclusive_group()
@@ -245,22 +244,32 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
 
     parser.epilog = "A LIST is one value, or several separated by commas; the option may also be repeated."
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--op", type=_list_of(_op), action="extend", metavar="LIST", help=", ".join(_OPS))
+    what.add_argument("--op", type=_list_of(_op), action="extend", metavar="LIST", help=", ".join(_BUILT))
     text = "the ops, sizes and dtype of this model: a checkpoint (.pth, .safetensors) or its config.json"
     what.add_argument("--model", metavar="FILE", help=text)
-    add("--head-size", "K, from 1; for all ops but wkv4 and timex", _size)
+    add("--head-size", "K, from 1; for all that has heads", _size)
     add("--value-size", "V (default: the head size)", _size)
     add("--tokens", "T, only for timex", _size)
     add("--batch", "B, only for timex (default: all)", _size)
     add("--dtype", "of r, k, v: bf16 (default), fp16, fp32", _dtype)
     add("--arch", "e.g. sm_90a, or compute_80 for PTX (default: this machine's GPU)", _arch)
-    add("--width", "channels of a model of RWKV-5, 6 or 7; adds the other kernels of its layers", _size)
+    text = "channels: of a function over channels; of a model of RWKV-5, 6 or 7 it adds the other kernels of its layers"
+    add("--width", text, _size)
+    text = "value heads, for ops such as kda and functions over heads (default: many)"
+    parser.add_argument("--heads", type=_size, metavar="H", help=text)
+    parser.add_argument("--key-heads", type=_size, metavar="G", help="heads of q and k (default: as many)")
+    text = "optional inputs that calls have, as A_log,dt_bias; or with their dtypes, as A_log=fp32,beta=bf16"
+    add("--inputs", text, _input)
+    text = "of the indices of slots, for --direction update (default: 32)"
+    parser.add_argument("--index-bits", type=int, choices=(32, 64), default=32, help=text)
+    for name, default in SWITCHES.items():
+        _add_switch(parser, name, default)
     text = "default: both; update: the kernels of <op>_update and <op>_varlen"
     parser.add_argument("--direction", choices=("forward", "backward", "both", "update"), default="both", help=text)
     add("--decay", "raw, sigmoid, log, direct (default: the op's)")
     parser.add_argument("--decay-bound", type=float, metavar="X", help="that of the calls, e.g. -1")
     add("--state-layout", "vk, kv (default: the op's)", _one_of("vk", "kv"))
-    add("--w-dtype", "of w, g and u (default: that of r, k, v)", _dtype)
+    add("--w-dtype", "of what may be fp32, as w, g, u, beta, dt (default: that of r, k, v)", _dtype)
     add("--state-dtype", "of initial states and pools (default: fp32)", _dtype)
     text = "high: for calls after torch.set_float32_matmul_precision('high') and set_bfloat16_precision('high')"
     parser.add_argument("--precision", choices=("high",), help=text)
@@ -269,13 +278,43 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
     _add_verbose(parser)
 
 
+def _add_switch(parser: argparse.ArgumentParser, name: str, default: Any) -> None:
+    """Add an option for a switch of ops, by its default."""
+    ops = ", ".join(op.name for op in _BUILT.values() if name in op.traits)
+    option, legal = f"--{name.replace('_', '-')}", LEGAL.get(name)
+    if isinstance(default, bool):
+        text = f"of {ops} (default: both)"
+        parser.add_argument(option, type=_flag, metavar="{yes,no}", help=text)
+    elif legal:
+        parser.add_argument(option, choices=legal, help=f"of {ops} (default: {default or 'that of x'})")
+    else:
+        kind = _size if isinstance(default, int) or name == "state_len" else float
+        parser.add_argument(option, type=kind, metavar="X", help=f"of {ops} (default: {default or 'none'})")
+
+
+def _flag(text: str) -> bool:
+    _check(text in ("yes", "no"), "yes or no", text)
+    return text == "yes"
+
+
+def _input(text: str) -> tuple[str, str | None]:
+    name, has_dtype, dtype = text.partition("=")
+    return name, _dtype(dtype) if has_dtype else None
+
+
 def _add_verbose(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--verbose", action="store_true", help="also registers and parameters of each kernel")
 
 
 def _add_show(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("op", type=_op, help=f"one of {', '.join(_OPS)}")
+    parser.add_argument("op", type=_one_of(*_OPS), help=f"one of {', '.join(_OPS)}")
     parser.add_argument("--head-size", type=_size, metavar="K", help="from 1; for all ops but wkv4 and timex")
+    parser.add_argument("--heads", type=_size, metavar="H", help="value heads, for ops such as kda (default: many)")
+    parser.add_argument("--key-heads", type=_size, metavar="G", help="heads of q and k (default: as many)")
+    text = "optional inputs that a call has, as A_log,dt_bias; or with their dtypes, as A_log=fp32,beta=bf16"
+    parser.add_argument("--inputs", type=_list_of(_input), action="extend", metavar="LIST", help=text)
+    for name in dict.fromkeys(name for op in OPS.values() for name in op.traits):
+        _add_switch(parser, name, SWITCHES[name])
     parser.add_argument("--value-size", type=_size, metavar="V", help="default: the head size")
     parser.add_argument("--tokens", type=_size, metavar="T", help="only for timex")
     parser.add_argument("--batch", type=_size, metavar="B", help="only for timex (default: more than 16)")
@@ -342,12 +381,7 @@ def _one_of(*names: str) -> Callable[[str], str]:
 _dtype = _one_of(*_DTYPES)
 
 
-def _op(text: str) -> str:
-    if text in _BUILT_AS:
-        raise argparse.ArgumentTypeError(
-            f"{text} cannot be named here; what of it runs through another op can: {_BUILT_AS[text]}"
-        )
-    return _one_of(*_OPS)(text)
+_op = _one_of(*_BUILT)
 
 
 def _arch(text: str) -> str:

@@ -20,6 +20,7 @@ from rwkv_jit.desk import kernel_table, terminal
 from rwkv_jit.kernels import cache, env
 from rwkv_jit.kernels.cache import bundle, files
 from rwkv_jit.kernels.errors import CacheError, RwkvJitError, printable
+from rwkv_jit.schedules import build_command
 
 if TYPE_CHECKING:
     from rwkv_jit.kernels.kernel import Kernel, Request
@@ -97,12 +98,12 @@ def _show_sections(result: dict[str, Any]) -> None:
 def build(parsed: argparse.Namespace) -> Outcome:
     """Compile kernels, once everything that can be wrong beforehand has been checked."""
     from rwkv_jit.ahead import models
-    from rwkv_jit.schedules.table import OPS
 
     if parsed.model:
         models.fill(parsed)
+    _check_used(parsed, parsed.op)
     for op in parsed.op:
-        if OPS[op].has_heads and parsed.head_size is None:
+        if build_command.OPS[op].has_heads and parsed.head_size is None:
             raise ValueError(f"--head-size: {op} needs some, got none")
     if parsed.digest and not parsed.output:
         raise ValueError("--digest: is that of a bundle, which --output names")
@@ -112,7 +113,9 @@ def build(parsed: argparse.Namespace) -> Outcome:
     with switches.high() if parsed.precision else contextlib.nullcontext():
         requests = [request._replace(also=()) for request in _asked_for(parsed)]  # exactly what was asked for
     if not requests:
-        raise ValueError("--tokens: calls of timex with so many run torch.fft, and there is nothing to compile")
+        if parsed.op == ["timex"]:
+            raise ValueError("--tokens: calls of timex with so many run torch.fft, and there is nothing to compile")
+        raise ValueError(f"--direction: {', '.join(parsed.op)} has no kernels for {parsed.direction}")
     for arch in dict.fromkeys(request.arch for request in requests):
         compiler.target_for(arch, newer=False)  # a bundle for a GPU that is not known is a slip of the pen
     _check_writable(parsed.output, "name a bundle with --output")
@@ -135,23 +138,54 @@ def _asked_for(parsed: argparse.Namespace) -> list[Request]:
     dtypes = {name: dtype for dtype, name in tensors.STORAGE.items()}
     defaults = {"dtype": "bf16", "state_dtype": "fp32"}
     asked = vars(parsed) | ({"direction": list(ahead_requests.DIRECTIONS)} if parsed.direction == "both" else {})
-    names = ("head_size", "value_size", "tokens", "batch", "dtype", "arch", "direction", "decay", "state_layout",
-             "decay_bound", "w_dtype", "state_dtype", "width", "shards")  # fmt: skip
+    names = [name for name in ahead_requests.Calls._fields if name not in ("op", "rings", "inputs", "switches")]
+    of_some = {name for op in build_command.OPS for name in ahead_requests.options_of(op)}
 
     def values(op: str, name: str) -> list[Any]:
-        given, own = asked[name], ahead_requests.OPTIONS[op]
-        if name not in own and any(name in ahead_requests.OPTIONS[other] for other in parsed.op):
+        given, own = asked[name], ahead_requests.options_of(op)
+        if name in of_some - {*own} and any(name in ahead_requests.options_of(other) for other in parsed.op):
             given = None
         if given is None:
             given = defaults.get(name)
         several = given if isinstance(given, list) else [given]
         return [dtypes.get(value) for value in several] if name.endswith("dtype") else several
 
+    inputs = _inputs(parsed)
     requests: list[Request] = []
     for op in parsed.op:
+        of_op = {name: inputs[name] for name in build_command.OPS[op].public_names if name in inputs}
         for case in product(*(values(op, name) for name in names)):
-            requests += ahead_requests.call_requests(op, **dict(zip(names, case, strict=True)))
+            given = dict(zip(names, case, strict=True))
+            calls = ahead_requests.Calls(op, **given, inputs=of_op, switches=_switches(parsed, op))
+            requests += ahead_requests.call_requests(calls)
     return requests
+
+
+def _inputs(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Return the inputs that a command line names, with their dtypes or None."""
+    from rwkv_jit.call import tensors
+
+    dtypes = {name: dtype for dtype, name in tensors.STORAGE.items()}
+    return {name: None if dtype is None else dtypes[dtype] for name, dtype in parsed.inputs or ()}
+
+
+def _switches(parsed: argparse.Namespace, op: str) -> dict[str, Any]:
+    """Return the switches of an op that a command line names."""
+    named = {name: getattr(parsed, name, None) for name in build_command.OPS[op].traits}
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def _check_used(parsed: argparse.Namespace, ops: Iterable[str]) -> None:
+    """Check that some op has each switch and each input that a command line names."""
+    several = [build_command.OPS[op] for op in ops]
+    switches = {name for name in build_command.SWITCHES if getattr(parsed, name, None) is not None}
+    inputs = {name: [op.public_names for op in several] for name, _ in parsed.inputs or ()}
+    for name in switches - {name for op in several for name in op.traits}:
+        raise ValueError(f"{name}: {', '.join(ops)} has none, got {getattr(parsed, name)}")
+    for name, legal in inputs.items():
+        if not any(name in names for names in legal):
+            expected = ", ".join(dict.fromkeys(name for names in legal for name in names))
+            raise ValueError(f"inputs: expected some of {expected}, got {name!r}")
 
 
 def warm(parsed: argparse.Namespace) -> Outcome:
@@ -226,10 +260,12 @@ def show(parsed: argparse.Namespace) -> Outcome:
     from rwkv_jit.call import tensors
     from rwkv_jit.kernels import sass
 
+    _check_used(parsed, [parsed.op])
     dtype = next(dtype for dtype, name in tensors.STORAGE.items() if name == parsed.dtype)
     kernel = ahead.specialize(
         parsed.op, parsed.head_size, parsed.value_size, dtype, parsed.arch, parsed.direction, parsed.backend,
-        parsed.decay, tokens=parsed.tokens, batch=parsed.batch,
+        parsed.decay, tokens=parsed.tokens, batch=parsed.batch, heads=parsed.heads, key_heads=parsed.key_heads,
+        inputs=_inputs(parsed), **_switches(parsed, parsed.op),
     )  # fmt: skip
     result = _about(kernel) | {"resources": {name: asdict(used) for name, used in kernel.resources.items()}}
     if parsed.part == "resources":

@@ -19,7 +19,7 @@ from rwkv_jit.desk import bench, terminal, versions
 from rwkv_jit.kernels import env, identity, kernel
 from rwkv_jit.kernels.cache import installed
 from rwkv_jit.kernels.errors import NvrtcNotFoundError
-from rwkv_jit.schedules.table import OPS
+from rwkv_jit.schedules.derived_table import ALL as OPS
 
 HEAD_SIZES = (64, 40)  # a usual one and one that nobody ships
 WITHOUT_HEADS = {"wkv4": (None,)}  # timex has the channels of as many heads
@@ -93,9 +93,8 @@ def _compile(op: str, head_size: int | None, direction: str, arch: str | None) -
     """Get a kernel three times: it is compiled, read from disk, found in memory. Those of timex are of timed calls."""
     batch, tokens = TIMED_SHAPES["cuda"][:2] if op == "timex" else (None, None)
     decay, found, times = bench.OPTIONS.get(op, {}).get("decay"), [], []
-    named = requests.named(
-        op, head_size, None, torch.bfloat16, arch, direction, "auto", decay, None, None, tokens, batch, {}
-    )
+    calls = requests.Calls(op, head_size, torch.bfloat16, arch, direction, decay, tokens=tokens, batch=batch)
+    named = requests.named(calls, "auto", None, None, bench.switches_of(op))
     for place in ("compiled", "disk", "memory"):
         if place == "disk":
             kernel.forget()

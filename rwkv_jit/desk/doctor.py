@@ -268,7 +268,7 @@ def _ops() -> Iterator[Finding]:
 
     from rwkv_jit.ahead import warm
     from rwkv_jit.desk import demo
-    from rwkv_jit.schedules.table import OPS
+    from rwkv_jit.schedules.derived_table import ALL as OPS
 
     if not _can_compile():
         return  # the check of the compiler says why

@@ -1,4 +1,4 @@
-"""How commands list kernels: a line for each, by the ops that take it."""
+"""How commands list kernels: by the ops that take them and by head sizes, or a line for each."""
 
 from __future__ import annotations
 
@@ -10,8 +10,17 @@ from typing import Any
 from rwkv_jit.desk import terminal
 from rwkv_jit.kernels import template
 from rwkv_jit.schedules import table
+from rwkv_jit.schedules.build_command import LAYER_OPS
+from rwkv_jit.schedules.derived_table import ALL
+from rwkv_jit.schedules.problem import Op
 
-_OF_NO_OP = ("layer_", "head_decay_", "channel_decay_")  # how names of templates begin
+_OF_OPERANDS = {"delta": ("layer_delta_operands",), "diagonal": ("diagonal_operands", "head_steps", "skip_gate")}
+_OF_OTHERS = (
+    *(f"{op.stem}_" for op in ALL.values() if op.through is not None and op.stem != op.through.stem),
+    *(name for names in _OF_OPERANDS.values() for name in names),
+)  # fmt: skip
+_GROUPS = {"op": "{op}", "sizes": "{head_size}", "dtype": "{dtype}", "arch": "{arch}", "kernels": "{count}",
+           "MB": "{megabytes:.2f}"}  # fmt: skip
 _COLUMNS = {"op": "{op}", "direction": "{direction}", "sizes": "{head_size}", "dtype": "{dtype}", "arch": "{arch}",
             "KB": "{kilobytes}"}  # fmt: skip
 _DETAILS = {"threads": "{threads}", "chunk len": "{chunk_len}", "registers": "{registers}",
@@ -33,19 +42,43 @@ def described(name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_of(op: str, name: str, parameters: Mapping[str, Any]) -> bool:
     """Return whether calls of an op may take a kernel: its templates, which ops can share, with its parameters."""
-    entry = table.OPS.get(op)
+    entry = ALL.get(op)
+    if op in LAYER_OPS:
+        return _function_of(name) == op
     if entry is None or name not in _library():
         return f"{name}_".startswith(f"{op}_")
-    if "HEAD_SIZE" in parameters and not entry.has_heads:
+    if entry.through is not None:
+        is_before = name.startswith(_OF_OPERANDS[entry.through.family])
+        return is_before or _is_dedicated(entry, name, parameters) or is_of(entry.through.name, name, parameters)
+    if name.startswith(_OF_OTHERS) or ("HEAD_SIZE" in parameters and not entry.has_heads):
         return False
     of_op = {**entry.constants, **entry.backward_constants, "DELTA": entry.family == "delta"}
     return table.takes(entry, name) and all(parameters.get(key, value) == value for key, value in of_op.items())
 
 
+def _is_dedicated(op: Op, name: str, parameters: Mapping[str, Any]) -> bool:
+    """Return whether a kernel is one of those that an op which goes through another has for itself."""
+    if op.through is None or op.stem == op.through.stem or not name.startswith(f"{op.stem}_"):
+        return False
+    decay = "log" if {"w", "a_log"} & {*op.inputs} else "none"
+    of_op = {"HAS_DELTA": op.through.family == "delta", "DECAY": decay}
+    return all(parameters.get(key, value) == value for key, value in of_op.items())
+
+
+def _function_of(name: str) -> str:
+    """Return the function of a layer whose kernel this is; "" where it is none's."""
+    function = name.removeprefix("layer_").removesuffix("_backward").removesuffix("_mixes")
+    function = "causal_conv1d" if function in ("convolution", "convolution_update") else function
+    return function if name.startswith("layer_") and function in LAYER_OPS else ""
+
+
 def _called_by(name: str, parameters: Mapping[str, Any]) -> str:
-    """Return the ops that take a kernel; of one that is no op's its template."""
-    ops = [op for op in table.OPS if is_of(op, name, parameters)] if parameters else []
-    if not 0 < len(ops) < 5 or name.startswith(_OF_NO_OP):
+    """Return the ops that take a kernel, without those that go through them; of one that is no op's its template."""
+    if function := _function_of(name):
+        return function
+    ops = [op for op, own in ALL.items() if _is_dedicated(own, name, parameters)]
+    ops = ops or [op for op in table.OPS if parameters and is_of(op, name, parameters)]
+    if not 0 < len(ops) < 5 or name.startswith("layer_"):
         return name
     return ", ".join(ops) if len(ops) < 3 else f"{ops[0]} and {len(ops) - 1} more"
 
@@ -66,7 +99,7 @@ def _library() -> frozenset[str]:
 
 
 def show(kernels: Sequence[Mapping[str, Any]], more: Mapping[str, str], is_verbose: bool) -> None:
-    """Print a line for each kernel, with the columns of `more` behind those of all lists; `is_verbose` adds details."""
+    """Print kernels by op and sizes, or with `is_verbose` a line for each; `more` are columns behind those of both."""
     rows = [
         {
             **kernel,
@@ -76,8 +109,24 @@ def show(kernels: Sequence[Mapping[str, Any]], more: Mapping[str, str], is_verbo
         }
         for kernel in kernels
     ]
-    columns = {**_COLUMNS, **more, "kernel": "{name}", **(_DETAILS if is_verbose else {})}
-    terminal.records(columns, rows, ["kernel", *more])
+    if is_verbose:
+        terminal.records({**_COLUMNS, **more, "kernel": "{name}", **_DETAILS}, rows, ["kernel", *more])
+    else:
+        terminal.records({**_GROUPS, **more}, _grouped(rows, more), [*more])
+
+
+def _grouped(rows: Sequence[Mapping[str, Any]], more: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return a row for all kernels of the same ops and sizes, of which the one that was used last says the age."""
+    shared = ("op", "head_size", "dtype", "arch", *(form.strip("{}") for form in more.values() if form != "{age}"))
+    groups = dict[tuple[Any, ...], list[Mapping[str, Any]]]()
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in shared), []).append(row)
+    made = []
+    for key, several in groups.items():
+        latest = max(several, key=lambda row: row.get("last_used") or "")
+        about = {"count": len(several), "megabytes": sum(row["bytes"] for row in several) / 2**20, "age": latest["age"]}
+        made.append(dict(zip(shared, key, strict=True)) | about)
+    return sorted(made, key=lambda row: (str(row["op"]), [int(x) for x in (row["head_size"] or "0").split("x")]))
 
 
 def size(kernels: Sequence[Mapping[str, Any]]) -> str:

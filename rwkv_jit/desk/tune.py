@@ -23,6 +23,7 @@ from rwkv_jit.kernels import cuda
 from rwkv_jit.kernels.errors import RwkvJitError, UnsupportedConfigError
 from rwkv_jit.kernels.gpu import Gpu
 from rwkv_jit.schedules.common import Candidate, Case, padded
+from rwkv_jit.schedules.derived_table import ALL
 from rwkv_jit.schedules.problem import Problem
 from rwkv_jit.schedules.table import OPS
 
@@ -49,6 +50,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     or none for this GPU, RwkvJitError where there is no GPU or no NVRTC or the default's results are wrong, and
     CacheError where the choices cannot be stored.
     """
+    if fixed := [op for op in arguments.op or () if op not in CHUNKS]:
+        below = ALL[fixed[0]].through
+        instead = "" if below is None else f"; tune {below.name}, which runs its calls without dedicated kernels"
+        raise UnsupportedConfigError(f"op: kernels of {fixed[0]} have one geometry{instead}")
     asked = [bench.read_shape(text) for text in arguments.shape or ()]
     if not torch.cuda.is_available():
         raise RwkvJitError("needs a GPU, and torch sees none; `rwkv-jit doctor` says why")
@@ -167,7 +172,7 @@ def _compile(op: str, candidates: Sequence[Candidate], size: int, progress: Call
     dtype, decay = DTYPES[DTYPE], bench.decay_of(op)
     asked = [
         requests.named(
-            op, size, None, dtype, None, direction, "chunked", decay, chunk_len, num_threads, None, None,
+            requests.Calls(op, size, dtype, None, direction, decay), "chunked", chunk_len, num_threads,
             {"blocks_per_sm": blocks},
         )
         for direction, chunk_len, num_threads, blocks in candidates

@@ -9,6 +9,8 @@ from typing import Any
 
 from rwkv_jit.kernels.errors import unexpected
 
+UNKNOWN = "_unknown"  # the parameter that takes the keyword arguments that a function does not have
+
 
 def modules(names: Mapping[str, str]) -> dict[str, str]:
     """Return the module of each name, from the names of each module of `rwkv_jit`."""
@@ -20,7 +22,7 @@ def members(package: dict[str, Any], rooms: Sequence[str] = ()) -> tuple[Callabl
     path: str = package["__name__"]
 
     def get(name: str) -> Any:
-        from inspect import CO_VARKEYWORDS, isfunction  # not where only the package is imported
+        from inspect import isfunction, signature  # not where only the package is imported
 
         if name in rooms:
             return import_module(f"{path}.{name}")
@@ -33,9 +35,14 @@ def members(package: dict[str, Any], rooms: Sequence[str] = ()) -> tuple[Callabl
             initialize: Callable[..., None] = value.__init__  # type: ignore[misc]
             if getattr(initialize, "__module__", "").startswith("rwkv_jit."):  # no error, dictionary or tuple
                 value.__init__ = _with_checked_names(initialize, value, public)  # type: ignore[misc]
-        elif isfunction(value) and not value.__code__.co_flags & CO_VARKEYWORDS:  # others do so themselves
-            package[name] = value = _with_checked_names(value, value, public)
-            setattr(module, name, value)
+        elif isfunction(value) and not hasattr(value, "__signature__"):
+            parameters = signature(value).parameters
+            if UNKNOWN in parameters:  # the function itself says so where it gets one; callers need not see it
+                legal = [x for x in parameters.values() if x.name != UNKNOWN]
+                value.__signature__ = signature(value).replace(parameters=legal)  # type: ignore[attr-defined]
+            elif not any(x.kind is x.VAR_KEYWORD for x in parameters.values()):
+                package[name] = value = _with_checked_names(value, value, public)
+                setattr(module, name, value)
         return value
 
     def listed() -> list[str]:

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NoReturn
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, get_args
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from rwkv_jit.call import checks, sharding, tensors, torch_op
+from rwkv_jit.call import checks, recording, registry, sharding, tensors, torch_op
+from rwkv_jit.call import plan as plans
 from rwkv_jit.call.plan import Plan
 from rwkv_jit.call.tensors import Array
 from rwkv_jit.kernels.errors import brief, unexpected
-from rwkv_jit.kernels.signatures import BySignature
-from rwkv_jit.layers import placed, registry
-from rwkv_jit.layers.placed import REDUCTIONS
 from rwkv_jit.pool import arguments
 from rwkv_jit.schedules import loss as loss_steps
 from rwkv_jit.schedules.legal import Reduction, Total
 from rwkv_jit.schedules.loss import MOST_COLUMNS, Given
 
 _IGNORED = -100
+_REDUCTIONS: tuple[str, ...] = get_args(Reduction)
 _CHUNK_BYTES = 2**28  # of a chunk's logits, by default
 _LEAST_ROWS = 256  # of a chunk, by default: matrix products take tiles of up to as many
 
@@ -110,20 +110,20 @@ def cross_entropy(
     _refuse_tangents("cross_entropy", (logits, targets))
     if sharding.any_distributed((logits, targets)):
         options = {"l2_wrap": l2_wrap, "ignore_index": ignore_index, "reduction": reduction}
-        return placed.loss_of_logits(cross_entropy, logits, targets, options)
+        return _loss_of_logits(logits, targets, options)
     logits, targets = tensors.from_any("logits", logits), tensors.from_any("targets", targets)
     if not logits.dim() or not 0 < logits.shape[-1] <= MOST_COLUMNS:
         raise ValueError(f"logits: expected shape [..., classes], got {list(logits.shape)}")
     _check_dtype("logits", logits)
     _check_targets(targets, logits)
     _check_options(l2_wrap, ignore_index)
-    checks.check_name("reduction", reduction, REDUCTIONS)
+    checks.check_name("reduction", reduction, _REDUCTIONS)
     rows = logits.reshape(-1, logits.shape[-1]).contiguous()
     flat = targets.reshape(-1).contiguous()
-    loss, *_ = registry.find("cross_entropy_fwd")(rows, flat, ignore_index, float(l2_wrap))
+    loss, *_ = registry.find("cross_entropy_fwd")(rows, flat, ignore_index, float(l2_wrap), False)
     if reduction == "none":
         return loss.view(targets.shape)  # type: ignore[no-any-return]
-    return placed.reduced(loss.sum(), targets, {"ignore_index": ignore_index, "reduction": reduction})
+    return reduced(loss.sum(), targets, {"ignore_index": ignore_index, "reduction": reduction})
 
 
 def linear_cross_entropy(
@@ -211,7 +211,7 @@ def linear_cross_entropy(
     _refuse_tangents("linear_cross_entropy", (*given, targets))
     if sharding.any_distributed((*given, targets)):
         options = {"l2_wrap": l2_wrap, "ignore_index": ignore_index, "reduction": reduction, "chunk_rows": chunk_rows}
-        return placed.loss_of_rows(linear_cross_entropy, hidden, weight, bias, targets, options)
+        return _loss_of_rows(hidden, weight, bias, targets, options)
     own = [tensors.from_any(each, x) for each, x in zip(("hidden", "weight", "bias"), given, strict=False)]
     targets = tensors.from_any("targets", targets)
     dtype = tensors.autocast_dtype(own[0])
@@ -230,15 +230,15 @@ def linear_cross_entropy(
         arguments.check_dtype("bias", x, (hidden.dtype,), hidden)
     _check_targets(targets, hidden)
     _check_options(l2_wrap, ignore_index)
-    checks.check_name("reduction", reduction, REDUCTIONS[:2])
+    checks.check_name("reduction", reduction, _REDUCTIONS[:2])
     rows = 0 if chunk_rows is None else arguments.count("chunk_rows", chunk_rows, 1)
     wanted = [torch.is_grad_enabled() and x.requires_grad for x in own]
     wanted += [False] * (3 - len(wanted))
     total, *_ = registry.find("linear_cross_entropy_fwd")(
         hidden.reshape(-1, channels), weight, biases[0] if biases else None, targets.reshape(-1).contiguous(),
-        ignore_index, float(l2_wrap), rows, *wanted,
+        ignore_index, float(l2_wrap), rows, *wanted, False,
     )  # fmt: skip
-    return placed.reduced(total, targets, {"ignore_index": ignore_index, "reduction": reduction})
+    return reduced(total, targets, {"ignore_index": ignore_index, "reduction": reduction})
 
 
 # ---- checks ------------------------------------------------------------------------------------------------------
@@ -249,10 +249,11 @@ def _refuse_tangents(name: str, arrays: tuple[Any, ...]) -> None:
     if not torch.compiler.is_compiling() and tensors.has_dual_level():
         given = (x for x in arrays if isinstance(x, Tensor))
         if any(forward_ad.unpack_dual(x).tangent is not None for x in given):
-            raise RuntimeError(
-                f"{name} has no forward-mode derivative (torch.func.jvp, jacfwd, dual tensors); "
-                "take torch.nn.functional.cross_entropy"
-            )
+            raise RuntimeError(_no_forward_mode(name))
+
+
+def _no_forward_mode(name: str) -> str:
+    return f"{name} has no forward-mode derivative (torch.func.jvp, jacfwd, dual tensors); take {_INSTEAD}"
 
 
 def _check_dtype(name: str, x: Tensor) -> None:
@@ -329,15 +330,10 @@ def _gradient(
     return logits.copy_(y) if in_place else y.to(logits.dtype)
 
 
-_plans: BySignature[Plan] = BySignature()
-
-
 def _plan(
     direction: str, named: Mapping[str, Tensor | None], ignore_index: int, l2_wrap: float, in_place: bool = False
 ) -> Plan:
-    key = direction, ignore_index, l2_wrap, in_place, tensors.signature([*named.values()])
-    plan = _plans.get(key)
-    if plan is None:
+    def prepare() -> Plan:
         logits, targets = named["logits"], named["targets"]
         assert logits is not None
         assert targets is not None
@@ -346,8 +342,10 @@ def _plan(
             targets.element_size(), ignore_index, l2_wrap,
         )  # fmt: skip
         schedule = loss_steps.forward(given) if direction == "forward" else loss_steps.backward(given, in_place)
-        plan = _plans.keep(key, Plan(schedule, loss_steps.problem(direction, given), named))
-    return plan
+        return Plan(schedule, loss_steps.problem(direction, given), named)
+
+    key = "cross_entropy", direction, ignore_index, l2_wrap, in_place, tensors.signature([*named.values()])
+    return plans.find(key, prepare)
 
 
 def _none(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -361,15 +359,83 @@ def _empty_losses(logits: Tensor, l2_wrap: float) -> tuple[Tensor, Tensor, Tenso
     return loss, lse, logits.new_empty(logits.shape[0] if l2_wrap else 0, dtype=torch.int32)
 
 
-def _no_second_derivative(name: str) -> RuntimeError:
-    return RuntimeError(f"{name} has no second derivative; differentiate torch.nn.functional.cross_entropy twice")
+# ---- DTensors ----------------------------------------------------------------------------------------------------
+
+
+def _loss_of_logits(logits: Any, targets: Any, options: Mapping[str, Any]) -> Tensor:
+    """Return the loss of DTensors: each rank's rows, of which a reduction is whole on every rank."""
+    checks.check_name("reduction", options["reduction"], _REDUCTIONS)
+    roles = {"batch": 0} if logits.dim() > 1 else {}
+
+    def of_rank(logits: Tensor, targets: Tensor) -> tuple[Tensor]:
+        return (cross_entropy(logits, targets, **{**options, "reduction": "none"}),)
+
+    (rows,) = sharding.run(of_rank, {"logits": (logits, roles), "targets": (targets, roles)}, "logits", (roles,))
+    if options["reduction"] == "none":
+        return rows  # type: ignore[no-any-return]
+    return reduced(rows.sum().full_tensor(), targets, options)
+
+
+def reduced(total: Tensor, targets: Tensor, options: Mapping[str, Any]) -> Tensor:
+    """Return a sum of losses, or the mean of rows that count: NaN where there are none, with a gradient of zeros."""
+    if options["reduction"] == "sum":
+        return total
+    count: Any = (targets != options["ignore_index"]).sum()
+    count = getattr(count, "full_tensor", lambda: count)()
+    return torch.where(count > 0, total / count.clamp(min=1), math.nan)
+
+
+def _loss_of_rows(
+    hidden: Any, weight: Any, bias: Any, targets: Any,
+    options: Mapping[str, Any],
+) -> Tensor:  # fmt: skip
+    """Return the loss where the matrix is a DTensor, or all are.
+
+    Where ranks hold parts of the matrix, each takes a part of the rows and gathers the matrix: products are shared, and
+    a chunk of logits is as small as that of one rank.
+    """
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    checks.check_name("reduction", options["reduction"], _REDUCTIONS[:2])
+    if not isinstance(weight, DTensor):
+        raise TypeError(f"weight: expected a DTensor like another argument, got {type(weight).__name__}")
+    mesh, whole = weight.device_mesh, [Replicate()] * weight.device_mesh.ndim
+    given = {"hidden": hidden, "targets": targets, "weight": weight, **({} if bias is None else {"bias": bias})}
+    for name, x in given.items():
+        if not isinstance(x, DTensor):
+            raise TypeError(
+                f"{name}: expected a DTensor like weight, got {type(x).__name__}. Where FSDP has cut weight, call the "
+                "module that has it and take cross_entropy; rows that are the same on every rank are "
+                "DTensor.from_local(x, mesh, [Replicate()])"
+            )
+        like = {"targets": hidden, "bias": weight}.get(name)
+        is_known = all(placement in (Replicate(), Shard(0)) for placement in x.placements)
+        if x.device_mesh != mesh or not is_known or (like is not None and x.placements != like.placements):
+            legal = "by Replicate() or Shard(0)" if like is None else f"by {list(like.placements)}"
+            raise ValueError(
+                f"{name}: expected a DTensor placed {legal} of {mesh}, got {list(x.placements)} of {x.device_mesh}"
+            )
+    pairs = [*zip(hidden.placements, weight.placements, strict=True)]
+    if any(x.is_shard() and y.is_shard() for x, y in pairs):
+        raise ValueError(
+            f"weight: expected Replicate() where hidden is cut, by {list(hidden.placements)}, "
+            f"got {list(weight.placements)}"
+        )
+    cuts = [y if y.is_shard() else x for x, y in pairs]  # of the rows that a rank takes
+    summed = [Partial() if cut.is_shard() else cut for cut in cuts]
+    local = {"hidden": hidden.flatten(0, -2), "targets": targets.flatten()}
+    local = {name: x.redistribute(placements=cuts).to_local() for name, x in local.items()}
+    for name in [name for name in given if name not in local]:  # in one order on all ranks, as they wait for each other
+        local[name] = given[name].redistribute(placements=whole).to_local(grad_placements=summed)
+    total = linear_cross_entropy(**local, **{**options, "reduction": "sum"})
+    return reduced(DTensor.from_local(total, mesh, summed, run_check=False).full_tensor(), targets, options)
 
 
 # ---- the torch ops of cross_entropy ------------------------------------------------------------------------------
 
 
-def cross_entropy_fwd_run(
-    logits: Tensor, targets: Tensor, ignore_index: int, l2_wrap: float
+def _forward(
+    logits: Tensor, targets: Tensor, ignore_index: int, l2_wrap: float, save: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the losses of rows, and lse and argmax of these."""
     _check_classes(targets, logits.shape[1], ignore_index)
@@ -378,28 +444,26 @@ def cross_entropy_fwd_run(
         return _losses(logits, targets, ignore_index, l2_wrap)
 
 
-def cross_entropy_fwd_fake(
-    logits: Tensor, targets: Tensor, ignore_index: int, l2_wrap: float
+def _forward_fake(
+    logits: Tensor, targets: Tensor, ignore_index: int, l2_wrap: float, save: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the same without memory."""
     return _empty_losses(logits, l2_wrap)
 
 
-def cross_entropy_fwd_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _keep(ctx: Any, arguments: Sequence[Any], named: dict[str, Any], results: Sequence[Tensor]) -> None:
     """Keep what the backward takes."""
-    logits, targets, ctx.ignore_index, ctx.l2_wrap = inputs
-    _, lse, argmax = output
+    logits, targets, ctx.ignore_index, ctx.l2_wrap, _ = arguments
+    lse, argmax = results[1:]
     ctx.mark_non_differentiable(lse, argmax)
     ctx.save_for_backward(logits, targets, lse, argmax)
 
 
-def cross_entropy_fwd_backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+def _in_context(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
     """Return the gradient of logits."""
-    made = registry.find("cross_entropy_bwd")(grad, *ctx.saved_tensors, ctx.ignore_index, ctx.l2_wrap)
-    return made, None, None, None
+    return *_run_backward(grad, *ctx.saved_tensors, ctx.ignore_index, ctx.l2_wrap), None, None, None, None
 
 
-def cross_entropy_bwd_run(
+def _backward(
     grad: Tensor, logits: Tensor, targets: Tensor, lse: Tensor, argmax: Tensor, ignore_index: int, l2_wrap: float
 ) -> Tensor:
     """Return the gradient of logits, from those of the losses of rows."""
@@ -407,26 +471,16 @@ def cross_entropy_bwd_run(
         return _gradient(grad, logits, targets, lse, argmax, ignore_index, l2_wrap, in_place=False)
 
 
-def cross_entropy_bwd_fake(grad: Tensor, logits: Tensor, *_: Any) -> Tensor:
-    """Return the same without memory."""
+def _backward_fake(grad: Tensor, logits: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
-
-
-def cross_entropy_bwd_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Keep nothing."""
-
-
-def cross_entropy_bwd_backward(ctx: Any, grad: Tensor) -> None:
-    """Refuse a second derivative."""
-    raise _no_second_derivative("cross_entropy")
 
 
 # ---- the torch ops of linear_cross_entropy -----------------------------------------------------------------------
 
 
-def linear_cross_entropy_fwd_run(
+def _linear_forward(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, ignore_index: int, l2_wrap: float,
-    chunk_rows: int, want_hidden: bool, want_weight: bool, want_bias: bool,
+    chunk_rows: int, want_hidden: bool, want_weight: bool, want_bias: bool, save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the sum of all losses, and its gradients with respect to hidden, weight and bias, as far as wanted.
 
@@ -442,7 +496,7 @@ def linear_cross_entropy_fwd_run(
     chunk_rows = min(chunk_rows, rows)
     with tensors.exactly(hidden), torch.no_grad():
         losses = torch.empty(rows, dtype=wide, device=device)
-        of_hidden, of_weight, of_bias = _gradients_like(hidden, weight, want_hidden, want_weight, want_bias)
+        of_hidden, of_weight, of_bias = _memory_of_gradients(hidden, weight, want_hidden, want_weight, want_bias)
         for made in (of_weight, of_bias):
             made.zero_()
         memory = torch.empty(chunk_rows, classes, dtype=hidden.dtype, device=device)
@@ -479,7 +533,7 @@ def _add_product(total: Tensor, gradient: Tensor, own: Tensor) -> None:
         total += gradient.T @ own
 
 
-def _gradients_like(
+def _memory_of_gradients(
     hidden: Tensor, weight: Tensor, want_hidden: bool, want_weight: bool, want_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return memory for the gradients that are wanted."""
@@ -491,26 +545,27 @@ def _gradients_like(
     )
 
 
-def linear_cross_entropy_fwd_fake(
+def _linear_forward_fake(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, ignore_index: int, l2_wrap: float,
-    chunk_rows: int, want_hidden: bool, want_weight: bool, want_bias: bool,
+    chunk_rows: int, want_hidden: bool, want_weight: bool, want_bias: bool, save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the same without memory."""
     total = hidden.new_empty((), dtype=torch.promote_types(hidden.dtype, torch.float32))
-    return total, *_gradients_like(hidden, weight, want_hidden, want_weight, want_bias)
+    return total, *_memory_of_gradients(hidden, weight, want_hidden, want_weight, want_bias)
 
 
-def linear_cross_entropy_fwd_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _keep_gradients(ctx: Any, arguments: Sequence[Any], named: dict[str, Any], results: Sequence[Tensor]) -> None:
     """Keep the gradients of the sum."""
-    ctx.wanted = inputs[-3:]
-    _, *made = output
+    ctx.wanted = arguments[-4:-1]
+    made = results[1:]
     ctx.mark_non_differentiable(*made)
     ctx.save_for_backward(*made)
 
 
-def linear_cross_entropy_fwd_backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+def _linear_in_context(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
     """Return the gradients of hidden, weight and bias."""
-    for name, is_needed, is_made in zip(("hidden", "weight", "bias"), ctx.needs_input_grad, ctx.wanted, strict=False):
+    needs = ctx.needs_input_grad[2:]  # of a Function with two inputs of its own before these
+    for name, is_needed, is_made in zip(("hidden", "weight", "bias"), needs, ctx.wanted, strict=False):
         if is_needed and not is_made:
             raise RuntimeError(
                 f"linear_cross_entropy: the forward computes the gradient of {name}, and was traced or run while "
@@ -518,22 +573,22 @@ def linear_cross_entropy_fwd_backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[
             )
     if torch.is_grad_enabled():  # what was made in the forward would be a constant to a second derivative
         grad = grad.detach().requires_grad_()
-    made = registry.find("linear_cross_entropy_bwd")(grad, *ctx.saved_tensors)
-    return *(x if is_made else None for x, is_made in zip(made, ctx.wanted, strict=True)), *(None,) * 7
+    made = _run_linear_backward(grad, *ctx.saved_tensors)
+    return *(x if is_made else None for x, is_made in zip(made, ctx.wanted, strict=True)), *(None,) * 8
 
 
-def linear_cross_entropy_bwd_run(
+def _linear_backward(
     grad: Tensor, of_hidden: Tensor, of_weight: Tensor, of_bias: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradients of the sum times that of the sum, all in the dtype of hidden."""
-    made = linear_cross_entropy_bwd_fake(grad, of_hidden, of_weight, of_bias)
+    made = _linear_backward_fake(grad, of_hidden, of_weight, of_bias)
     with torch.no_grad():
         for x, target in zip((of_hidden, of_weight, of_bias), made, strict=True):
             torch.mul(x, grad, out=target)
     return made
 
 
-def linear_cross_entropy_bwd_fake(
+def _linear_backward_fake(
     grad: Tensor, of_hidden: Tensor, of_weight: Tensor, of_bias: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the same without memory."""
@@ -541,10 +596,24 @@ def linear_cross_entropy_bwd_fake(
     return torch.empty_like(of_hidden), torch.empty_like(of_weight, dtype=dtype), torch.empty_like(of_bias, dtype=dtype)
 
 
-def linear_cross_entropy_bwd_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Keep nothing."""
+def _refuse_forward_mode(name: str) -> Any:
+    def refuse(*arguments: Any) -> None:
+        raise RuntimeError(_no_forward_mode(name))
+
+    return refuse
 
 
-def linear_cross_entropy_bwd_backward(ctx: Any, *_: Any) -> None:
-    """Refuse a second derivative."""
-    raise _no_second_derivative("linear_cross_entropy")
+_INSTEAD = "torch.nn.functional.cross_entropy"
+for _name, _run, _fake, _setup, _gradients in (
+    ("cross_entropy", _forward, _forward_fake, _keep, _in_context),
+    ("linear_cross_entropy", _linear_forward, _linear_forward_fake, _keep_gradients, _linear_in_context),
+):
+    _op = registry.find(f"{_name}_fwd")
+    _record = recording.forward(_op, _setup, _gradients, _refuse_forward_mode(_name))
+    registry.implement(f"{_name}_fwd", _run, _fake, _record)
+_record, _run_backward = recording.backward(registry.find("cross_entropy_bwd"), "cross_entropy", _INSTEAD)
+registry.implement("cross_entropy_bwd", _backward, _backward_fake, _record)
+_record, _run_linear_backward = recording.backward(
+    registry.find("linear_cross_entropy_bwd"), "linear_cross_entropy", _INSTEAD
+)
+registry.implement("linear_cross_entropy_bwd", _linear_backward, _linear_backward_fake, _record)

@@ -12,8 +12,9 @@ from torch.nn.modules import module as of_modules
 from torch.utils import _pytree as pytree
 
 from rwkv_jit.call import tensors
-from rwkv_jit.layers.convolution import causal_conv1d
-from rwkv_jit.layers.functions import gated, gated_norm
+from rwkv_jit.layers.causal_conv1d import causal_conv1d
+from rwkv_jit.layers.gated import gated
+from rwkv_jit.layers.gated_norm import gated_norm
 from rwkv_jit.pool.arguments import check_shape, count
 from rwkv_jit.schedules.convolution import LEAST_WIDTH, MOST_WIDTH
 from rwkv_jit.schedules.legal import Gate, Norm

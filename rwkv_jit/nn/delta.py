@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rwkv_jit.derived.arguments import check_bound
+from rwkv_jit.call.checks import check_lower_bound
 from rwkv_jit.derived.delta import gated_delta_rule, kda
 from rwkv_jit.nn import common
 from rwkv_jit.pool.arguments import count
@@ -152,7 +152,7 @@ class KimiDeltaAttention(_DeltaNet):
         value_size = key_size if value_size is None else value_size
         super().__init__(width, key_heads, value_heads, key_size, value_size, conv_width)
         if lower_bound is not None:
-            check_bound(lower_bound)
+            check_lower_bound(lower_bound)
         self.lower_bound, self.allow_neg_eigval = lower_bound, allow_neg_eigval
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         keys, values = self.key_width, self.value_width

@@ -7,7 +7,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from rwkv_jit.layers.functions import activate, gated, shift_mix, token_shift
+from rwkv_jit.layers.activate import activate
+from rwkv_jit.layers.gated import gated
+from rwkv_jit.layers.shift_mix import shift_mix
+from rwkv_jit.layers.token_shift import token_shift
 from rwkv_jit.nn.common import (
     before_texts,
     check_heads,

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rwkv_jit.layers.functions import gated, token_shift
+from rwkv_jit.layers.gated import gated
+from rwkv_jit.layers.token_shift import token_shift
 from rwkv_jit.nn.common import fill_orthogonal, tensors_of
 from rwkv_jit.nn.mixing import ChannelMix, Mix
 from rwkv_jit.ops.wkv4 import wkv4

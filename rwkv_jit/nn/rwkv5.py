@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rwkv_jit.layers.functions import token_shift
+from rwkv_jit.layers.token_shift import token_shift
 from rwkv_jit.nn.common import before_texts, in_files, recur, tensors_of
 from rwkv_jit.nn.mixing import Block, ChannelMix, TimeMixOfHeads
 from rwkv_jit.ops.wkv5 import wkv5

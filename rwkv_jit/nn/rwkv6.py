@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rwkv_jit.layers.functions import activate, token_shift
+from rwkv_jit.layers.activate import activate
+from rwkv_jit.layers.token_shift import token_shift
 from rwkv_jit.nn.common import before_texts, in_files, recur, tensors_of, under_autocast
 from rwkv_jit.nn.mixing import Block, ChannelMix, TimeMixOfHeads
 from rwkv_jit.ops.wkv6 import wkv6

@@ -9,7 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from rwkv_jit.kernels.errors import brief
-from rwkv_jit.layers.functions import activate, norm_shift, prepare_keys, shift_mix, token_shift
+from rwkv_jit.layers.activate import activate
+from rwkv_jit.layers.norm_shift import norm_shift
+from rwkv_jit.layers.prepare_keys import prepare_keys
+from rwkv_jit.layers.shift_mix import shift_mix
+from rwkv_jit.layers.token_shift import token_shift
 from rwkv_jit.nn import common
 from rwkv_jit.nn.mixing import Layer
 from rwkv_jit.ops.wkv7 import wkv7

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from rwkv_jit.call import checks, prepared, recording, registry, sharding, switches, tensors, torch_op
+from rwkv_jit.call import plan as plans
 from rwkv_jit.call.plan import Plan
 from rwkv_jit.call.tensors import Array
 from rwkv_jit.kernels.errors import UnsupportedConfigError, unexpected
 from rwkv_jit.kernels.gpu import Gpu
-from rwkv_jit.kernels.signatures import BySignature, forget_with
+from rwkv_jit.kernels.signatures import forget_with
 from rwkv_jit.plain.reference import timex_ref
 from rwkv_jit.schedules import directions, timex_tiles, timex_transforms
 from rwkv_jit.schedules.legal import TimexBackend
@@ -103,7 +104,7 @@ def _reference_backward(
 
 def _vectors(*arrays: Tensor) -> tuple[int, ...]:
     """Return how many tokens of each [.., T] tensor a thread can read at once: 4, 2 or 1."""
-    return tuple([_vector(x) for x in arrays])
+    return tuple(map(_vector, arrays))
 
 
 def _vector(x: Tensor) -> int:
@@ -130,39 +131,36 @@ class _Backward(NamedTuple):
     are_alike: Callable[..., bool]
 
 
-_backwards: BySignature[_Backward] = BySignature()
-
-
 def _find_backward(
     g: Tensor, w: Tensor, k: Tensor, vectors: tuple[int, ...], backend: str, wanted: tuple[str, ...]
-) -> _Backward:
-    """Return a backward, prepared where it comes for the first time."""
-    key = (switches.is_batch_invariant(), backend, wanted, vectors, tensors.signature((w, k, g)))
-    known = _backwards.get(key)
-    if known is None:
+) -> Plan:
+    """Return the plan of a backward."""
+
+    def prepare() -> Plan:
         problem = _problem(backend, w, k, vectors)._replace(wanted=wanted)
-        plan = Plan(directions.backward(problem), problem, {"w": w, "k": k, "dy": g})
-        known = _backwards.keep(key, _Backward(plan, vectors, tensors.likeness((w, k, g))))
-    return known
+        return Plan(directions.backward(problem), problem, {"w": w, "k": k, "dy": g})
+
+    key = "timex", switches.is_batch_invariant(), backend, wanted, vectors, tensors.signature((w, k, g))
+    return plans.find(key, prepare)
 
 
 class _Known:
     """A call that has passed all checks. Its directions are prepared for the addresses that come.
 
-    `backward` is the backend of the other direction; None without gradients.
+    `backward` is the backend of the other direction, None without gradients; `wanted` are the inputs that have one.
     """
 
-    def __init__(self, eps: float, backend: str, backward: str | None):
+    def __init__(self, eps: float, backend: str, backward: str | None, wanted: tuple[str, ...] = ()):
         self.backward = backward
-        self._eps, self._backend = eps, backend
+        self._eps, self._backend, self._wanted = eps, backend, wanted
         self._forwards: dict[tuple[int, ...], Plan] = {}
-        self._latest: dict[tuple[str, ...], _Backward] = {}
+        self._latest: _Backward | None = None
         forget_with(self)
 
     def forget(self) -> None:
         """Drop what was prepared; a graph may hold this call after a fork."""
         self._forwards.clear()
-        self._latest.clear()
+        self._latest = None
 
     def run(self, w: Tensor, k: Tensor) -> Tensor:
         """Return the output."""
@@ -181,45 +179,26 @@ class _Known:
             soon = directions.backward(later).requests(later.gpu)
         return Plan(directions.forward(problem), problem, {"w": w, "k": k}, soon=soon)
 
-    def differentiate(self, g: Tensor, w: Tensor, k: Tensor, wanted: tuple[str, ...]) -> list[Tensor]:
+    def record(self, arrays: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Tensor]]:
+        """Run the forward; return the output, what the backward takes, and no outputs without a gradient."""
+        return (self.run(*arrays),), arrays, ()
+
+    def differentiate(self, saved: Sequence[Any], grads: Sequence[Any]) -> Sequence[Tensor | None]:
         """Return the gradients that are wanted."""
         assert self.backward is not None
-        vectors = _vectors(w, k, g)
-        latest = self._latest.get(wanted)
+        (w, k), (g,) = saved, grads
+        vectors, latest = _vectors(w, k, g), self._latest
         if latest is None or latest.vectors != vectors or not latest.are_alike(w, k, g):
-            latest = self._latest[wanted] = _find_backward(g, w, k, vectors, self.backward, wanted)
-        return latest.plan.run((w, k, g))
+            plan = _find_backward(g, w, k, vectors, self.backward, self._wanted)
+            latest = self._latest = _Backward(plan, vectors, tensors.likeness((w, k, g)))
+        made = latest.plan.run((w, k, g))
+        return made if len(made) == 2 else (*made, None) if "w" in self._wanted else (None, *made)
 
-
-class _KnownCall(torch.autograd.Function):
-    """The forward and its backward, for a call that is known."""
-
-    @staticmethod
-    def forward(ctx: Any, known: _Known, w: Tensor, k: Tensor) -> Tensor:
-        ctx.save_for_backward(w, k)
-        ctx.known = known
-        return known.run(w, k)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        (w, k), known, (_, want_w, want_k) = ctx.saved_tensors, ctx.known, ctx.needs_input_grad
-        if not torch.is_grad_enabled() and tensors.is_eager((g,), (w, k)):
-            grads = iter(known.differentiate(g, w, k, _wanted(want_w, want_k)))
-            return None, next(grads) if want_w else None, next(grads) if want_k else None
-        return None, *_gradients(g, w, k, known.backward, want_w, want_k)
-
-
-# Function.apply looks for transforms first; a known call has none, and saves that time.
-_run_known: Callable[..., Tensor] = super(torch.autograd.Function, _KnownCall).apply
-
-
-def _prepare(asked: tuple[Any, ...], w: Tensor, k: Tensor, eps: float, backend: str, backward: str | None) -> _Known:
-    """Return the call of tensors that have been checked; `asked` is what else tells calls apart, as it came."""
-
-    def prepare() -> Any:
-        return _Known(eps, backend, backward)
-
-    return cast("_Known", prepared.find_or_keep(asked, backward is not None, (w, k), None, None, prepare, _OP.lead))
+    def differentiate_by_op(self, saved: Sequence[Any], grads: Sequence[Any]) -> Sequence[Tensor | None]:
+        """Return the same by the torch op."""
+        assert self.backward is not None
+        (w, k), (g,) = saved, grads
+        return _gradients(g, w, k, self.backward, "w" in self._wanted, "k" in self._wanted)
 
 
 def _wanted(want_w: bool, want_k: bool) -> tuple[str, ...]:
@@ -234,8 +213,12 @@ def _forward(w: Tensor, k: Tensor, eps: float, backend: str, save: bool) -> Tens
     backward = _taken(backend, k, "backward") if save else None
     backend = _taken(backend, k, "forward")
     if backend in _OWN and k.numel():
-        asked = "timex_fwd", eps, backend, backward, switches.is_batch_invariant()
-        return _prepare(asked, w, k, eps, backend, backward).run(w, k)
+        key = "timex_fwd", eps, backend, backward, switches.is_batch_invariant()
+        known = prepared.latest(key, (w, k), _OP.lead)
+        if known is None:
+            known = _Known(eps, backend, backward)
+            prepared.keep_latest(key, (w, k), known, _OP.lead)
+        return known.run(w, k)  # type: ignore[no-any-return]
     if backend == "fft" or backend in _OWN:  # where there is nothing to compute, these do the same
         with tensors.exactly(k):
             return _fft_forward(w, k, eps)
@@ -255,7 +238,7 @@ def _backward(g: Tensor, w: Tensor, k: Tensor, backend: str, want_w: bool, want_
     if backend in _OWN and k.numel():
         wanted = _wanted(want_w, want_k)
         if wanted:
-            grads = iter(_find_backward(g, w, k, _vectors(w, k, g), backend, wanted).plan.run((w, k, g)))
+            grads = iter(_find_backward(g, w, k, _vectors(w, k, g), backend, wanted).run((w, k, g)))
             gw, gk = next(grads) if want_w else None, next(grads) if want_k else None
     else:
         differentiate = _reference_backward if backend == "reference" else _fft_backward
@@ -448,9 +431,8 @@ def timex(w: Array, k: Array, eps: float = 0.0, backend: TimexBackend = "auto", 
     """
     if _unknown:
         raise unexpected("timex", next(iter(_unknown)))
-    asked = ("timex", eps, backend, switches.is_batch_invariant(), torch.is_grad_enabled())
-    before, training = prepared.find(asked, (w, k), None, None, _OP.lead)
-    known = cast("_Known | None", before)
+    key = ("timex", eps, backend, switches.is_batch_invariant(), torch.is_grad_enabled())
+    known: _Known | None = prepared.latest(key, (w, k), _OP.lead)
     if known is None:
         if sharding.any_distributed((w, k)):
             of_w, of_k = map(sharding.roles, _OP.inputs.values())
@@ -462,11 +444,15 @@ def timex(w: Array, k: Array, eps: float = 0.0, backend: TimexBackend = "auto", 
             w, k = cast_arrays
             with tensors.exactly(k):
                 return timex(w, k, eps, backend)
+        arrays = w, k
         w, k = _check(w, k, eps, backend)
         if tensors.is_eager() and tensors.are_plain((w, k)) and k.is_cuda and k.numel():
             forward, backward = (_taken(backend, k, direction) for direction in ("forward", "backward"))
             if _OWN.keys() >= {forward, backward}:
-                known = _prepare(asked, w, k, float(eps), forward, backward if training else None)
+                wanted = _wanted(w.requires_grad, k.requires_grad) if torch.is_grad_enabled() else ()
+                known = _Known(float(eps), forward, backward if wanted else None, wanted)
+                if w is arrays[0] and k is arrays[1]:
+                    prepared.keep_latest(key, arrays, known, _OP.lead)
     if known is None:
         return _forward_op(w, k, float(eps), backend, False)  # type: ignore[no-any-return]
-    return _run_known(known, w, k) if training else known.run(w, k)  # type: ignore[arg-type]
+    return known.run(w, k) if known.backward is None else prepared.record(known, w, k)[0]  # type: ignore[arg-type]

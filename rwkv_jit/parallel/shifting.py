@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from rwkv_jit.call import tensors
 from rwkv_jit.call.tensors import Array
-from rwkv_jit.layers import functions
+from rwkv_jit.layers import token_shift as layer
 from rwkv_jit.parallel import shard as shards
 from rwkv_jit.parallel.shard import Shard
 
@@ -57,7 +57,7 @@ def token_shift(x: Array, mixes: Array, amounts: Array | None = None, *, shard: 
         raise ValueError(f"x: expected at least one token in every part, got shape {list(x.shape)}")
     x, last = with_last(x)
     cu_seqlens = None if shard.bounds is None else shard.cu_seqlens(x.device)
-    return functions.token_shift(x, mixes, amounts, token_before(last, shard), cu_seqlens)
+    return layer.token_shift(x, mixes, amounts, token_before(last, shard), cu_seqlens)
 
 
 def with_last(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -210,6 +210,8 @@ def causal_conv1d(
     activation: str,
 ) -> Tensor:  # fmt: skip
     """Return what a causal convolution makes of sequences, in the dtype of x."""
+    if not x.numel():
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
     if cu_seqlens is not None:
         bounds = cu_seqlens.tolist()
         texts = [

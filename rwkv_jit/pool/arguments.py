@@ -245,11 +245,11 @@ def null_index(value: Any) -> int:
     return value
 
 
-def y_of(given: Any, v: Tensor, asked_v: Tensor) -> Tensor:
-    """Return where y is written: what is `given`, or new memory; of the shape that the caller's v has."""
+def y_of(given: Any, v: Tensor, asked_v: Tensor, name: str = "v") -> Tensor:
+    """Return where y is written: what is `given`, or new memory; of the shape that the caller's v, or `name`, has."""
     if given is None:
         return torch.empty_like(v, memory_format=torch.contiguous_format).view(asked_v.shape)
-    return out(given, tuple(asked_v.shape), asked_v, " like v")
+    return out(given, tuple(asked_v.shape), asked_v, f" like {name}")
 
 
 def out(given: Any, shape: tuple[int, ...], lead: Tensor, like: str = "") -> Tensor:

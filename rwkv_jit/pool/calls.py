@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from itertools import compress
+from math import prod
+from operator import is_not
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from rwkv_jit.call import sharding, switches, tensors, torch_op
+from rwkv_jit.call import checks, registry, sharding, switches, tensors, torch_op
 from rwkv_jit.call.plan import Plan
 from rwkv_jit.call.tensors import Memory
 from rwkv_jit.kernels import env
 from rwkv_jit.kernels.signatures import BySignature
-from rwkv_jit.pool import registry
 from rwkv_jit.pool.ring import ReplayRing
 from rwkv_jit.schedules.problem import Op, Problem
 from rwkv_jit.schedules.update import Pool
 
 ADDRESS_BITS = 15  # of an address that is no multiple of 16
 _PLAIN = (str, int, float, type(None))
+_IS_THERE = partial(is_not, None)  # a call of C, as every known call takes it for each of its inputs
+Traits = tuple[tuple[str, Any], ...]  # the switches of a call by name
 
 
 class Step(Protocol):
@@ -35,7 +41,7 @@ class Step(Protocol):
 
     @property
     def given(self) -> tuple[Any, ...]:
-        """Return what the torch op takes behind the op's name."""
+        """Return what the torch op takes behind the op's name, but for switches."""
 
     @property
     def tensors(self) -> list[Tensor | None]:
@@ -73,20 +79,25 @@ _known: BySignature[_Known] = BySignature()
 
 
 def call(
-    kind: Kind, op: Op, state: Any, arrays: Sequence[Any], options: Mapping[str, Any], ring: ReplayRing | None = None
-) -> Tensor:
-    """Run a call: at once where it is known, else after all checks; return y, which kinds without one do not have."""
+    kind: Kind, op: Op, state: Any, arrays: Sequence[Any], options: Mapping[str, Any], ring: ReplayRing | None = None,
+    traits: Traits = (),
+) -> Tensor:  # fmt: skip
+    """Run a call: at once where it is known, else after all checks; return y, which kinds without one do not have.
+
+    Of the inputs those that are optional may be None. `traits` are all switches of the op.
+    """
     if "out" in options:
         out = tensors.apart(options["out"], arrays)
         if out is not options["out"]:
-            return options["out"].copy_(call(kind, op, state, arrays, {**options, "out": out}, ring))  # type: ignore[no-any-return]
+            return options["out"].copy_(call(kind, op, state, arrays, {**options, "out": out}, ring, traits))  # type: ignore[no-any-return]
     asked: Any = None
     known: _Known | None = None
     try:
         if tensors.is_eager():
             length, of_ring = (0, ()) if ring is None else (ring.length, ring.tensors)
+            there = tuple(map(_IS_THERE, arrays))
             asked = (
-                op.name, kind.name, length, arrays[0].shape if arrays else None, tuple(options),
+                op.name, kind.name, length, arrays[0].shape if arrays else None, there, tuple(options), traits,
                 torch.is_grad_enabled(), switches.is_batch_invariant(), state.data_ptr() & ADDRESS_BITS,
             )  # fmt: skip
             known = _known.get(asked)
@@ -96,12 +107,13 @@ def call(
                         known = None
                         break
                 else:
-                    if not known.are_alike(state, *of_ring, *arrays, *[options[name] for name in known.tensors]):
+                    present = compress(arrays, there)
+                    if not known.are_alike(state, *of_ring, *present, *map(options.get, known.tensors)):
                         known = None
     except (AttributeError, TypeError, RuntimeError):  # no dense tensors, or an option that cannot be one
         asked = known = None
     if known is None:
-        return _checked_call(kind, op, state, arrays, dict(options), ring, asked)
+        return _checked_call(kind, op, state, arrays, dict(options), ring, traits, asked)
     get = options.get
     y = get("out")
     if y is None and known.y is not None:
@@ -111,8 +123,9 @@ def call(
 
 
 def _checked_call(
-    kind: Kind, op: Op, state: Any, arrays: Sequence[Any], options: dict[str, Any], ring: ReplayRing | None, asked: Any
-) -> Tensor:
+    kind: Kind, op: Op, state: Any, arrays: Sequence[Any], options: dict[str, Any], ring: ReplayRing | None,
+    traits: Traits, asked: Any,
+) -> Tensor:  # fmt: skip
     """Run a call after all checks; one that was `asked` for so is known from then on."""
     name = kind.name.format(op=op.name)
     if sharding.any_distributed((state, *arrays, *options.values())):
@@ -120,10 +133,13 @@ def _checked_call(
     cast = torch_op.under_autocast(op, arrays) if kind.has_tokens else None
     if cast is not None:
         with tensors.exactly(cast[0]):
-            return call(kind, op, state, cast, options, ring)
-    step = kind.check(op, name, state, arrays, options, *(() if ring is None else (ring,)))
+            return call(kind, op, state, cast, options, ring, traits)
+    named, more = dict(traits), [] if ring is None else [ring]
+    if op.traits:
+        checks.check_switches(op, arrays, named)
+    step = kind.check(op, name, state, arrays, options, *more, *([traits_of(op, named)] if op.traits else []))
     if not (step.state.is_cuda and tensors.is_eager() and tensors.are_plain(step.tensors)):
-        registry.find(kind.torch_op)(op.name, *step.given)
+        registry.find(kind.torch_op)(op.name, *step.given, **named)
         return step.y  # type: ignore[return-value]
     if step.is_empty:
         return step.y  # type: ignore[return-value]
@@ -131,11 +147,12 @@ def _checked_call(
     own = [option for option, value in options.items() if isinstance(value, Tensor)]
     others = [(option, value) for option, value in options.items() if option not in own]
     # Others are looked at anew each time: arrays of another library, seeds that are numbers, slots to check.
-    are_the_same = all(isinstance(x, Tensor) for x in (state, *arrays)) and not env.checks_indices()
+    present = [x for x in arrays if x is not None]
+    are_the_same = all(isinstance(x, Tensor) for x in (state, *present)) and not env.checks_indices()
     are_the_same = are_the_same and all(isinstance(x, _PLAIN) and option != "seed" for option, x in others)
     if asked is not None and are_the_same:
         of_ring = () if ring is None else ring.tensors
-        are_alike = tensors.likeness([state, *of_ring, *arrays, *(options[option] for option in own)])
+        are_alike = tensors.likeness([state, *of_ring, *present, *(options[option] for option in own)])
         made_of = None if step.y is None else tensors.memory(step.y.shape, step.y.dtype)
         _known.keep(asked, _Known(others, own, are_alike, plan, made_of))
     return step.y  # type: ignore[return-value]
@@ -144,14 +161,54 @@ def _checked_call(
 # ---- what kernels are made for -----------------------------------------------------------------------------------
 
 
-def problem_of(op: Op, inputs: Sequence[Tensor], state: Tensor, **more: Any) -> Problem:
+def traits_of(op: Op, named: Mapping[str, Any]) -> Traits:
+    """Return the switches of a call in the order of the op's; torch passes only those that are not as by default."""
+    return tuple([(trait, named.get(trait, default)) for trait, default in op.traits.items()])
+
+
+def fitted(op: Op, arrays: Sequence[Any]) -> tuple[Op, list[Any]]:
+    """Return an op with the dimensions that inputs have, of those that `Op.also` allows, and the inputs.
+
+    What has two dimensions side by side is split, where another input says how.
+    """
+    inputs = list(arrays)
+    for name, dims in op.also.items():
+        place = op.names.index(name)
+        x = inputs[place]
+        if x is not None and x.dim() == len(dims.strip("()")) - dims.count("("):
+            if not dims.startswith("("):
+                op = _with_dims(op, name, dims)
+                continue
+            several = zip(inputs, op.inputs.values(), strict=True)
+            whole = next(y for y, each in several if each.endswith(dims[1:-1]))
+            sizes = whole.shape[-x.dim() - 1 :]
+            inputs[place] = x.reshape(sizes) if prod(sizes) == x.numel() else x
+    return op, inputs
+
+
+@cache
+def _with_dims(op: Op, name: str, dims: str) -> Op:
+    return replace(op, inputs={**op.inputs, name: dims}, also={**op.also, name: op.inputs[name]})
+
+
+def with_all_dimensions(op: Op, inputs: Sequence[Any], place: int) -> list[Any]:
+    """Return inputs that all have tokens and rows: of those without one of them it is put in its `place`, and is 1."""
+    if inputs[op.lead].dim() == len(op.inputs[op.names[op.lead]]):
+        return list(inputs)
+    return [
+        x.unsqueeze(place) if x is not None and "T" in dims and x.dim() == len(dims) - 1 else x
+        for x, dims in zip(inputs, op.inputs.values(), strict=True)
+    ]
+
+
+def problem_of(op: Op, inputs: Sequence[Tensor | None], state: Tensor, **more: Any) -> Problem:
     """Return the problem of a call on a GPU."""
+    present = {name: x for name, x in zip(op.names, inputs, strict=True) if x is not None}
     sizes: dict[str, Any] = {}
-    for dims, x in zip(op.inputs.values(), inputs, strict=True):
-        sizes.update(zip(dims, x.shape, strict=True))
+    for name, x in present.items():
+        sizes.update(zip(op.inputs[name], x.shape, strict=True))
     return Problem(
-        op, tensors.gpu(state.device.index),
-        {name: tensors.STORAGE[x.dtype] for name, x in zip(op.names, inputs, strict=True)},
+        op, tensors.gpu(state.device.index), {name: tensors.STORAGE[x.dtype] for name, x in present.items()},
         **{"N": sizes["B"], "state_type": tensors.STORAGE[state.dtype],
            "is_batch_invariant": switches.is_batch_invariant(), **sizes, **more},
     )  # fmt: skip

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from rwkv_jit.call.flops import register
-from rwkv_jit.schedules.table import OPS
-
-_INPUTS = 8  # their place behind y among the arguments of a replay
+from rwkv_jit.schedules.derived_table import ALL
 
 
-def _count(op: str, state: Tensor, y: Tensor, inputs: Sequence[Tensor], *_: Any, **__: Any) -> int:
-    products = 4 if OPS[op].family == "delta" else 2
-    return 2 * products * inputs[0].numel() * y.shape[-1]
+def _count(op: str, state: Tensor, y: Tensor, *_: Any, **__: Any) -> int:
+    products = 4 if (ALL[op].through or ALL[op]).family == "delta" else 2
+    of_head = state.shape[-2] * state.shape[-1]  # keys and values
+    return 2 * products * y.numel() * of_head // y.shape[-1]
 
 
-def _count_replay(op: str, phase: str, state: Tensor, y: Tensor | None, *given: Any, **__: Any) -> int:
+def _count_replay(op: str, phase: str, state: Tensor, y: Tensor | None, *_: Any, **__: Any) -> int:
     """Count the tokens; what commits and flushes do is counted of none."""
-    return 0 if y is None else _count(op, state, y, given[_INPUTS])
+    return 0 if y is None else _count(op, state, y)
 
 
 def _count_wkv4(op: str, state: Tensor, y: Tensor, *_: Any, **__: Any) -> int:

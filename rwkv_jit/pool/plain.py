@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rwkv_jit.call import plain
-from rwkv_jit.plain import rounding
+from rwkv_jit.plain import operands, rounding
 from rwkv_jit.plain.reference import decay_factor, gla_ref, linear_attention_ref, wkv4_ref, wkv5_ref, wkv6_ref, wkv7_ref
 from rwkv_jit.schedules.legal import Wkv4Decay
 from rwkv_jit.schedules.problem import Op
@@ -33,9 +33,21 @@ def _with_w0(op: Op, inputs: Sequence[Tensor], w0: Tensor) -> list[Tensor]:
     return [*inputs[:place], summed, *inputs[place + 1 :]]
 
 
+def _run(
+    op: Op, inputs: Sequence[Tensor], begun: Tensor, scale: float, decay: str, state_layout: str, traits: Any
+) -> tuple[Tensor, Tensor]:
+    """Return y and the final states of some rows, of an op or by way of the op below."""
+    if op.through is None:
+        return plain.loop(_REFERENCES[op.name], inputs, begun, None, scale, decay, state_layout)
+    below = operands.operands(op, inputs, dict(traits))
+    y, final = plain.loop(_REFERENCES[op.through.name], below, begun, None, scale, "log", state_layout)
+    return operands.behind(op, y, inputs), final
+
+
 def update(
     op: Op, state: Tensor, y: Tensor, inputs: Sequence[Tensor], w0: Tensor | None, state_indices: Tensor | None,
     write_indices: Tensor | None, seed: Tensor | None, null_index: int, scale: float, decay: str, state_layout: str,
+    traits: Any = (),
 ) -> None:  # fmt: skip
     """Run as many tokens of each row."""
     slots = state.shape[0]
@@ -48,9 +60,10 @@ def update(
     written = written.masked_fill(~there | (written <= nothing) | (written >= slots), -1)
 
     summed = inputs if w0 is None else _with_w0(op, inputs, w0)
-    some = [x[there] if "B" in dims else x for x, dims in zip(summed, op.inputs.values(), strict=True)]
+    several = zip(summed, op.inputs.values(), strict=True)
+    some = [x[there] if "B" in dims and x is not None else x for x, dims in several]
     begun = state[read[there]].to(torch.promote_types(state.dtype, torch.float32))
-    result, final = plain.loop(_REFERENCES[op.name], some, begun, None, scale, decay, state_layout)
+    result, final = _run(op, some, begun, scale, decay, state_layout, traits)
     shown = y.view(inputs[op.names.index("v")].shape)
     shown.zero_()
     shown[there] = result.to(shown.dtype)
@@ -81,7 +94,8 @@ def varlen(
     op: Op, state: Tensor, y: Tensor, inputs: Sequence[Tensor], w0: Tensor | None, cu_seqlens: Tensor,
     state_indices: Tensor | None, write_indices: Tensor | None, has_initial_state: Tensor | None,
     num_active: Tensor | None, checkpoint_offsets: Tensor | None, checkpoint_indices: Tensor | None,
-    seed: Tensor | None, null_index: int, scale: float, decay: str, state_layout: str, few_tokens: int,
+    seed: Tensor | None, null_index: int, scale: float, decay: str, state_layout: str, traits: Any,
+    few_tokens: int,
 ) -> None:  # fmt: skip
     """Run sequences of any lengths; those of a few tokens are rounded at random where there is a seed."""
     shown = y.view(inputs[op.names.index("v")].shape)
@@ -90,10 +104,11 @@ def varlen(
     given = (cu_seqlens, state_indices, write_indices, has_initial_state, num_active)
     for piece in pieces(shown.shape[1], state.shape[0], null_index, *given, checkpoint_offsets, checkpoint_indices):
         rows = slice(piece.begin, piece.end)
-        some = [x[:, rows] if "T" in dims else x for x, dims in zip(summed, op.inputs.values(), strict=True)]
+        several = zip(summed, op.inputs.values(), strict=True)
+        some = [x[:, rows] if "T" in dims and x is not None else x for x, dims in several]
         wide = torch.promote_types(state.dtype, torch.float32)
         begun = state[piece.read : piece.read + 1] if piece.read >= 0 else torch.zeros_like(state[:1])
-        result, final = plain.loop(_REFERENCES[op.name], some, begun.to(wide), None, scale, decay, state_layout)
+        result, final = _run(op, some, begun.to(wide), scale, decay, state_layout, traits)
         shown[:, rows] = result.to(shown.dtype)
         if piece.write >= 0:
             at_random = piece.is_whole and piece.end - piece.begin <= few_tokens

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rwkv_jit.call import switches, tensors, torch_op
+from rwkv_jit.call import registry, switches, tensors, torch_op
 from rwkv_jit.call.plan import Plan
 from rwkv_jit.kernels.errors import brief
 from rwkv_jit.kernels.signatures import BySignature
-from rwkv_jit.pool import arguments, calls, plain, registry, update
+from rwkv_jit.pool import arguments, calls, plain, update
 from rwkv_jit.pool.options import FlushOptions, ReplayOptions
 from rwkv_jit.pool.ring import ReplayRing
 from rwkv_jit.schedules import replay
@@ -250,3 +250,6 @@ def record(keys: Any, op: str, *given: Any) -> None:
     arguments.refuse_gradients(OPS[op], _Step(OPS[op], *given).phase.format(op=op), given)
     with torch._C._AutoDispatchBelowAutograd():
         registry.find(STEP.torch_op).redispatch(keys & torch._C._after_autograd_keyset, op, *given)
+
+
+registry.implement("replay_states", run, fake, record)

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rwkv_jit.call import checks, switches, tensors, torch_op
+from rwkv_jit.call import checks, registry, switches, tensors, torch_op
 from rwkv_jit.call.plan import Plan
 from rwkv_jit.call.tensors import Array
 from rwkv_jit.kernels.signatures import BySignature
-from rwkv_jit.pool import arguments, calls, plain, registry
+from rwkv_jit.pool import arguments, calls, plain
 from rwkv_jit.pool.options import DecayUpdateOptions
 from rwkv_jit.schedules import update
+from rwkv_jit.schedules.derived_table import ALL
 from rwkv_jit.schedules.problem import Op
 from rwkv_jit.schedules.table import OPS
 
@@ -63,7 +64,7 @@ def wkv7_update(
     >>> rwkv_jit.wkv7_update(pool, r, w, k, v, a, b, state_indices=slots).shape
     torch.Size([3, 4, 64])
     """
-    return calls.call(_KIND, OPS["wkv7"], state, (r, w, k, v, a, b), options)
+    return calls.call(KIND, OPS["wkv7"], state, (r, w, k, v, a, b), options)
 
 
 def wkv6_update(
@@ -103,7 +104,7 @@ def wkv6_update(
     >>> rwkv_jit.wkv6_update(pool, r, k, v, w, torch.zeros(4, 64, device="cuda")).shape
     torch.Size([3, 4, 64])
     """
-    return calls.call(_KIND, OPS["wkv6"], state, (r, k, v, w, u), options)
+    return calls.call(KIND, OPS["wkv6"], state, (r, k, v, w, u), options)
 
 
 def wkv5_update(
@@ -142,7 +143,7 @@ def wkv5_update(
     >>> rwkv_jit.wkv5_update(pool, r, k, v, w, u).shape
     torch.Size([3, 4, 64])
     """
-    return calls.call(_KIND, OPS["wkv5"], state, (r, k, v, w, u), options)
+    return calls.call(KIND, OPS["wkv5"], state, (r, k, v, w, u), options)
 
 
 def gla_update(state: Array, q: Array, k: Array, v: Array, g: Array, **options: Unpack[DecayUpdateOptions]) -> Tensor:
@@ -179,7 +180,7 @@ def gla_update(state: Array, q: Array, k: Array, v: Array, g: Array, **options: 
     >>> rwkv_jit.gla_update(pool, q, k, v, torch.nn.functional.logsigmoid(x)).shape
     torch.Size([3, 4, 128])
     """
-    return calls.call(_KIND, OPS["gla"], state, (q, k, v, g), options)
+    return calls.call(KIND, OPS["gla"], state, (q, k, v, g), options)
 
 
 def linear_attention_update(state: Array, q: Array, k: Array, v: Array, **options: Unpack[UpdateOptions]) -> Tensor:
@@ -213,7 +214,7 @@ def linear_attention_update(state: Array, q: Array, k: Array, v: Array, **option
     >>> rwkv_jit.linear_attention_update(pool, q, k, torch.randn(3, 4, 128, device="cuda")).shape
     torch.Size([3, 4, 128])
     """
-    return calls.call(_KIND, OPS["linear_attention"], state, (q, k, v), options)
+    return calls.call(KIND, OPS["linear_attention"], state, (q, k, v), options)
 
 
 # ---- a call ------------------------------------------------------------------------------------------------------
@@ -225,7 +226,7 @@ class _Step(NamedTuple):
     op: Op
     state: Tensor
     y: Tensor
-    inputs: Sequence[Tensor]
+    inputs: Sequence[Any]  # None for those that are absent
     w0: Tensor | None
     state_indices: Tensor | None
     write_indices: Tensor | None
@@ -234,10 +235,11 @@ class _Step(NamedTuple):
     scale: float
     decay: str
     state_layout: str
+    traits: calls.Traits = ()
 
     @property
     def given(self) -> tuple[Any, ...]:
-        return self[1:]
+        return self[1:-1]
 
     @property
     def tensors(self) -> list[Tensor | None]:
@@ -249,23 +251,27 @@ class _Step(NamedTuple):
 
     def run(self) -> Plan:
         alignment = self.state.data_ptr() & calls.ADDRESS_BITS
-        key = self.op.name, *self[-4:], switches.is_batch_invariant(), alignment, tensors.signature(self.tensors)
+        key = self.op.name, *self[-5:], switches.is_batch_invariant(), alignment, tensors.signature(self.tensors)
         plan = _plans.get(key)
         if plan is None:
             problem = calls.problem_of(
-                self.op, self.inputs, self.state, scale=self.scale, decay=self.decay, state_layout=self.state_layout
-            )
+                self.op, self.inputs, self.state, scale=self.scale, decay=self.decay, state_layout=self.state_layout,
+                traits=self.traits,
+            )  # fmt: skip
             indices = self.state_indices if self.state_indices is not None else self.write_indices
             index_bytes = 4 if indices is None else indices.element_size()
             pool = calls.pool_of(self.state, index_bytes, self.null_index, self.w0, self.seed)
-            names = (*self.op.names, "state", *_KIND.tensors, "y")
+            names = (*self.op.names, "state", *KIND.tensors, "y")
             named = {**dict(zip(names, self.tensors, strict=True)), "state": calls.one_slot(self.state)}
-            plan = _plans.keep(key, Plan(update.schedule(problem, pool), problem, named))
+            schedule = update.schedule(problem, pool, self.state_indices is not None)
+            plan = _plans.keep(key, Plan(schedule, problem, named))
         plan.run(self.tensors)
         return plan
 
 
-def check(op: Op, name: str, state: Any, arrays: Sequence[Any], options: dict[str, Any]) -> _Step:
+def check(
+    op: Op, name: str, state: Any, arrays: Sequence[Any], options: dict[str, Any], traits: calls.Traits = ()
+) -> _Step:
     """Check a call, and return it with all options.
 
     Raises
@@ -273,18 +279,17 @@ def check(op: Op, name: str, state: Any, arrays: Sequence[Any], options: dict[st
     TypeError, ValueError, RuntimeError
         Naming the argument, what was expected and what came.
     """
-    legal = [x for x in DecayUpdateOptions.__annotations__ if op.decay != "none" or x not in ("decay", "w0")]
+    has_decay = op.decay != "none" and op.through is None
+    legal = [x for x in DecayUpdateOptions.__annotations__ if has_decay or x not in ("decay", "w0")]
     arguments.check_names(name, options, legal)
     decay, layout, rounds = arguments.names(op, options)
     null_index = arguments.null_index(options.get("null_index", -1))
 
-    inputs = checks.as_tensors(op, arrays)
+    op, inputs = calls.fitted(op, checks.as_tensors(op, arrays))
+    inputs = calls.with_all_dimensions(op, inputs, 1)
     lead = inputs[op.lead]
-    if lead.dim() == 3:  # one token
-        inputs = [x.unsqueeze(1) if x.dim() == 3 else x for x in inputs]
     wide = not lead.is_cuda
     sizes = checks.check_inputs(op, inputs, wide)
-    lead = inputs[op.lead]
     scale = arguments.scale(op, options, sizes)
 
     state = tensors.from_any("state", state, in_place=True)
@@ -298,22 +303,23 @@ def check(op: Op, name: str, state: Any, arrays: Sequence[Any], options: dict[st
     if arguments.may_look_at(slots.values()):
         arguments.check_slots(slots, state.shape[0], null_index)
     place = op.names.index("v")
-    y = arguments.y_of(options.get("out"), inputs[place], tensors.from_any("v", arrays[place]))
+    y = arguments.y_of(options.get("out"), inputs[place], tensors.from_any("v", arrays[place]), op.public_names[place])
     arguments.refuse_gradients(op, name, (state, y, w0, inputs))
     seed = arguments.seed_tensor(options.get("seed"), rounds, state, lead)
-    return _Step(op, state, y, inputs, w0, read, written, seed, null_index, scale, decay, layout)
+    return _Step(op, state, y, inputs, w0, read, written, seed, null_index, scale, decay, layout, traits)
 
 
-_KIND = calls.Kind("{op}_update", "update_states", ("w0", "state_indices", "write_indices", "seed"), check)
+KIND = calls.Kind("{op}_update", "update_states", ("w0", "state_indices", "write_indices", "seed"), check)
 _plans: BySignature[Plan] = BySignature()
 
 
 # ---- the torch op ------------------------------------------------------------------------------------------------
 
 
-def run(op: str, *given: Any) -> None:
+def run(op: str, state: Tensor, y: Tensor, inputs: Sequence[Any], *given: Any, **named: Any) -> None:
     """Run the torch op with CPU or CUDA tensors."""
-    step = _Step(OPS[op], *given)
+    fitted, inputs = calls.fitted(ALL[op], inputs)
+    step = _Step(fitted, state, y, inputs, *given)._replace(traits=calls.traits_of(fitted, named))
     if step.is_empty:
         return
     if step.state.is_cuda:
@@ -324,12 +330,15 @@ def run(op: str, *given: Any) -> None:
         plain.update(*step)
 
 
-def fake(op: str, *given: Any) -> None:
+def fake(*_: Any, **__: Any) -> None:
     """Do nothing with tensors that have no memory."""
 
 
-def record(keys: Any, op: str, *given: Any) -> None:
+def record(keys: Any, op: str, *given: Any, **named: Any) -> None:
     """Refuse to record gradients."""
-    arguments.refuse_gradients(OPS[op], f"{op}_update", given)
+    arguments.refuse_gradients(ALL[op], f"{op}_update", given)
     with torch._C._AutoDispatchBelowAutograd():
-        registry.find(_KIND.torch_op).redispatch(keys & torch._C._after_autograd_keyset, op, *given)
+        registry.find(KIND.torch_op).redispatch(keys & torch._C._after_autograd_keyset, op, *given, **named)
+
+
+registry.implement("update_states", run, fake, record)

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rwkv_jit.call import checks, rule, switches, tensors, torch_op
+from rwkv_jit.call import checks, registry, rule, switches, tensors, torch_op
 from rwkv_jit.call.plan import Plan
 from rwkv_jit.call.tensors import Array
 from rwkv_jit.kernels.signatures import BySignature
-from rwkv_jit.pool import arguments, calls, plain, registry
+from rwkv_jit.pool import arguments, calls, plain
 from rwkv_jit.pool.options import DecayVarlenOptions
-from rwkv_jit.schedules import common, varlen
+from rwkv_jit.schedules import common, directions, varlen
 from rwkv_jit.schedules.common import Case
+from rwkv_jit.schedules.derived_table import ALL
 from rwkv_jit.schedules.problem import Op, Problem
 from rwkv_jit.schedules.table import OPS
 from rwkv_jit.schedules.varlen import FEW_TOKENS, Varlen
@@ -66,7 +67,7 @@ def wkv7_varlen(
     >>> rwkv_jit.wkv7_varlen(pool, r, w, k, v, a, b, cu_seqlens=bounds, state_indices=slots).shape
     torch.Size([102, 4, 64])
     """
-    return calls.call(_KIND, OPS["wkv7"], state, (r, w, k, v, a, b), options)
+    return calls.call(KIND, OPS["wkv7"], state, (r, w, k, v, a, b), options)
 
 
 def wkv6_varlen(
@@ -107,7 +108,7 @@ def wkv6_varlen(
     >>> rwkv_jit.wkv6_varlen(pool, r, k, v, w, torch.zeros(4, 64, device="cuda"), cu_seqlens=bounds).shape
     torch.Size([50, 4, 64])
     """
-    return calls.call(_KIND, OPS["wkv6"], state, (r, k, v, w, u), options)
+    return calls.call(KIND, OPS["wkv6"], state, (r, k, v, w, u), options)
 
 
 def wkv5_varlen(
@@ -147,7 +148,7 @@ def wkv5_varlen(
     >>> rwkv_jit.wkv5_varlen(pool, r, k, v, w, u, cu_seqlens=bounds).shape
     torch.Size([50, 4, 64])
     """
-    return calls.call(_KIND, OPS["wkv5"], state, (r, k, v, w, u), options)
+    return calls.call(KIND, OPS["wkv5"], state, (r, k, v, w, u), options)
 
 
 def gla_varlen(state: Array, q: Array, k: Array, v: Array, g: Array, **options: Unpack[DecayVarlenOptions]) -> Tensor:
@@ -184,7 +185,7 @@ def gla_varlen(state: Array, q: Array, k: Array, v: Array, g: Array, **options: 
     >>> rwkv_jit.gla_varlen(pool, q, k, v, g, cu_seqlens=torch.tensor([0, 20, 50], device="cuda")).shape
     torch.Size([50, 4, 128])
     """
-    return calls.call(_KIND, OPS["gla"], state, (q, k, v, g), options)
+    return calls.call(KIND, OPS["gla"], state, (q, k, v, g), options)
 
 
 def linear_attention_varlen(state: Array, q: Array, k: Array, v: Array, **options: Unpack[VarlenOptions]) -> Tensor:
@@ -219,7 +220,7 @@ def linear_attention_varlen(state: Array, q: Array, k: Array, v: Array, **option
     >>> rwkv_jit.linear_attention_varlen(pool, q, k, v, cu_seqlens=bounds).shape
     torch.Size([50, 4, 128])
     """
-    return calls.call(_KIND, OPS["linear_attention"], state, (q, k, v), options)
+    return calls.call(KIND, OPS["linear_attention"], state, (q, k, v), options)
 
 
 # ---- a call ------------------------------------------------------------------------------------------------------
@@ -231,7 +232,7 @@ class _Step(NamedTuple):
     op: Op
     state: Tensor
     y: Tensor
-    inputs: Sequence[Tensor]
+    inputs: Sequence[Any]  # None for those that are absent
     w0: Tensor | None
     cu_seqlens: Tensor
     state_indices: Tensor | None
@@ -247,10 +248,11 @@ class _Step(NamedTuple):
     decay: str
     decay_bound: float | None
     state_layout: str
+    traits: calls.Traits = ()
 
     @property
     def given(self) -> tuple[Any, ...]:
-        return self[1:]
+        return self[1:-1]
 
     @property
     def has_few_tokens(self) -> bool:
@@ -273,14 +275,15 @@ class _Step(NamedTuple):
         key = self.op.name, options, alignment, tensors.signature(arrays)
         plan = _plans.get(key)
         if plan is None:
-            named = dict(zip((*self.op.names, "state", *_KIND.tensors, "y"), arrays, strict=True))
+            named = dict(zip((*self.op.names, "state", *KIND.tensors, "y"), arrays, strict=True))
             named["state"] = calls.one_slot(self.state)
             plan = _plans.keep(key, self._plan(named))
         plan.run(arrays)
         return plan
 
     def _plan(self, named: dict[str, Tensor | None]) -> Plan:
-        options = {"scale": self.scale, "decay": self.decay, "state_layout": self.state_layout}
+        options: dict[str, Any] = {"scale": self.scale, "decay": self.decay, "state_layout": self.state_layout}
+        options["traits"] = self.traits
         p = calls.problem_of(self.op, self.inputs, self.state, **options)
         if self.w0 is not None:
             p = p._replace(w0_type=tensors.STORAGE[self.w0.dtype])
@@ -289,9 +292,11 @@ class _Step(NamedTuple):
         pool = calls.pool_of(self.state, index_bytes, self.null_index, self.w0, self.seed)
         sequences = self.cu_seqlens.shape[0] - 1
         checkpoints = 0 if self.checkpoint_offsets is None else self.checkpoint_offsets.shape[1]
-        call = Varlen(sequences, checkpoints, self.cu_seqlens.element_size(), self.has_few_tokens)
+        call = Varlen(
+            sequences, checkpoints, self.cu_seqlens.element_size(), self.has_few_tokens, self.state_indices is not None
+        )
         if not call.has_few_tokens:
-            p = p._replace(**self._algorithm(p, sequences))
+            p = p._replace(**self._algorithm(directions.running(p), sequences))
         return Plan(varlen.schedule(p, pool, call), p, named)
 
     def _algorithm(self, p: Problem, sequences: int) -> dict[str, Any]:
@@ -308,7 +313,7 @@ class _Step(NamedTuple):
         backend = "auto" if pieces <= common.MOST_HEADS else "recurrent"
         tokens = max(p.T, rule.LEAST_TOKENS)  # where there are fewer, they go one by one whatever is chosen
         case = Case(
-            self.op, p.types["v"], p.K, p.V, tokens, self.decay, self.decay_bound, None, training=False,
+            p.op, p.types["v"], p.K, p.V, tokens, p.decay, self.decay_bound, None, training=False,
             blocks=sequences * p.H, is_packed=True,
         )  # fmt: skip
         longest, multiprocessors = self.max_seqlen or (p.T if sequences == 1 else 0), tensors.multiprocessors(device)
@@ -320,7 +325,9 @@ class _Step(NamedTuple):
         return chosen(case)
 
 
-def _check(op: Op, name: str, state: Any, arrays: Sequence[Any], options: dict[str, Any]) -> _Step:
+def _check(
+    op: Op, name: str, state: Any, arrays: Sequence[Any], options: dict[str, Any], traits: calls.Traits = ()
+) -> _Step:
     """Check a call, and return it with all options.
 
     Raises
@@ -328,15 +335,14 @@ def _check(op: Op, name: str, state: Any, arrays: Sequence[Any], options: dict[s
     TypeError, ValueError, RuntimeError
         Naming the argument, what was expected and what came.
     """
-    has_decay = op.decay != "none"
+    has_decay = op.decay != "none" and op.through is None
     legal = [x for x in DecayVarlenOptions.__annotations__ if has_decay or x not in ("decay", "decay_bound", "w0")]
     arguments.check_names(name, options, legal)
     decay, layout, rounds = arguments.names(op, options)
     null_index = arguments.null_index(options.get("null_index", -1))
 
-    inputs = checks.as_tensors(op, arrays)
-    if inputs[op.lead].dim() == 3:
-        inputs = [x.unsqueeze(0) if x.dim() == 3 else x for x in inputs]
+    op, inputs = calls.fitted(op, checks.as_tensors(op, arrays))
+    inputs = calls.with_all_dimensions(op, inputs, 0)
     wide = not inputs[op.lead].is_cuda
     sizes = checks.check_inputs(op, inputs, wide)
     lead = inputs[op.lead]
@@ -369,14 +375,13 @@ def _check(op: Op, name: str, state: Any, arrays: Sequence[Any], options: dict[s
         arguments.check_dtype("checkpoint_offsets", offsets, (bounds.dtype,), lead)
         arguments.check_dtype("checkpoint_indices", places, arguments.INDEX_TYPES, lead)
     arguments.check_alike({"state_indices": read, "write_indices": written, "checkpoint_indices": places})
-    y = arguments.y_of(
-        options.get("out"), inputs[op.names.index("v")], tensors.from_any("v", arrays[op.names.index("v")])
-    )
+    place = op.names.index("v")
+    y = arguments.y_of(options.get("out"), inputs[place], tensors.from_any("v", arrays[place]), op.public_names[place])
     arguments.refuse_gradients(op, name, (state, y, w0, inputs))
     seed = arguments.seed_tensor(options.get("seed"), rounds, state, lead)
     step = _Step(
         op, state, y, inputs, w0, bounds, read, written, has_state, active, offsets, places, seed, null_index, most,
-        scale, decay, decay_bound, layout,
+        scale, decay, decay_bound, layout, traits,
     )  # fmt: skip
     _check_values(step)
     return step
@@ -398,7 +403,7 @@ def _check_values(step: _Step) -> None:
     )  # fmt: skip
 
 
-_KIND = calls.Kind(
+KIND = calls.Kind(
     "{op}_varlen",
     "varlen_states",
     ("w0", "cu_seqlens", "state_indices", "write_indices", "has_initial_state", "num_active", "checkpoint_offsets",
@@ -411,9 +416,10 @@ _plans: BySignature[Plan] = BySignature()
 # ---- the torch op ------------------------------------------------------------------------------------------------
 
 
-def run(op: str, *given: Any) -> None:
+def run(op: str, state: Tensor, y: Tensor, inputs: Sequence[Any], *given: Any, **named: Any) -> None:
     """Run the torch op with CPU or CUDA tensors."""
-    step = _Step(OPS[op], *given)
+    fitted, inputs = calls.fitted(ALL[op], inputs)
+    step = _Step(fitted, state, y, inputs, *given)._replace(traits=calls.traits_of(fitted, named))
     if step.is_empty:
         return
     if step.state.is_cuda:
@@ -421,16 +427,19 @@ def run(op: str, *given: Any) -> None:
         return
     torch_op.say_reference(f"{op}_varlen", step.state)
     with tensors.exactly(step.state), torch.no_grad():
-        options = step.null_index, step.scale, step.decay, step.state_layout
+        options = step.null_index, step.scale, step.decay, step.state_layout, step.traits
         plain.varlen(*step[:13], *options, FEW_TOKENS)
 
 
-def fake(op: str, *given: Any) -> None:
+def fake(*_: Any, **__: Any) -> None:
     """Do nothing with tensors that have no memory."""
 
 
-def record(keys: Any, op: str, *given: Any) -> None:
+def record(keys: Any, op: str, *given: Any, **named: Any) -> None:
     """Refuse to record gradients."""
-    arguments.refuse_gradients(OPS[op], f"{op}_varlen", given)
+    arguments.refuse_gradients(ALL[op], f"{op}_varlen", given)
     with torch._C._AutoDispatchBelowAutograd():
-        registry.find(_KIND.torch_op).redispatch(keys & torch._C._after_autograd_keyset, op, *given)
+        registry.find(KIND.torch_op).redispatch(keys & torch._C._after_autograd_keyset, op, *given, **named)
+
+
+registry.implement("varlen_states", run, fake, record)

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from rwkv_jit.call import checks, recording, tensors, torch_op
+from rwkv_jit.call import checks, recording, registry, tensors, torch_op
 from rwkv_jit.call.plan import Plan
 from rwkv_jit.call.tensors import Array
 from rwkv_jit.kernels.errors import unexpected
 from rwkv_jit.kernels.signatures import BySignature
-from rwkv_jit.pool import arguments, calls, plain, registry
+from rwkv_jit.pool import arguments, calls, plain
 from rwkv_jit.schedules import wkv4 as schedules
 from rwkv_jit.schedules.legal import Wkv4Decay
 from rwkv_jit.schedules.problem import Op
@@ -210,3 +210,6 @@ def fake(*_: Any) -> None:
 
 
 record = recording.nothing(registry.find(_KIND.torch_op), "wkv4_update", _NO_GRADIENT)
+
+
+registry.implement("wkv4_states", run, fake, record)

@@ -11,8 +11,9 @@ from typing import Any
 
 from rwkv_jit.kernels.template import Parameter
 from rwkv_jit.schedules import common, layers
+from rwkv_jit.schedules.layer_table import CONVOLUTION as OPS
 from rwkv_jit.schedules.layers import GATES, Given, Sequences
-from rwkv_jit.schedules.problem import BYTES, Op, Problem
+from rwkv_jit.schedules.problem import BYTES
 from rwkv_jit.schedules.schedule import Schedule, Step, without
 
 _ACCESS_BYTES = 16
@@ -27,18 +28,6 @@ _MOST_RUN, _LEAST_RUN, _MANY_BLOCKS = 32, 8, 1024
 _LEAST_BACKWARD_RUN = 16
 _MOST_BLOCKS = 16  # of a multiprocessor, of the smallest GPUs
 LEAST_WIDTH, MOST_WIDTH, MOST_STATE_LEN = 2, 8, 16
-_INPUTS = {"x": "BTC", "weight": "CW", "bias": "C"}
-_WIDE = ("weight", "bias")
-OPS = {
-    "forward": Op("causal_conv1d", {**_INPUTS, "initial_state": "NCS"}, wide=_WIDE),
-    "backward": Op("causal_conv1d_backward", {**_INPUTS, "initial_state": "NCS", "grad_y": "BTC"}, wide=_WIDE),
-    "update": Op("causal_conv1d_update", _INPUTS, wide=_WIDE),
-}
-
-
-def problem(direction: str, given: Given) -> Problem:
-    """Return the problem of a call, as plans want one; sizes of `given` are channels and the width."""
-    return Problem(OPS[direction], given.gpu, given.types)
 
 
 def forward(given: Given, texts: Sequences, activation: str) -> Schedule:
@@ -94,7 +83,7 @@ def update(
     }  # fmt: skip
     name = "layer_convolution_update"
     step = Step(name, name, parameters, (rows.number, slices, 1), bind, overlaps=_overlaps(given))
-    return Schedule((step,), vectors=_vectors("update", given, parameters))
+    return Schedule((step,), given.results, vectors=_vectors("update", given, parameters))
 
 
 def _vector(given: Given, most: int, columns: int = 0, accessed: Iterable[str] = ("x",)) -> int:
@@ -113,7 +102,7 @@ def _cut(given: Given, vector: int, most_threads: int, activation: str) -> tuple
     parameters: dict[str, Parameter] = {
         "CHANNELS": channels, "WIDTH": width, "VECTOR": vector, "NUM_THREADS": threads,
         "HAS_BIAS": "bias" in given.types, "GATE": GATES.index(activation), "T_IO": given.types["x"],
-        **layers.types_of(given, _WIDE),
+        **layers.types_of(given, ("weight", "bias")),
     }  # fmt: skip
     return parameters, ceil(channels / (vector * threads))
 

@@ -49,7 +49,7 @@ OPS = {
         ),
         Op(
             "simple_gla", dict(r=_QUERY_KEY, k=_QUERY_KEY, v=_VALUE, w=_HEADS), "head_decay", "head_decay",
-            ("q", "k", "v", "g"), "HKV", scale=None, decay="none", wide=_WIDE, through=BASE["gla"],
+            ("q", "k", "v", "g"), "HKV", scale=None, decay="none", wide=_WIDE, also={"w": "H"}, through=BASE["gla"],
         ),
         Op(
             "hgrn2", dict(r=_CHANNELS, w=_CHANNELS, v=_VALUE), "", "gla", ("q", "g", "v"), "HKV", decay="log",
@@ -67,6 +67,8 @@ OPS = {
     )
 }  # fmt: skip
 
+ALL = {**BASE, **OPS}  # every op over sequences
+
 
 def _with_rows_alone(op: Op) -> Op:
     """Return an op of the inputs with tokens that every call has, by the names that callers know."""
@@ -76,5 +78,5 @@ def _with_rows_alone(op: Op) -> Op:
     return replace(op, inputs=inputs, public=(), wide=wide, optional=())
 
 
-# What calls over a pool check in one step, and what benchmarks make.
+# What benchmarks make.
 ROWS = {name: _with_rows_alone(op) for name, op in OPS.items()}

@@ -11,8 +11,9 @@ from math import ceil, prod
 from typing import Any, NamedTuple
 
 from rwkv_jit.schedules import common, layers
-from rwkv_jit.schedules.layers import KINDS, MOST_MIXES, OPS, Given, Sequences
-from rwkv_jit.schedules.problem import BYTES, Op, Problem
+from rwkv_jit.schedules.layer_table import KEPT, OPS, RESULTS
+from rwkv_jit.schedules.layers import KINDS, Given, Sequences
+from rwkv_jit.schedules.problem import BYTES, Op
 from rwkv_jit.schedules.schedule import Schedule, Step, without
 
 _HEAD_THREADS = 128
@@ -24,25 +25,16 @@ _NORM_VECTOR, _MOST_SUMS = 4, 40  # of a thread
 _NORM_THREADS = 512  # of a multiprocessor, so that each has 128 registers
 _FEW_MIXES = 2  # which leave registers for more blocks
 _LEAST_ROWS = 16  # of a block, so that the sums that it writes do not weigh
-# What gradients come of, by the names that forwards have for their results.
-RESULTS: dict[str, dict[str, str]] = {
-    "prepare_keys": dict.fromkeys(("new_k", "new_v", "a", "b", "bonus"), "NHK"),
-    "gated_norm": {"out": "NHK"},
-    "delta_operands": dict.fromkeys(("r", "w", "new_k", "a", "b"), "NHK"),
-    "activate": {"y": "NC"},
-    "gated": {"y": "N"},
-    "token_shift": {f"mixed{m}": "NC" for m in range(MOST_MIXES)},
-    "norm_shift": {"residual": "NC", **{f"mixed{m}": "NC" for m in range(MOST_MIXES)}, "last": "SC"},
-}
-# What forwards make for backwards alone, and the gradients that may be null.
-KEPT: dict[str, dict[str, str]] = {"norm_shift": {"stats": "N"}}
+# The gradients that may be null.
 OPTIONAL = ("residual", "last")
 BACKWARDS = {
     name: Op(
         f"{name}_backward",
         {**OPS[name].inputs, **KEPT.get(name, {}), **{f"grad_{result}": dims for result, dims in results.items()}},
         wide=OPS[name].wide,
-    )
+        optional=OPS[name].optional,
+        traits=OPS[name].traits,
+    )  # fmt: skip
     for name, results in RESULTS.items()
 }
 
@@ -53,11 +45,6 @@ class Options(NamedTuple):
     eps: float = 0.0
     kinds: tuple[str, ...] = ()
     texts: Sequences = Sequences(0)
-
-
-def problem(name: str, given: Given) -> Problem:
-    """Return the problem of a backward, as plans want one."""
-    return Problem(BACKWARDS[name], given.gpu, given.types)
 
 
 def backward(name: str, given: Given, options: Options, wanted: Sequence[str]) -> Schedule:

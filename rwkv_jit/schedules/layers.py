@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, get_args
 from rwkv_jit.kernels.gpu import Gpu
 from rwkv_jit.kernels.template import Parameter
 from rwkv_jit.schedules.common import OVERLAPS_SINCE
+from rwkv_jit.schedules.layer_table import MOST_MIXES, OPS
 from rwkv_jit.schedules.legal import BetaMap, Gate, Kind, Norm, RateMap
 from rwkv_jit.schedules.problem import BYTES, Op, Problem
 from rwkv_jit.schedules.schedule import Result, Schedule, Step
@@ -38,39 +39,6 @@ LOG_DECAYS = ("none", "log", "softplus", "bounded")  # as KINDS
 BETA_MAPS: tuple[str, ...] = get_args(BetaMap)
 RATE_MAPS: tuple[str, ...] = get_args(RateMap)
 MOST_PARTS = 31  # whose kinds a number of 64 bits says
-MOST_MIXES = 6
-_HEAD = "NHK"
-OPS = {
-    op.name: op
-    for op in (
-        Op("shift_mix", dict(x="NC", add="NC", weight="C", bias="C", mixes="GC"), wide=("weight", "bias", "mixes")),
-        Op(
-            "prepare_keys",
-            dict(
-                k=_HEAD, v=_HEAD, rate=_HEAD, v_first=_HEAD, v_gate=_HEAD, k_k="HK", k_a="HK", a0="HK", v0="HK",
-                r=_HEAD, r_k="HK",
-            ),
-            wide=("rate", "v_gate", "k_k", "k_a", "a0", "v0", "r_k"),
-        ),
-        Op(
-            "gated_norm",
-            dict(y=_HEAD, g=_HEAD, weight="HK", bias="HK", r=_HEAD, k=_HEAD, v=_HEAD, r_k="HK", bonus=_HEAD),
-            wide=("r_k", "weight", "bias"),
-        ),
-        Op(
-            "delta_operands", dict(k=_HEAD, q=_HEAD, beta=_HEAD, g=_HEAD, A_log="H", dt_bias="HK"),
-            wide=("beta", "g", "A_log", "dt_bias"),
-        ),
-        Op("activate", dict(x="NC"), wide=()),
-        Op("gated", dict(x="N", g="N"), wide=()),
-        Op("token_shift", dict(x="NC", mixes="GC", amounts="GNC", first="SC"), wide=("mixes",)),
-        Op(
-            "norm_shift", dict(x="NC", add="NC", weight="C", bias="C", mixes="GC", first="SC"),
-            wide=("weight", "bias", "mixes"),
-        ),
-    )
-}  # fmt: skip
-SHIFTS = ("token_shift", "norm_shift")  # whose last input says where texts end
 
 
 class Given(NamedTuple):
@@ -98,9 +66,40 @@ class Sequences(NamedTuple):
     null_index: int = -1  # a slot at or below it is none
 
 
-def problem(name: str, given: Given) -> Problem:
-    """Return the problem of a call, as plans want one."""
-    return Problem(OPS[name], given.gpu, given.types)
+def problem_of(op: Op, given: Given) -> Problem:
+    """Return the problem of a direction of an op, as plans want one."""
+    forward = OPS.get(op.name.removesuffix("_backward"))
+    if forward is None:  # a convolution, whose plans need no sizes
+        return Problem(op, given.gpu, given.types)
+    sizes: dict[str, Any] = {}
+    letters = "GKH" if forward.name == "delta_operands" else "HK" if "NHK" in forward.inputs.values() else "CG"
+    sizes.update(zip(letters, given.sizes, strict=False))
+    return Problem(op, given.gpu, given.types, **sizes)
+
+
+# What switches are called as constants of kernels, and the values that these number; others are numbers and types.
+_SWITCHES: tuple[tuple[str, str, Sequence[Any]], ...] = (
+    ("mixes", "MIXES", ()), ("taps", "WIDTH", ()), ("mixed", "T_MIXED", ()), ("gate", "GATE", GATES),
+    ("activation", "GATE", GATES), ("norm", "CENTERED", NORMS[::-1]), ("rate_map", "RATE_IS_GIVEN", RATE_MAPS),
+    ("qk_norm", "HAS_NORM", (False, True)), ("beta_map", "BETA_MAP", BETA_MAPS),
+    ("gate_of", "G_PER_CHANNEL", ("head", "channel")), ("rate_of", "BETA_PER_CHANNEL", ("head", "channel")),
+    ("state_len", "STATE_LEN", ()), ("channels_last", "CHANNELS_LAST", ()), ("ring", "RING", ()),
+)  # fmt: skip
+LEGAL: dict[str, Sequence[Any]] = {  # values of switches that are names
+    "mixed": tuple(BYTES)[:3], "activation": ("identity", "silu"),
+    **{name: values for name, _, values in _SWITCHES if values and name not in ("activation", "qk_norm")},
+}  # fmt: skip
+
+
+def switches_of(op: Op, parameters: Mapping[str, Parameter]) -> dict[str, Any]:
+    """Return the switches of a call by the constants of its kernel."""
+    switches = {
+        name: values[int(parameters[constant])] if values else parameters[constant]
+        for name, constant, values in _SWITCHES
+        if constant in parameters and name in op.traits
+    }
+    is_bounded = "lower_bound" in op.traits and parameters["GATE"] == LOG_DECAYS.index("bounded")
+    return switches | ({"lower_bound": -1.0} if is_bounded else {})  # any: it is a number of the launch
 
 
 def shift_mix(given: Given, sequences: Sequences, eps: float) -> Schedule:

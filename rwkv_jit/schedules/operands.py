@@ -57,6 +57,17 @@ class Behind(NamedTuple):
     gate: str = "silu"  # what z goes through, of GATES
 
 
+class Slots(NamedTuple):
+    """What says which rows have a slot of a pool."""
+
+    slots: int
+    index_bytes: int  # of the numbers in state_indices: 4 or 8
+    null_index: int  # a slot at or below it is none
+    has_indices: bool  # else row i has slot i
+    sequences: int = 0  # of packed tokens; 0 where all rows have as many
+    bound_bytes: int = 4  # of the numbers in cu_seqlens
+
+
 class Part(NamedTuple):
     """Launches of a schedule, and the bytes of what passes between them."""
 
@@ -207,6 +218,26 @@ def skip_gate(p: Problem, behind: Behind, y: str, out: str = "y") -> Step:
     bind = {"y": y, "x": behind.x or None, "D": behind.D or None, "z": behind.z or None, "out": out}
     bind |= _strides(p, {name: bind[name] for name in ("y", "x", "z")})
     return _step(p, "skip_gate", parameters | _behind_parameters(p, behind), slices, block_rows, bind)
+
+
+def is_behind(step: Step) -> bool:
+    """Return whether a launch is that of `skip_gate`."""
+    return step.template == "skip_gate"
+
+
+def over_slots(step: Step, slots: Slots) -> Step:
+    """Return a launch of `skip_gate` as one that leaves zeros in rows without a slot; others as they are."""
+    is_packed = slots.sequences > 0
+    if not is_behind(step) or not (slots.has_indices or is_packed):
+        return step
+    parameters = {
+        **step.parameters, "PACKED": is_packed, "BOUND_BYTES": slots.bound_bytes, "INDEX_BYTES": slots.index_bytes
+    }  # fmt: skip
+    bind = {
+        **step.bind, "sequences": slots.sequences, "slots": slots.slots, "null_index": slots.null_index,
+        **({} if is_packed else {"cu_seqlens": None, "num_active": None}),
+    }  # fmt: skip
+    return step._replace(template="skip_gate_slots", entry="skip_gate_slots", parameters=parameters, bind=bind)
 
 
 def skip_gate_gradients(

@@ -79,6 +79,23 @@ class Op:
         """Return the order of the last two dimensions of states by default."""
         return "kv" if self.state.endswith("KV") else "vk"
 
+    def types_of(
+        self, storage: str, wide: str | None = None, chosen: Mapping[str, str | None] | None = None
+    ) -> dict[str, str]:
+        """Return the storage types of the inputs of a call, which has the optional ones that `chosen` has.
+
+        Rows are of `storage`, as is what may be float32 unless `wide` says another type. Parameters of heads, where an
+        op goes through another, are float32. `chosen` has other types by public names; None there is the default.
+        """
+        several, types = dict(chosen or {}), dict[str, str]()
+        for public, name, dims in zip(self.public_names, self.names, self.inputs.values(), strict=True):
+            usual = storage
+            if name in self.wide:
+                usual = "fp32" if self.through is not None and "T" not in dims else wide or storage
+            if public in several or name not in self.optional:
+                types[name] = several.get(public) or usual
+        return types
+
     def state_dims(self, layout: str) -> str:
         """Return the dimensions of a state in a layout, which goes for states of keys and values alone."""
         return self.state[:-2] + layout.upper() if self.state.endswith(("VK", "KV")) else self.state

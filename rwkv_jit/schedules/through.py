@@ -5,11 +5,13 @@ An op may have dedicated kernels too, which the rule takes where they serve.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from rwkv_jit.schedules import delta_operands, diagonal_operands
+from rwkv_jit.schedules import delta_operands, diagonal_operands, operands
+from rwkv_jit.schedules.operands import Slots
 from rwkv_jit.schedules.problem import Problem
-from rwkv_jit.schedules.schedule import Schedule
+from rwkv_jit.schedules.schedule import Schedule, Step
 
 DEDICATED = "dedicated"  # the backend of kernels that an op has for itself
 _MODULES: dict[str, Any] = {"delta": delta_operands, "diagonal": diagonal_operands}
@@ -47,3 +49,15 @@ def backward(p: Problem, inner: Schedule) -> Schedule:
     """Return the backward, around that of the op below."""
     schedule: Schedule = _module(p).backward(p, inner)
     return schedule
+
+
+def over_pool(p: Problem, inner: Schedule, slots: Slots) -> Schedule:
+    """Return the launches over a pool, around those of the op below; y is memory of the caller's.
+
+    What stands behind the recurrence leaves zeros where a row has no slot.
+    """
+    schedule = forward(p, inner)
+    several = [operands.over_slots(x, slots) if isinstance(x, Step) else x for x in schedule.steps]
+    last = schedule.launches[-1]
+    y = int(last.parameters["VECTOR"]) if operands.is_behind(last) else inner.vectors.get("y", 1)
+    return replace(schedule, steps=tuple(several), results={}, vectors={**schedule.vectors, "y": y})

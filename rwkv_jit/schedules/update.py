@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 from rwkv_jit.kernels.gpu import TENSOR_CORES
 from rwkv_jit.kernels.template import Parameter
+from rwkv_jit.schedules import through
 from rwkv_jit.schedules.common import OVERLAPS_SINCE
+from rwkv_jit.schedules.operands import Slots
 from rwkv_jit.schedules.problem import BYTES, Problem
 from rwkv_jit.schedules.schedule import Schedule, Step
 
@@ -108,8 +110,11 @@ def value_blocks(p: Problem, cut: Mapping[str, Parameter]) -> Any:
     return math.ceil(p.V / (values * (32 // key_lanes) * (threads // 32 // key_warps)))
 
 
-def schedule(p: Problem, pool: Pool) -> Schedule:
-    """Return the launch of a step: the state is bound to its first slot, y to memory of the caller's."""
+def schedule(p: Problem, pool: Pool, has_indices: bool = True) -> Schedule:
+    """Return the launches of a step: the state is bound to its first slot, y to memory of the caller's."""
+    if through.applies(p):
+        slots = Slots(pool.slots, pool.index_bytes, pool.null_index, has_indices)
+        return through.over_pool(p, schedule(through.below(p), pool), slots)
     return Schedule((step(p, pool),))
 
 

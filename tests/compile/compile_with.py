@@ -36,10 +36,10 @@ def requests_of(op, arch):
         request
         for head_size, tokens, batch in sizes.get(op, [(head_size, None, None) for head_size in HEAD_SIZES])
         for direction in (*requests.DIRECTIONS, *([requests.UPDATE] if op in ("wkv4", "wkv7") else []))
-        for request in requests.call_requests(
-            op, head_size, torch.bfloat16, arch, direction, None, None, None, torch.float32, None, None, tokens, batch,
+        for request in requests.call_requests(requests.Calls(
+            op, head_size, torch.bfloat16, arch, direction, tokens=tokens, batch=batch,
             **({"width": 2048, "rings": [(4, 4)]} if (op, direction) == ("wkv7", requests.UPDATE) else {}),
-        )
+        ))
     ]  # fmt: skip
 
 
@@ -84,7 +84,10 @@ def derived_requests(arch):
     schedules += [direction(case) for case in around for direction in (operand_cases.forward, operand_cases.backward)]
     parameter = next(case.problem for case in around if "D" in case.problem.op.inputs)
     spread = operands.spread_heads(parameter, "D", "out", 64).request(given.gpu)
-    return [spread, *(request for schedule in schedules for request in schedule.requests(given.gpu))]
+    behind = next(case for case, (name, _) in zip(around, operand_cases.ALL, strict=True) if name == "behind")
+    (last,) = operand_cases.forward(behind).launches
+    over_slots = operands.over_slots(last, operands.Slots(16, 4, -1, True)).request(given.gpu)
+    return [spread, over_slots, *(request for schedule in schedules for request in schedule.requests(given.gpu))]
 
 
 def read(request):

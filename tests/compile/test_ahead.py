@@ -288,7 +288,9 @@ def test_calls_take_the_kernels_that_warm_has_made_and_no_others(op, decay, deca
         request
         for way in ahead_requests.DIRECTIONS
         for request in ahead_requests.call_requests(
-            op, keys, torch.bfloat16, "sm_90", way, decay, layout, w_dtype, state_dtype, decay_bound, values
+            ahead_requests.Calls(
+                op, keys, torch.bfloat16, "sm_90", way, decay, layout, w_dtype, state_dtype, decay_bound, values
+            )
         )
     ]
     assert set(wanted.values()) == set(asked(made).values())

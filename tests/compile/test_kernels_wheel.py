@@ -122,9 +122,7 @@ def test_every_architecture_has_kernels_of_all_calls(arch, tool):
         wanted = [
             request._replace(also=())
             for direction in requests.DIRECTIONS
-            for request in requests.call_requests(
-                op, head_size, torch.bfloat16, arch, direction, decay, None, None, torch.float32, None
-            )
+            for request in requests.call_requests(requests.Calls(op, head_size, torch.bfloat16, arch, direction, decay))
         ]
         assert {kernel.memory_key(request) for request in wanted} <= found
     assert {request.arch for request in tool.requests(arch)} == {arch}

@@ -8,7 +8,7 @@ from problems import by_turns
 from rwkv_jit.kernels import kernel
 from rwkv_jit.kernels.errors import UnsupportedConfigError
 from rwkv_jit.kernels.gpu import Gpu
-from rwkv_jit.schedules import layer_gradients
+from rwkv_jit.schedules import layer_gradients, layer_table
 from rwkv_jit.schedules import layers as layer_steps
 from rwkv_jit.schedules.layers import Given, Sequences
 from rwkv_jit.schedules.schedule import Result
@@ -16,7 +16,7 @@ from rwkv_jit.schedules.schedule import Result
 pytestmark = pytest.mark.usefixtures("from_ledger")
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
-OPS = layer_steps.OPS
+OPS = layer_table.OPS
 OF_KDA = "softplus", "channel", "sigmoid", "head", "l2"
 KINDS = {
     "prepare_keys": ("sigmoid",), "gated_norm": ("identity", "layer"), "gated": ("silu",),
@@ -86,7 +86,7 @@ def backward(
     results = {
         f"d{x}": Result(tuple(sizes[dim] for dim in OPS[name].inputs[x]), storage) for x, storage in given.types.items()
     }
-    grads = {f"grad_{x}": mixed or io for x in layer_gradients.RESULTS[name]} | dict.fromkeys(["grad_residual"], io)
+    grads = {f"grad_{x}": mixed or io for x in layer_table.RESULTS[name]} | dict.fromkeys(["grad_residual"], io)
     if name == "delta_operands":
         grads["grad_w"] = "fp32"
     texts = Sequences(ROWS // tokens, tokens, bound_bytes)
@@ -143,7 +143,7 @@ WAYS = [
 def test_gradients_compile_everywhere(arch, way, types):
     (name, without, mixes, kinds), (io, parameters) = way, types
     more = {"arch": arch, "io": io, "parameters": parameters, "mixes": mixes, "without": without, "kinds": kinds}
-    for bound_bytes in (0, 8) if name in layer_steps.SHIFTS else (0,):
+    for bound_bytes in (0, 8) if name in layer_table.SHIFTS else (0,):
         kernel.get(gradients(name, bound_bytes=bound_bytes, **more))
     if name not in ("gated", "activate"):
         kernel.get(request(name, **more))

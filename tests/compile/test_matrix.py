@@ -623,7 +623,7 @@ def test_kernel_of_a_call(template, op, head_size, arch, decay):
     *_, request = [
         request
         for direction in ("forward", "backward")
-        for request in ahead_requests.call_requests(op, head_size, *of_call, direction, *more)
+        for request in ahead_requests.call_requests(ahead_requests.Calls(op, head_size, *of_call, direction, *more))
         if request.template.name == template
     ]
     found = kernel.get(request)

@@ -11,6 +11,7 @@ from problems import by_turns
 from rwkv_jit.kernels import kernel
 from rwkv_jit.kernels.errors import UnsupportedConfigError
 from rwkv_jit.kernels.gpu import Gpu
+from rwkv_jit.schedules import operands
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 TYPES = ((BF16, FP32), (FP16, FP32), (FP32, FP32), (BF16, BF16), (FP16, FP16))
@@ -97,6 +98,22 @@ def test_compiles_without_spills_everywhere(case, arch):
             assert found.spill_bytes == 0
             blocks = int(step.parameters.get("BLOCKS_PER_SM", 1))
             assert found.registers * int(step.parameters["NUM_THREADS"]) * blocks <= 65536
+
+
+@pytest.mark.usefixtures("from_ledger")
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("sequences", [0, 9], ids=["rows", "packed"])
+def test_outputs_over_a_pool_compile_without_spills(arch, sequences):
+    words, types = ("D channels z", TYPES[0]) if sequences else ("D z", TYPES[1])
+    each = operand_cases.of_problem(
+        "behind", words, (8, 4096, 8, 32, 64, 64), *types, Gpu(arch, multiprocessors=100)
+    )  # fmt: skip
+    slots = operands.Slots(16, 8 if sequences else 4, -1, True, sequences, 8)
+    (step,) = (operands.over_slots(step, slots) for step in operand_cases.forward(each).launches)
+    found = kernel.get(step.request(each.problem.gpu)).resources["skip_gate_slots"]
+    assert found.spill_bytes == 0
+    blocks = int(step.parameters["BLOCKS_PER_SM"])
+    assert found.registers * int(step.parameters["NUM_THREADS"]) * blocks <= 65536
 
 
 @pytest.mark.parametrize(

@@ -352,6 +352,30 @@ def varlen(name, lengths, K, V):
     pool.check(function(pool.pool, *pool.given.values(), cu_seqlens=bounds, state_indices=pool.slots))
 
 
+def derived_pool(name, how, sizes, bounds=None, index=torch.int64):
+    """A derived call over a pool, of rows or of packed sequences, whose second row has no slot."""
+    given = derived_cases.make(name, how, sizes, BF16, FP32, FP32, bounds=bounds)
+    count = len(given.state)
+    slots = 2 * torch.arange(count, dtype=index) + 1
+    slots[1] = -4
+    there = slots >= 0
+    pool = torch.randn(2 * count, *given.state.shape[1:])
+    pool[slots[there].long()] = given.state[there]
+    before = pool.clone()
+    options = {"state_indices": slots}
+    rows = there
+    if bounds:
+        options["cu_seqlens"] = given.cu_seqlens.to(index)
+        rows = (slice(None), there.repeat_interleave(given.cu_seqlens.diff()))
+    y = derived_cases.pooled(given, "varlen" if bounds else "update", pool, **options)
+    wanted, final = given.reference().run(getattr(rwkv_jit, f"{name}_ref"))
+    is_close({"y": relative(y[rows], wanted[rows])}, LIMITS[BF16])
+    is_close({"states": relative(pool[slots[there].long()], final[there])}, LIMITS[BF16])
+    assert torch.equal(pool[::2], before[::2])
+    y[rows] = 0
+    assert not y.any()
+
+
 def replay(name, tokens, K, V):
     """Token after token, of which a state takes two at a time."""
     pool = Pool(name, 3, tokens, K, V)
@@ -700,6 +724,36 @@ CASES = [
     case("sm_90", "update_states", update, "gla", 1, 12, 20),
     case("sm_80", "arrange_sequences gla_scan update_states", varlen, "wkv6", [1, 20, 0, 3, 1], 16, 16),
     case("sm_90", "arrange_sequences wkv7_chunked_forward update_states", varlen, "wkv7", [1, 20, 0, 3, 1], 16, 16),
+    case(
+        "sm_90", "layer_delta_operands update_states",
+        derived_pool, "kda", "bounded flat bias norm", (3, 2, 2, 4, 16, 16), index=torch.int32,
+    ),
+    case("sm_80", "layer_delta_operands update_states", derived_pool, "delta_rule", "norm", (3, 1, 2, 2, 16, 8)),
+    case(
+        "sm_80", "layer_delta_operands layer_gated update_states",
+        derived_pool, "gated_delta_rule2", "raw bias", (3, 1, 1, 2, 12, 20),
+    ),
+    case("sm_90", "diagonal_operands update_states", derived_pool, "simple_gla", "fixed", (3, 3, 2, 4, 16, 24)),
+    case(
+        "sm_90", "diagonal_operands update_states skip_gate_slots",
+        derived_pool, "ssd", "D z bias softplus", (3, 2, 2, 4, 16, 24),
+    ),
+    case(
+        "sm_80", "layer_delta_operands arrange_sequences wkv7_chunked_forward update_states",
+        derived_pool, "gated_delta_rule", "raw bias sigmoid norm", (1, 32, 2, 4, 16, 16), [0, 4, 9, 9, 32],
+    ),
+    case(
+        "sm_80", "diagonal_operands arrange_sequences gla_scan update_states skip_gate_slots",
+        derived_pool, "ssd", "wide z limit", (1, 32, 1, 2, 16, 24), [0, 4, 9, 9, 32], index=torch.int32,
+    ),
+    case(
+        "sm_80", "diagonal_operands update_states skip_gate_slots",
+        derived_cases.check_without_slots, "ssd", "bias D softplus limit", "update", False, 0, BF16,
+    ),
+    case(
+        "sm_90", "diagonal_operands arrange_sequences gla_scan update_states skip_gate_slots",
+        derived_cases.check_without_slots, "ssd", "D z bias softplus", "varlen", True, 0, BF16,
+    ),
     case("sm_80", "replay_states", replay, "wkv7", 5, 32, 16),
     case("sm_90", "replay_states", replay, "gla", 3, 12, 20),
     # Ops without heads.

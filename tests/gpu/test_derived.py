@@ -171,6 +171,24 @@ def test_sequences_of_any_lengths(op, name, how, guarded_memory):
         assert comparing.relative(pool, want_final) < LIMITS[kind[0]]
 
 
+@EACH
+@pytest.mark.parametrize("kind", ["update", "varlen"])
+def test_a_graph_over_a_pool_replays_the_call(op, name, how, kind):
+    case = of_kind(name, how, (1, 40, 2, 4, 64, 64) if kind == "varlen" else (5, 1, 2, 4, 64, 64), KINDS[0])
+    options = {"state_indices": torch.tensor([3, 0, -1, 4, 1], device="cuda")}
+    if kind == "varlen":
+        options["cu_seqlens"] = torch.tensor([0, 1, 9, 12, 12, 40], device="cuda")
+    pool = torch.randn(6, *case.state.shape[1:], device="cuda")
+    want_pool, used, graph = pool.clone(), pool.clone(), torch.cuda.CUDAGraph()
+    want = pooled(case, kind, want_pool, **options)
+    with torch.cuda.graph(graph):
+        y = pooled(case, kind, used, **options)
+    assert torch.equal(used, pool)
+    graph.replay()
+    assert torch.equal(y, want)
+    assert torch.equal(used, want_pool)
+
+
 def test_faults_launch_nothing(op):
     case = of_kind("ssd", "D z bias softplus", (2, 3, 1, 2, 64, 64), KINDS[0])
     pool = case.state.clone()

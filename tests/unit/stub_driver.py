@@ -316,7 +316,8 @@ def on_gpu(gpus, nothing_known, monkeypatch):
 
     def in_memory(make):
         def made(*arguments, device=None, **more):
-            is_watched = torch._C._len_torch_dispatch_stack() > 0  # fakes have the device that is asked for
+            # Fakes have the device that is asked for.
+            is_watched = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
             return make(*arguments, device=device if is_watched or str(device) == "meta" else None, **more)
 
         return made

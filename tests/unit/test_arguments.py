@@ -16,6 +16,7 @@ from rwkv_jit.call import checks, tensors
 from rwkv_jit.compat.fla.functions import chunk_gla
 from rwkv_jit.kernels import compiler, identity, kernel
 from rwkv_jit.ops import gla, linear_attention, wkv5, wkv6, wkv7
+from rwkv_jit.schedules import build_command, derived_table
 
 NAN, INF = float("nan"), float("inf")
 ARRAY = "a torch.Tensor or an array with __dlpack__"
@@ -212,7 +213,7 @@ def nothing_runs(monkeypatch):
         raise AssertionError("the op ran")
 
     for module in (gla, linear_attention, wkv5, wkv6, wkv7):
-        monkeypatch.setattr(module, "OP", dataclasses.replace(module.OP, forward=ran, known=ran))
+        monkeypatch.setattr(module, "OP", dataclasses.replace(module.OP, forward=ran, by_op=ran))
 
 
 @pytest.mark.parametrize("op", ["wkv5", "wkv6", "wkv7", "gla", "linear_attention"])
@@ -264,7 +265,8 @@ def test_missing_argument():
 
 # ---- specialize --------------------------------------------------------------------------------------------------
 
-OP_NAMES = "one of wkv4, wkv5, wkv6, wkv7, gla, linear_attention, timex"
+OP_NAMES = f"one of {', '.join(derived_table.ALL)}"
+BUILT_NAMES = f"one of {', '.join(build_command.OPS)}"
 SIZE, ARCH = "an int of at least 1", "sm_NN, sm_NNa or compute_NN"
 NO_ARCHS = [
     "90", "sm_9.0", "sm_90 -G", "../sm_90", "sm_9٠", "sm_00090", "sm_9", "sm_9999", "sm_90A", "sm_90\n", "SM_90",
@@ -340,7 +342,7 @@ def nothing_compiles(monkeypatch):
 
 
 WRONG_WARMINGS = {
-    "unknown op": ({"op": "wkv9"}, ValueError, f"op: expected {OP_NAMES}, got 'wkv9'"),
+    "unknown op": ({"op": "wkv9"}, ValueError, f"op: expected {BUILT_NAMES}, got 'wkv9'"),
     "one of the head sizes": ({"head_sizes": [4, 0]}, ValueError, f"head_size: expected {SIZE}, got 0"),
     "one of the dtypes": (
         {"dtypes": [torch.float32, torch.float64]}, TypeError, f"dtype: expected {FLOATS}, got torch.float64",

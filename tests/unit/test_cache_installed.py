@@ -186,7 +186,7 @@ def test_wheel_for_other_sources_is_named(name, install, make_entry, run, monkey
     (found,) = [each for each in doctor._layers() if "kernels" in each.text]
     mend = f"install the {NAME} of rwkv_jit {rwkv_jit.__version__}"
     assert found == ("kernel wheel", "warning", f"{NAME} {said}", mend)
-    assert name in run("cache", "list")[1]
+    assert name in run("cache", "list", "--verbose")[1]
 
 
 def test_wheel_that_is_damaged_is_named(install, made_up):

@@ -20,7 +20,8 @@ from rwkv_jit.desk import terminal as report
 from rwkv_jit.kernels import cache, env, sass
 from rwkv_jit.kernels.cache import Compiled, Resources, bundle
 from rwkv_jit.kernels.errors import RwkvJitError
-from rwkv_jit.schedules.table import OPS
+from rwkv_jit.schedules.build_command import OPS as BUILT
+from rwkv_jit.schedules.derived_table import ALL as OPS
 
 
 def put(head_size=48, arch="sm_90", name="wkv7_recurrent_forward", **parameters):
@@ -95,8 +96,8 @@ def test_help_of_a_command(names, capsys):
         (["build", "--head-size", "64"], ["rwkv-jit build", "--op", "required"]),
         (["build", "wkv7"], ["rwkv-jit build: ", "required; did you mean --op wkv7?"]),
         (["warm", "--head-size", "64", "gla"], ["rwkv-jit warm: ", "did you mean --op gla?"]),
-        (["build", "--op", "kda"], ["kda cannot be named here", ": --op wkv7 --decay log --state-layout kv"]),
-        (["warm", "--op", "wkv7,hgrn2"], ["hgrn2 cannot be named here", ": --op gla"]),
+        (["build", "kda"], ["rwkv-jit build: ", "required; did you mean --op kda?"]),
+        (["build", "--op", "kda"], ["--head-size", "kda needs some"]),
         (["build", "--op", "wkv7", "--arch", "sm_90"], ["--head-size", "wkv7 needs some"]),
         (["build", "--op", "timex", "--arch", "sm_90"], ["build: --tokens: expected a number for timex"]),
         (["build", "--op", "wkv4", "--head-size", "8", "--arch", "sm_90"], ["--head-size: wkv4 has none, got 8"]),
@@ -277,13 +278,14 @@ sys.exit(f"imported torch: {'torch' in sys.modules}, {code}")
 """
 
 
-OPS_SHOWN = "expected one of wkv4, wkv5, wkv6, wkv7, gla, linear_attention, timex, got 'wkv8'"
+OPS_SHOWN = f"expected one of {', '.join(OPS)}, got 'wkv8'"
+BUILT_SHOWN = f"expected one of {', '.join(BUILT)}, got 'wkv8'"
 
 
 @pytest.mark.parametrize(
     ("command", "code", "message"),
     [
-        ("build --op wkv8", 2, f"--op: {OPS_SHOWN}"),
+        ("build --op wkv8", 2, f"--op: {BUILT_SHOWN}"),
         ("warm --op wkv6,wkv7", 2, "--head-size: wkv6 needs some, got none"),
         ("build --op wkv7 --head-size x", 2, "--head-size: expected a whole number of at least 1, got 'x'"),
         ("build --op wkv7 --arch sm_9", 2, "--arch: expected sm_NN, sm_NNa or compute_NN, got 'sm_9'"),
@@ -324,16 +326,23 @@ def test_list(run, data, tmp_path, monkeypatch):
         os.utime(path, (used, used))
     code, printed, said = run("cache", "list")
     assert (code, said) == (0, "")
+    grouped = [
+        ["op", "sizes", "dtype", "arch", "kernels", "MB", "unused", "layer", "state"],
+        ["my_template", "8", "fp16", "sm_80", "1", "0.00", "2 d", "disk", "ok"],
+        ["my_template", "8", "fp16", "sm_80", "1", "0.00", "-", "bundle", "ok"],
+        ["wkv7", "48x64", "bf16", "sm_90a", "1", "0.00", "2 d", "disk", "ok"],
+        ["wkv7_join", "-", "-", "sm_90", "1", "0.00", "2 d", "disk", "damaged"],
+        [""],
+        ["4 kernels (disk 3, bundle 1), 0.00193 MB"],
+    ]
+    assert [re.split("  +", line.strip()) for line in printed.splitlines()] == grouped
     lines = [
         ["op", "direction", "sizes", "dtype", "arch", "KB", "unused", "layer", "state", "kernel"],
         ["my_template", "-", "8", "fp16", "sm_80", "1", "2 d", "disk", "ok", "my_template"],
         ["wkv7_join", "-", "-", "-", "sm_90", "1", "2 d", "disk", "damaged", "wkv7_join"],
         ["wkv7", "backward", "48x64", "bf16", "sm_90a", "1", "2 d", "disk", "ok", "wkv7_join"],
         ["my_template", "-", "8", "fp16", "sm_80", "1", "-", "bundle", "ok", "my_template"],
-        [""],
-        ["4 kernels (disk 3, bundle 1), 0.00193 MB"],
     ]
-    assert [re.split("  +", line.strip()) for line in printed.splitlines()] == lines
     of_details = [
         ["threads", "chunk len", "registers", "spill B", "shared B", "parameters"],
         ["-", "-", "128", "16", "1024", "HEAD_SIZE=8, T_IO=fp16, VALUE_SIZE=8"],
@@ -344,7 +353,7 @@ def test_list(run, data, tmp_path, monkeypatch):
     printed = run("cache", "list", "--verbose")[1].splitlines()
     found = [re.split("  +", line.strip()) for line in printed[:5]]
     assert found == [own + more for own, more in zip(lines, of_details, strict=False)]
-    assert printed[5:] == ["", *lines[-1]]
+    assert printed[5:] == ["", *grouped[-1]]
     rows = data("cache", "list")["entries"]
     assert [row["state"] for row in rows] == ["ok", "damaged", "ok", "ok"]
     assert rows[0] == {
@@ -635,18 +644,26 @@ def test_table_fits_the_terminal_and_breaks_no_word(columns, monkeypatch):
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-def test_a_kernel_takes_one_line(columns, monkeypatch):
-    lines = shown(columns, monkeypatch, lambda: kernel_table.show(KERNELS, {"origin": "{origin}"}, is_verbose=False))
-    rows = [re.split("  +", line.strip()) for line in lines[-4:]]
-    if columns == 80:
-        assert lines[0] == "  In every row: sizes 128x256, dtype bf16, KB 639, origin compiled."
-        assert rows == [[each[name] for name in ("op", "direction", "arch", "name")] for each in KERNELS]
-    else:
-        names = ("op", "direction", "head_size", "dtype", "arch")
-        assert rows == [[*(each[name] for name in names), "639", "compiled", each["name"]] for each in KERNELS]
+def test_kernels_of_an_op_and_its_sizes_take_one_line(columns, monkeypatch):
+    several = [*KERNELS, KERNELS[0] | {"name": "wkv7_scan"}, KERNELS[0] | {"head_size": "64"}]
+    lines = shown(columns, monkeypatch, lambda: kernel_table.show(several, {"origin": "{origin}"}, is_verbose=False))
+    assert [re.split("  +", line.strip()) for line in lines[-5:]] == [
+        ["gla", "128x256", "bf16", "sm_90a", "1", "0.62", "compiled"],
+        ["gla, linear_attention", "128x256", "bf16", "sm_120a", "1", "0.62", "compiled"],
+        ["wkv5 and 3 more", "128x256", "bf16", "sm_90a", "1", "0.62", "compiled"],
+        ["wkv7", "64", "bf16", "sm_90a", "1", "0.62", "compiled"],
+        ["wkv7", "128x256", "bf16", "sm_90a", "2", "1.25", "compiled"],
+    ]
 
 
-@pytest.mark.parametrize("op", OPS)
+def test_the_list_of_a_longest_name_fits_80_columns(monkeypatch):
+    ops = {kernel_table._called_by("head_decay_forward", {"HEAD_SIZE": 128, "HAS_DELTA": x}) for x in (True, False)}
+    rows = [KERNELS[0] | {"op": op, "last_used": "2020-01-01 10:00", "arch": "sm_100"} for op in ops]
+    lines = shown(80, monkeypatch, lambda: kernel_table.show(rows, {"unused": "{age}"}, is_verbose=False))
+    assert len(lines) == 2 + len(ops)
+
+
+@pytest.mark.parametrize("op", [name for name, op in OPS.items() if op.through is None])
 def test_kernels_are_listed_by_the_ops_that_take_them(op):
     """The constants of an op are in its kernels, and whatever names no op names its template."""
     entry, sizes = OPS[op], {"HEAD_SIZE": 8} if OPS[op].has_heads else {"T_IO": "bf16"}
@@ -655,8 +672,17 @@ def test_kernels_are_listed_by_the_ops_that_take_them(op):
     )
     assert op in found["op"].split(", ")
     assert not kernel_table.is_of("wkv7" if op == "gla" else "gla", "update_states", {"DELTA": op != "gla", **sizes})
-    for name in ("copy_states", "layer_gated_norm", "head_decay_forward", "mine"):
+    for name in ("copy_states", "layer_loss_forward", "mine"):
         assert kernel_table.described(name, {"HEAD_SIZE": 8})["op"] == name
+    for name, called_by in (
+        ("layer_gated_norm", "gated_norm"), ("layer_norm_shift_mixes", "norm_shift"),
+        ("layer_convolution_update", "causal_conv1d"), ("channel_decay_group_forward", "kda"),
+    ):  # fmt: skip
+        assert kernel_table.described(name, {"HEAD_SIZE": 8})["op"] == called_by
+    assert kernel_table.described("head_decay_forward", {"HAS_DELTA": True, "DECAY": "none"})["op"] == "delta_rule"
+    of_kda = ("channel_decay_group_backward", "layer_delta_operands", "wkv7_scan")
+    assert all(kernel_table.is_of("kda", name, {}) for name in of_kda)
+    assert not any(kernel_table.is_of("ssd", name, {}) for name in of_kda)
     assert kernel_table.described("gla_join", {"HEAD_SIZE": 8})["op"] == "wkv5 and 3 more"
 
 

@@ -15,7 +15,7 @@ import rwkv_jit
 from rwkv_jit.desk import kernel_table
 from rwkv_jit.kernels import signatures, template
 from rwkv_jit.kernels.gpu import Gpu
-from rwkv_jit.layers import convolution
+from rwkv_jit.layers import calls
 from rwkv_jit.pool.arguments import INDEX_TYPES
 from rwkv_jit.schedules import convolution as convolution_steps
 from rwkv_jit.schedules.layers import Given, Sequences
@@ -256,17 +256,21 @@ def test_torch_accepts_the_ops(packed):
     for has_bias, has_state, activation in ((True, True, "silu"), (False, False, "identity")):
         arguments = make((1, 5, C), texts=3 if packed else 1, bias=has_bias, state=has_state)
         given = [arguments.get(n) for n in ("x", "weight", "bias", "initial_state")]
-        torch.library.opcheck(OPS.causal_conv1d_fwd.default, (*given, bounds, activation, True))
+        torch.library.opcheck(OPS.causal_conv1d_fwd.default, (*given, bounds, 0.0, [activation], True))
         plain = [None if x is None else x.detach() for x in given]
-        wanted = [x is not None for x in given]
         grad = torch.randn(1, 5, C)
-        torch.library.opcheck(OPS.causal_conv1d_bwd.default, (grad, *plain, bounds, activation, wanted))
+        for wanted in ("", "x weight", "weight"):
+            given = grad, *plain, bounds, 0.0, [activation]
+            torch.library.opcheck(OPS.causal_conv1d_bwd.default, given, {"wanted": wanted})
     slots, active = torch.tensor([5, 0, -1]), torch.tensor([2], dtype=torch.int32)
     own = make_update((B, 2, C))
-    behind = slots, active, torch.empty(B, 2, C), -1, "silu"
     for seen in (None, torch.tensor([7, 0, 2], dtype=torch.int32)):
-        given = own["x"], own["conv_state"], own["weight"], own["bias"], seen, *behind
-        torch.library.opcheck(OPS.causal_conv1d_update.default, given)
+        inputs, written = (
+            [own["x"], own["weight"], own["bias"], seen, slots, active],
+            [own["conv_state"], torch.empty(B, 2, C)],
+        )
+        given = "causal_conv1d_update", inputs, written, -1, 0.0, ["silu"]
+        torch.library.opcheck(OPS.layer_step.default, given)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -390,7 +394,7 @@ def test_a_fault_names_the_argument(change, kind, message):
 
 
 def test_dtensors_are_refused(monkeypatch):
-    monkeypatch.setattr(convolution.sharding, "any_distributed", lambda arrays: None not in arrays)
+    monkeypatch.setattr(calls.sharding, "any_distributed", lambda arrays: None not in arrays)
     for name, arguments in (("causal_conv1d", make()), ("causal_conv1d_update", make_update())):
         with pytest.raises(TypeError, match=f"{name} takes no DTensors; pass to_local"):
             getattr(rwkv_jit, name)(**arguments)

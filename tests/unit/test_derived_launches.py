@@ -1,4 +1,7 @@
-"""Derived ops launch the same in every kind of call, and a known call takes few functions of the package."""
+"""Derived ops launch the same in every kind of call, and a known call takes few functions of the package.
+
+Sequences first, then calls over a pool of states.
+"""
 
 import functools
 import sys
@@ -32,6 +35,7 @@ SIZES = {
 }
 LAUNCHES = ("launch.py", "cuda.py")  # each launch takes one function, however many there are
 MOST_FRAMES = {"forward": 11, "with gradients": 12, "backward": 8}
+MOST_FRAMES_OVER_A_POOL = 12
 
 
 class Passes(TorchDispatchMode):
@@ -240,3 +244,184 @@ def test_calls_without_rows(op, how, sizes, bounds, is_batch_invariant, on_gpu):
     assert y.numel() == 0
     assert final.shape == case.state.shape
     assert {name: x.shape for name, x in grads.items()} == {name: x.shape for name, x in case.tensors.items()}
+
+
+# ---- over a pool of states ---------------------------------------------------------------------------------------
+
+CASES = pytest.mark.parametrize(("op", "how"), derived_cases.ALL)
+# Sequences, tokens, heads of keys and of values, head sizes; bounds of packed ones. One token is without T, and packed
+# ones are without B.
+POOLS = {
+    "one token": ((3, 1, 2, 4, 64, 64), None),
+    "several tokens": ((3, 4, 1, 8, 64, 64), None),
+    "varlen": ((1, 40, 2, 4, 64, 64), [0, 2, 10, 40]),
+    "short varlen": ((1, 6, 2, 4, 64, 64), [0, 2, 2, 6]),
+}
+
+
+def over_pool(op, how, model, has_indices=True, dtype=torch.bfloat16, wide=torch.float32):
+    """Return a case, and what runs it over a pool."""
+    sizes, bounds = POOLS[model]
+    case = derived_cases.make(op, how, sizes, dtype, wide, torch.float32, has_state=False)
+    case = case.part((slice(None), 0)) if sizes[1] == 1 else case.part(0) if bounds else case
+    pool = torch.zeros(5, *((4, 64, 64) if sizes[3] == 4 else (8, 64, 64)))
+    options = {"state_indices": torch.tensor([4, 0, 2])} if has_indices else {}
+    verb = "varlen" if bounds else "update"
+    options |= {"cu_seqlens": torch.tensor(bounds)} if bounds else {}
+    return case, functools.partial(derived_cases.pooled, kind=verb, pool=pool, **options)
+
+
+@CASES
+@pytest.mark.parametrize("model", POOLS)
+@pytest.mark.parametrize("has_indices", [True, False], ids=["slots", "rows"])
+def test_launches_over_a_pool_are_those_of_the_first_call(op, how, model, has_indices, on_gpu):
+    on_gpu.use("sm_90")
+    case, run = over_pool(op, how, model, has_indices)
+    found = []
+    for mode in (None, None, Passes, functools.partial(FlopCounterMode, display=False)):
+        on_gpu.take()
+        if mode is None:
+            run(case)
+        else:
+            signatures.forget()
+            with mode():
+                run(case)
+        found.append(launch_calls.lines(on_gpu.take()))
+    launches = [line.split()[0] for line in found[0]]
+    assert "update_states" in launches
+    behind = "skip_gate_slots" if has_indices or POOLS[model][1] else "skip_gate"
+    assert (launches[-1] == behind) == bool({"D", "z"} & case.parameters.keys())
+    assert found == [found[0]] * len(found)
+
+
+@CASES
+@pytest.mark.parametrize("model", POOLS)
+def test_a_known_call_over_a_pool_enters_few_functions_and_runs_no_op_of_torch(op, how, model, on_gpu):
+    on_gpu.use("sm_90")
+    case, run = over_pool(op, how, model)
+    for _ in range(3):
+        count, _ = frames(lambda: run(case))
+    assert count <= MOST_FRAMES_OVER_A_POOL
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run(case)
+    ops = {event.name for event in profile.events() if event.name.startswith("aten::")}
+    assert ops <= {"aten::empty", "aten::empty_strided"}
+
+
+@CASES
+@pytest.mark.parametrize("model", POOLS)
+def test_a_known_call_over_a_pool_launches_what_is_its_own(op, how, model, on_gpu):
+    on_gpu.use("sm_90")
+    case, run = over_pool(op, how, model)
+    run(case)
+    on_gpu.take()
+    other = case.replaced({name: x.clone() for name, x in case.tensors.items()})
+    y = run(other)
+    used = {address for launch in on_gpu.take() for address in launch.addresses.values()}
+    inputs = {name: x.data_ptr() for name, x in {**other.tensors, "y": y}.items()}
+    assert {name for name, address in inputs.items() if address not in used} == set()
+    assert not used & {x.data_ptr() for x in case.tensors.values()}
+
+
+OTHER_CALLS = [
+    ("kda", "raw bias sigmoid norm", "qk_norm", False), ("kda", "raw bias sigmoid norm", "beta_map", "identity"),
+    ("kda", "bounded flat bias norm", "lower_bound", -3.0), ("kda", "raw bias sigmoid norm", "dt_bias", None),
+    ("gated_delta_rule", "raw bias sigmoid norm", "A_log dt_bias", None), ("ssd", "D z bias softplus", "D", None),
+    ("ssd", "D z bias softplus", "z", None), ("ssd", "D z bias softplus", "dt_softplus", False),
+    ("ssd", "D z bias softplus", "dt_bias", None), ("ssd", "wide z limit", "dt_limit", (0.1, 0.5)),
+    ("ssd", "wide z limit", "D", "of heads"), ("simple_gla", "", "g", "fixed"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "how", "names", "value"), OTHER_CALLS)
+@pytest.mark.parametrize("model", ["one token", "varlen"])
+def test_switches_and_absent_tensors_tell_calls_apart(op, how, names, value, model, on_gpu):
+    """Each launches what it does alone, in turns too; both stay known, but where a tensor alone has another shape."""
+    on_gpu.use("sm_90")
+    one, run = over_pool(op, how, model)
+    other = one
+    for name in names.split():
+        if value == "fixed":
+            other = other._replace(inputs=other.inputs | {name: -torch.rand(4)})
+        elif name in other.parameters:
+            left = {key: x for key, x in other.parameters.items() if key != name}
+            other = other._replace(parameters=left if value is None else left | {name: torch.randn(4)})
+        else:
+            other = other._replace(options=other.options | {name: value})
+    alone = []
+    for case in (one, other):
+        signatures.forget()
+        on_gpu.take()
+        run(case)
+        alone.append(launch_calls.lines(on_gpu.take()))
+    assert alone[0] != alone[1]
+    for turn in range(3):
+        for case, want in ((one, alone[0]), (other, alone[1])):
+            count, _ = frames(lambda case=case: run(case))
+            assert launch_calls.lines(on_gpu.take()) == want
+            assert turn == 0 or value in ("fixed", "of heads") or count <= MOST_FRAMES_OVER_A_POOL
+
+
+@EACH
+@pytest.mark.parametrize("model", POOLS)
+def test_memory_that_kernels_cannot_read_at_once_is_copied(op, how, model, on_gpu):
+    """In known calls too, whose tensors may be without a dimension of 1."""
+    on_gpu.use("sm_90")
+    case, run = over_pool(op, how, model)
+
+    def moved(x):
+        memory = torch.empty(x.numel() + 1, dtype=x.dtype)
+        return memory[1:].view(x.shape).copy_(x)
+
+    shifted = case.replaced({name: moved(x) for name, x in case.tensors.items()})
+    found = []
+    for several in ((case,), (shifted,), (case, shifted)):
+        signatures.forget()
+        for each in several:
+            on_gpu.take()
+            run(each)
+        found.append(launch_calls.lines(on_gpu.take()))
+    assert found[1:] == [found[0]] * 2
+
+
+@CASES
+@pytest.mark.parametrize("model", POOLS)
+def test_a_graph_over_a_pool_has_one_op_of_the_package(op, how, model):
+    case, run = over_pool(op, how, model, dtype=torch.float32)
+    names = list(case.tensors)
+    graph = make_fx(lambda *given: run(case.replaced(dict(zip(names, given, strict=True)))))(*case.tensors.values())
+    ops = [str(node.target) for node in graph.graph.nodes if node.op == "call_function" and "rwkv" in str(node.target)]
+    assert ops == [f"rwkv_jit.{'varlen' if 'varlen' in model else 'update'}_states.default"]
+
+
+@EACH
+@pytest.mark.parametrize("model", ["one token", "varlen"])
+def test_compiled_calls_over_a_pool_are_the_call(op, how, model):
+    torch._dynamo.reset()
+    case, run = over_pool(op, how, model, dtype=torch.float32)
+    eager, compiled = run.keywords["pool"].clone(), run.keywords["pool"].clone()
+    want = run(case, pool=eager)
+    function = getattr(rwkv_jit, f"{op}_{run.keywords['kind']}")
+    rest = {name: x for name, x in run.keywords.items() if name not in ("kind", "pool")}
+    with torch.no_grad():
+        found = torch.compile(function, fullgraph=True, backend="aot_eager")(
+            compiled, *case.inputs.values(), **case.parameters, **case.options, **rest
+        )
+    assert torch.equal(found, want)
+    assert torch.equal(compiled, eager)
+    assert eager.any()
+
+
+@EACH
+@pytest.mark.parametrize("model", POOLS)
+def test_operations_over_a_pool_are_those_of_the_op(op, how, model, on_gpu):
+    on_gpu.use("sm_90")
+    sizes, _ = POOLS[model]
+    case, run = over_pool(op, how, model)
+    whole = derived_cases.make(op, how, sizes, torch.bfloat16, torch.float32, torch.float32, has_state=False)
+    counts = []
+    for call in (lambda: run(case), whole.run):
+        with FlopCounterMode(display=False) as counter:
+            call()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0

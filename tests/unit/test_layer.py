@@ -15,10 +15,12 @@ from stub_driver import entered
 
 import rwkv_jit
 from rwkv_jit.ahead import warm
+from rwkv_jit.call import registry
 from rwkv_jit.kernels import kernel, signatures, template
 from rwkv_jit.kernels.gpu import Gpu
-from rwkv_jit.layers import calls, registry
+from rwkv_jit.layers import calls
 from rwkv_jit.pool.arguments import INDEX_TYPES
+from rwkv_jit.schedules import layer_table
 from rwkv_jit.schedules import layers as layer_steps
 from rwkv_jit.schedules.layers import Given, Sequences
 from rwkv_jit.schedules.problem import BYTES
@@ -231,7 +233,7 @@ def test_activations(dtype):
     check(x, want)
 
 
-@pytest.mark.parametrize("name", layer_steps.OPS)
+@pytest.mark.parametrize("name", layer_table.OPS)
 def test_launches_that_may_begin_early_wait(name):
     """On sm_90 each begins beside the launch before it, whatever that is."""
     assert "after_previous_launch(" in template.library(f"layer_{name}").body
@@ -463,7 +465,7 @@ def test_what_a_call_names_is_written_alone(on_gpu, name, eps, kinds, asked):
     given = make_keys() if name == "prepare_keys" else make_norm()
     several = [calls.call_for(asked, name, given, (*eps, *kinds)) for _ in range(2)]
     several.append([torch.empty_like(x) for x in several[0]])
-    inputs = [given.get(x) for x in layer_steps.OPS[name].inputs]
+    inputs = [given.get(x) for x in layer_table.OPS[name].inputs]
     registry.find("layer_step")(name, inputs, several[2], -1, *(eps or (0.0,)), [*kinds, *asked])
     for launch, made in zip(on_gpu.take(), several, strict=True):
         written = {x: address for x, address in launch.addresses.items() if address and x not in given}
@@ -798,7 +800,7 @@ def test_blocks_have_all_channels(channels, io, kept, alignment, mixes, tokens):
 @given(st.integers(1, 1024), st.integers(1, 70), st.integers(1, 70_000), STORAGE, st.sampled_from([2, 4, 8, 16]))
 def test_lanes_have_all_of_a_head(size, heads, rows, io, alignment):
     alignment = max(alignment, BYTES[io])
-    types = dict.fromkeys(layer_steps.OPS["gated_norm"].inputs, io)
+    types = dict.fromkeys(layer_table.OPS["gated_norm"].inputs, io)
     given = Given(Gpu("sm_90"), types, rows, (heads, size), alignment)
     (step,) = layer_steps.gated_norm(given, 64e-5, "identity", "layer").launches
     lanes, vector, threads = (step.parameters[name] for name in ("LANES", "VECTOR", "NUM_THREADS"))
@@ -811,3 +813,17 @@ def test_lanes_have_all_of_a_head(size, heads, rows, io, alignment):
     assert (step.grid[1] - 1) * (threads // lanes) < heads
     assert step.grid[0] * step.bind["block_rows"] >= rows
     assert (step.grid[0] - 1) * step.bind["block_rows"] < rows
+
+
+def test_an_exported_program_finds_the_module_of_every_op(child):
+    done = child("""
+import torch
+import rwkv_jit
+from rwkv_jit.schedules.layer_table import CONVOLUTION, OPS
+x, weight, pool, y = torch.ones(2, 3, 4), torch.ones(4, 2), torch.zeros(2, 4, 1), torch.empty(2, 3, 4)
+torch.ops.rwkv_jit.layer_step("causal_conv1d_update", [x, weight, None, None, None, None], [pool, y], -1, 0.0, ["silu"])
+print(y[0, 1, 0].item() == torch.nn.functional.silu(torch.tensor(2.0)).item())
+from rwkv_jit.layers.calls import kind_of
+print(all(kind_of(name).name == name for name in (*OPS, "causal_conv1d", "causal_conv1d_update")))
+""")
+    assert done.stdout.split() == ["True", "True"]

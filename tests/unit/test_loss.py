@@ -268,16 +268,16 @@ def test_nothing_is_differentiated_without_gradients(monkeypatch):
 @pytest.mark.parametrize("l2_wrap", [0.0, 0.1])
 def test_torch_accepts_the_ops(l2_wrap):
     logits, targets = make_logits((6, V)), make_targets((6,), ignored=1)
-    torch.library.opcheck(OPS.cross_entropy_fwd.default, (logits, targets, -100, l2_wrap))
-    _, lse, argmax = OPS.cross_entropy_fwd(logits, targets, -100, l2_wrap)
+    torch.library.opcheck(OPS.cross_entropy_fwd.default, (logits, targets, -100, l2_wrap, False))
+    _, lse, argmax = OPS.cross_entropy_fwd(logits, targets, -100, l2_wrap, False)
     arguments = torch.ones(6), logits.detach(), targets, lse, argmax, -100, l2_wrap
     torch.library.opcheck(OPS.cross_entropy_bwd.default, arguments)
     linear = make_linear(shape=(6,))
     hidden, weight, bias = linear.values()
     for own, *wanted in ((bias, True, True, True), (None, True, False, False), (None, False, True, False)):
         given = hidden.detach().requires_grad_(wanted[0]), weight.detach().requires_grad_(wanted[1]), own
-        torch.library.opcheck(OPS.linear_cross_entropy_fwd.default, (*given, targets, -100, l2_wrap, 4, *wanted))
-        _, *made = OPS.linear_cross_entropy_fwd(*given, targets, -100, l2_wrap, 0, *wanted)
+        torch.library.opcheck(OPS.linear_cross_entropy_fwd.default, (*given, targets, -100, l2_wrap, 4, *wanted, False))
+        _, *made = OPS.linear_cross_entropy_fwd(*given, targets, -100, l2_wrap, 0, *wanted, False)
         made = [x.detach() for x in made]
         torch.library.opcheck(OPS.linear_cross_entropy_bwd.default, (torch.tensor(2.0), *made))
 
@@ -396,7 +396,9 @@ def test_fakes_of_cuda_tensors():
 
 def test_a_gradient_that_the_forward_did_not_make_is_an_error():
     hidden, weight, bias = make_linear(shape=(6,)).values()
-    total, *_ = OPS.linear_cross_entropy_fwd(hidden, weight, bias, make_targets((6,)), -100, 0.0, 0, True, False, True)
+    total, *_ = OPS.linear_cross_entropy_fwd(
+        hidden, weight, bias, make_targets((6,)), -100, 0.0, 0, True, False, True, True
+    )
     with pytest.raises(RuntimeError, match="linear_cross_entropy: the forward computes the gradient of weight"):
         total.backward()
 

@@ -260,9 +260,7 @@ def test_kernels_of_calls_can_be_compiled_ahead(dtype, on_gpu):
             ahead_of = {
                 (request.template.name, tuple(sorted(request.parameters.items())))
                 for direction in requests.DIRECTIONS
-                for request in requests.call_requests(
-                    op, 64, dtype, "sm_80", direction, None, None, None, torch.float32, None
-                )
+                for request in requests.call_requests(requests.Calls(op, 64, dtype, "sm_80", direction))
             }
             y, final = run(op, given, output_final_state=True)
             torch.autograd.grad(y.float().sum() + final.sum(), given)

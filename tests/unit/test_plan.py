@@ -119,8 +119,8 @@ def test_what_is_not_in_the_cache_is_named_with_the_command_that_compiles_it(cal
 def test_what_no_command_compiles_is_named_with_the_call_that_does(on_gpu, monkeypatch):
     monkeypatch.setenv("RWKVJIT_ASSERT_CACHED", "1")
     monkeypatch.setattr(kernel, "_stored", lambda *_: None)
-    with pytest.raises(CompileError, match="is not in the cache; call activate once without that variable, or for a "):
-        rwkv_jit.activate(torch.ones(3, 32), "tanh")
+    with pytest.raises(CompileError, match="is not in the cache; call cross_entropy once without that variable$"):
+        rwkv_jit.cross_entropy(torch.ones(3, 32), torch.zeros(3, dtype=torch.int64))
 
 
 # ---- arguments by their names ------------------------------------------------------------------------------------

@@ -618,7 +618,7 @@ def test_more_rows_than_a_launch_has_blocks(driver):
 
 def kernels(tokens, dtype=torch.float32, batch=None, direction="forward", w_dtype=None, arch="sm_90"):
     options = (None, None, w_dtype, torch.float32, None, None, tokens, batch)
-    return ahead_requests.call_requests("timex", None, dtype, arch, direction, *options)
+    return ahead_requests.call_requests(ahead_requests.Calls("timex", None, dtype, arch, direction, *options))
 
 
 def shown(requests):

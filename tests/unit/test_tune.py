@@ -273,7 +273,8 @@ def geometries(requests):
 def requests(arch, op="wkv7"):
     options = ("sigmoid", "vk", None, torch.float32, None)
     return [
-        ahead_requests.call_requests(op, 64, torch.bfloat16, arch, way, *options) for way in ("forward", "backward")
+        ahead_requests.call_requests(ahead_requests.Calls(op, 64, torch.bfloat16, arch, way, *options))
+        for way in ("forward", "backward")
     ]
 
 
@@ -720,7 +721,8 @@ def test_shape_that_does_not_fit_is_told_before_anything_is_compiled(shape, mess
 @pytest.mark.parametrize(
     ("arch", "options", "message"),
     [
-        ("sm_90", ["--op", "wkv4"], "--op: invalid choice: 'wkv4'"),
+        ("sm_90", ["--op", "wkv4"], "--op: kernels of wkv4 have one geometry\n"),
+        ("sm_90", ["--op", "kda"], "--op: kernels of kda have one geometry; tune wkv7, which runs its calls without "),
         ("sm_90", ["--shape", "1,64,1,64", "--shape", "2,64,1,40"],
          "--shape: expected one for each head size in steps of 32, got (1, 64, 1, 64) and (2, 64, 1, 40)\n"),
         ("sm_89", ["--op", "wkv7", "--shape", "1,64,1,128"], "shape: the chunked backend of wkv7 needs "),

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 import rwkv_jit
 from rwkv_jit.call import tensors
+from rwkv_jit.kernels import signatures
 from rwkv_jit.kernels.errors import RwkvJitError
 from rwkv_jit.schedules import varlen
 from rwkv_jit.schedules.table import OPS
@@ -347,3 +348,19 @@ def test_first_use_in_a_capture_says_so(on_gpu):
     with pytest.raises(RwkvJitError, match="first use inside a CUDA graph capture"):
         on(on_gpu)
     assert tensors.capturing()
+
+
+def test_a_known_call_copies_what_begins_at_an_odd_address(on_gpu):
+    """And reads the copies of inputs without B by the strides that they have with it."""
+    on_gpu.use("sm_90")
+    given = [torch.randn(40, 4, 64, dtype=torch.bfloat16) for _ in range(6)]
+    pool, bounds = torch.zeros(5, 4, 64, 64), torch.tensor([0, 10, 40])
+    memory = [torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x) for x in given]
+    found = []
+    for several in ((memory,), (given, memory)):
+        signatures.forget()
+        for inputs in several:
+            on_gpu.take()
+            rwkv_jit.wkv7_varlen(pool, *inputs, cu_seqlens=bounds)
+        found.append([(x.template, x.grid, x.numbers) for x in on_gpu.take()])
+    assert found[0] == found[1]

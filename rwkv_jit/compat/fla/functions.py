@@ -18,7 +18,7 @@ from rwkv_jit.call import tensors
 from rwkv_jit.compat.fla import FUNCTIONS
 from rwkv_jit.compat.naming import named
 from rwkv_jit.kernels.errors import UnsupportedConfigError
-from rwkv_jit.layers import functions as layers
+from rwkv_jit.layers import token_shift as layer
 from rwkv_jit.ops.gla import gla
 from rwkv_jit.ops.linear_attention import linear_attention
 from rwkv_jit.ops.wkv4 import wkv4
@@ -350,7 +350,7 @@ def token_shift(
     if x.device.type != "cpu":
         raise UnsupportedConfigError("the difference alone is FLA's own")
     first = None if cache is None else cache.reshape(-1, x.shape[-1])
-    (before,) = layers.token_shift(x, x.new_ones(1, x.shape[-1]), first=first, cu_seqlens=cu_seqlens)
+    (before,) = layer.token_shift(x, x.new_ones(1, x.shape[-1]), first=first, cu_seqlens=cu_seqlens)
     return (before - x, last_tokens(x, first, cu_seqlens)) if output_cache else before - x
 
 

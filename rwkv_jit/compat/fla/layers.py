@@ -10,7 +10,10 @@ from torch import Tensor
 from rwkv_jit.call.tensors import tokens_behind
 from rwkv_jit.compat.fla.functions import refuse
 from rwkv_jit.kernels.errors import UnsupportedConfigError
-from rwkv_jit.layers.functions import activate, gated_norm, prepare_keys, token_shift
+from rwkv_jit.layers.activate import activate
+from rwkv_jit.layers.gated_norm import gated_norm
+from rwkv_jit.layers.prepare_keys import prepare_keys
+from rwkv_jit.layers.token_shift import token_shift
 from rwkv_jit.nn.common import under_autocast
 from rwkv_jit.ops.wkv7 import wkv7
 from rwkv_jit.plain.layers import last_tokens

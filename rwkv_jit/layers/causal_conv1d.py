@@ -1,0 +1,378 @@
+"""The short causal convolution before recurrences."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn, get_args
+
+import torch
+from torch import Tensor
+
+from rwkv_jit.call import checks, tensors
+from rwkv_jit.call.tensors import Array
+from rwkv_jit.kernels.errors import unexpected
+from rwkv_jit.layers import calls
+from rwkv_jit.layers.calls import Call
+from rwkv_jit.layers.inputs import given_of
+from rwkv_jit.plain import layers as plain
+from rwkv_jit.pool import arguments
+from rwkv_jit.schedules import convolution
+from rwkv_jit.schedules.convolution import LEAST_WIDTH, MOST_STATE_LEN, MOST_WIDTH
+from rwkv_jit.schedules.layer_table import CONVOLUTION as OPS
+from rwkv_jit.schedules.layers import Given, Sequences
+from rwkv_jit.schedules.legal import Activation
+from rwkv_jit.schedules.schedule import Schedule
+
+_ACTIVATIONS = {None: "identity", "silu": "silu"}  # as the kernels call them
+
+
+# ---- the public functions ----------------------------------------------------------------------------------------
+
+
+def causal_conv1d(
+    x: Array,
+    weight: Array,
+    bias: Array | None = None,
+    *,
+    initial_state: Array | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Array | None = None,
+    activation: Activation | None = None,
+    **_unknown: NoReturn,
+) -> tuple[Tensor, Tensor | None]:
+    r"""Convolve every channel with a few tokens before: what KDA, gated delta net and Mamba-2 do before a recurrence.
+
+        y_t = activation(bias + sum_j weight_j x_{t-W+1+j}),   j = 0 ... W - 1
+
+    The tokens before a sequence are `initial_state`, or zeros. B is the batch, T the tokens, C the channels,
+    W the width, N the sequences: B, or one less than the length of `cu_seqlens`.
+
+    Parameters
+    ----------
+    x : torch.Tensor, shape (B, T, C), float16, bfloat16 or float32
+        What is convolved. Kernels read it in place at any strides of batch and tokens, as in a part of a wider product;
+        channels that are no neighbours are copied. On the CPU also float64.
+    weight : torch.Tensor, shape (C, W), W from 2 to 8, dtype of x or float32
+        The taps, that of the token itself last: those of `torch.nn.Conv1d` with as many groups as channels, without
+        the dimension of 1.
+    bias : torch.Tensor, shape (C,), dtype of x or float32, optional
+        Is added before the activation.
+    initial_state : torch.Tensor, shape (N, C, W - 1), dtype of x, optional
+        The tokens before the first of each sequence, the last one last.
+    output_final_state : bool, default False
+        Also return the last tokens of each sequence.
+    cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
+        Bounds of N packed sequences: where each begins, and where the last one ends. B is then 1.
+    activation : {"silu"}, optional
+        The function of the sum.
+
+    Returns
+    -------
+    y : torch.Tensor, shape (B, T, C), dtype of x
+    final_state : torch.Tensor, shape (N, C, W - 1), dtype of x, or None
+        The last W - 1 tokens of each sequence, of one with fewer what came before too: the `initial_state` of what
+        follows.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit; the message has its name, what was expected and what came. Nothing has been launched.
+    RuntimeError
+        A second derivative is wanted, or on a GPU one in forward mode: `causal_conv1d_ref` has these.
+    RwkvJitError
+        The first call of its kind is inside the capture of a CUDA graph, where nothing can be compiled.
+    NvrtcNotFoundError
+        CUDA tensors without CuPy or NVRTC; with the command that installs them.
+
+    Notes
+    -----
+    Arithmetic is float32 whatever the dtype is, under autocast too, and nothing is rounded but the results. A sequence
+    may be cut into calls anywhere.
+
+    x, weight, bias and initial_state have gradients, and final_state passes them on. The backward keeps these inputs
+    and nothing else, and makes the sum again. The gradients of weight and bias are sums over tokens in float32, of
+    blocks first and then over blocks, the same from run to run. A second derivative is an error.
+
+    CPU tensors run plain torch, with one notice. DTensors are refused.
+
+    References
+    ----------
+    Dao and Gu, Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State Space
+    Duality, arXiv:2405.21060. Yang et al., Gated Delta Networks: Improving Mamba2 with Delta Rule, arXiv:2412.06464.
+
+    Examples
+    --------
+    >>> x, weight = torch.randn(2, 5, 256, device="cuda"), torch.randn(256, 4, device="cuda")
+    >>> y, state = rwkv_jit.causal_conv1d(x, weight, activation="silu", output_final_state=True)
+    >>> y.shape, state.shape
+    (torch.Size([2, 5, 256]), torch.Size([2, 256, 3]))
+    """
+    if _unknown:
+        raise unexpected("causal_conv1d", next(iter(_unknown)))
+    if output_final_state is not True and output_final_state is not False:
+        output_final_state = checks.check_flag("output_final_state", output_final_state)
+    (y,) = calls.call(KIND, (x, weight, bias, initial_state, cu_seqlens), (None,), (activation,))
+    if not output_final_state:
+        return y, None
+    named = {"x": x, "weight": weight, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
+    given: list[Any] = [None if a is None else tensors.from_any(name, a) for name, a in named.items()]
+    return y, plain.last_windows(given[0], given[2], given[3], given[1].shape[1] - 1)
+
+
+def causal_conv1d_update(
+    x: Array,
+    conv_state: Array,
+    weight: Array,
+    bias: Array | None = None,
+    *,
+    activation: Activation | None = None,
+    cache_seqlens: Array | None = None,
+    state_indices: Array | None = None,
+    null_index: int = -1,
+    num_active: Array | None = None,
+    out: Array | None = None,
+    **_unknown: NoReturn,
+) -> Tensor:
+    r"""Convolve the next tokens of rows, whose last tokens are in a pool: `causal_conv1d` for decoding.
+
+    B is the number of rows, T the tokens of each, C the channels, W the width, L the tokens that the pool keeps.
+
+    Parameters
+    ----------
+    x : torch.Tensor, shape (B, C), or (B, T, C) for T tokens of each row, float16, bfloat16 or float32
+        The input, with strides as in `causal_conv1d`.
+    conv_state : torch.Tensor, shape (slots, C, L), L from W - 1 to 16, float16, bfloat16 or float32
+        The pool of the last tokens, the last one last, which is changed. The convolution takes W - 1 of them. A slot
+        has no gaps, in the order of its dimensions or with the channels last in memory; between slots there may be
+        some. With `cache_seqlens` L may be larger.
+    weight : torch.Tensor, shape (C, W), W from 2 to 8, dtype of x or float32
+        As in `causal_conv1d`.
+    bias : torch.Tensor, shape (C,), dtype of x or float32, optional
+        As in `causal_conv1d`.
+    activation : {"silu"}, optional
+        The function of the sum.
+    cache_seqlens : torch.Tensor, shape (B,), int32, optional
+        How many tokens each row has read before. Slots are then ring buffers: token i of a sequence is at i modulo L.
+    state_indices : torch.Tensor, shape (B,), int32 or int64, optional
+        The slot of each row. Without it row i has slot i.
+    null_index : int, default -1
+        A row with this slot, or one below, begins with zeros and writes no state.
+    num_active : torch.Tensor, shape (1,), int32, optional
+        How many rows are computed: later ones get zeros, and their slots do not change.
+    out : torch.Tensor, shape and dtype of x, optional
+        Memory for y, without gaps.
+
+    Returns
+    -------
+    y : torch.Tensor, shape and dtype of x
+        `out`, if passed.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit; the message has its name, what was expected and what came. Nothing has been launched
+        or changed.
+    RuntimeError
+        A gradient is wanted; call it in torch.no_grad().
+    RwkvJitError, NvrtcNotFoundError
+        As `causal_conv1d`.
+
+    Notes
+    -----
+    Arithmetic is that of `causal_conv1d`. Tokens are rounded as the pool has them before the next one takes them, so
+    that it does not matter where a sequence is cut into calls.
+
+    On the CPU, and on a GPU with RWKVJIT_CHECK=1, a slot past the pool, or one for two rows, is an error. Else it is as
+    one at `null_index`, and rows that share a slot leave it with the tokens of one of them. DTensors are refused.
+
+    References
+    ----------
+    Those of `causal_conv1d`.
+
+    Examples
+    --------
+    >>> pool = torch.zeros(8, 256, 3, device="cuda")
+    >>> x, weight = torch.randn(2, 256, device="cuda"), torch.randn(256, 4, device="cuda")
+    >>> slots = torch.tensor([5, 2], device="cuda")
+    >>> y = rwkv_jit.causal_conv1d_update(x, pool, weight, activation="silu", state_indices=slots)
+    >>> y.shape, torch.equal(pool[5, :, -1], x[0])
+    (torch.Size([2, 256]), True)
+    """
+    if _unknown:
+        raise unexpected("causal_conv1d_update", next(iter(_unknown)))
+    inputs = x, weight, bias, cache_seqlens, state_indices, num_active
+    new = calls.call(UPDATE, inputs, (conv_state, out), (null_index, activation))
+    return new[0] if out is None else out  # type: ignore[return-value]
+
+
+# ---- checks ------------------------------------------------------------------------------------------------------
+
+
+def _check(inputs: Sequence[Any], written: Sequence[Any], activation: Any) -> Call:
+    x, weight, bias, initial_state, cu_seqlens = inputs
+    x = tensors.from_any("x", x)
+    if x.dim() != 3 or not x.shape[-1]:
+        raise ValueError(f"x: expected shape [batch, tokens, channels], got {list(x.shape)}")
+    weight, bias = _check_taps(x, weight, bias)
+    gate = _check_activation(activation)
+    sequences, (channels, width) = x.shape[0], weight.shape
+    if cu_seqlens is not None:
+        cu_seqlens = tensors.from_any("cu_seqlens", cu_seqlens)
+        checks.check_packing(cu_seqlens, x)
+        if tensors.is_eager() and tensors.are_plain([cu_seqlens]):
+            cu_seqlens = tensors.packing(cu_seqlens, x.shape[1])
+        sequences = cu_seqlens.shape[0] - 1
+    if initial_state is not None:
+        initial_state = tensors.from_any("initial_state", initial_state)
+        arguments.check_shape("initial_state", initial_state, (sequences, channels, width - 1))
+        arguments.check_dtype("initial_state", initial_state, (x.dtype,), x)
+    given = [x, weight, bias, initial_state, cu_seqlens]
+    return Call(KIND, given, written, {"y": tuple(x.shape)}, x, kinds=(gate,))
+
+
+def _check_update(inputs: Sequence[Any], written: Sequence[Any], null_index: Any, activation: Any) -> Call:
+    x, weight, bias, cache_seqlens, state_indices, num_active = inputs
+    conv_state, out = written
+    x = tensors.from_any("x", x)
+    if x.dim() not in (2, 3) or not x.shape[-1]:
+        raise ValueError(f"x: expected shape [rows, channels] or [rows, tokens, channels], got {list(x.shape)}")
+    weight, bias = _check_taps(x, weight, bias)
+    gate = _check_activation(activation)
+    arguments.null_index(null_index)
+    conv_state = tensors.from_any("conv_state", conv_state, in_place=True)
+    rows = x.shape[0]
+    if cache_seqlens is not None:
+        cache_seqlens = tensors.from_any("cache_seqlens", cache_seqlens)
+        arguments.check_shape("cache_seqlens", cache_seqlens, (rows,))
+        arguments.check_dtype("cache_seqlens", cache_seqlens, (torch.int32,), x)
+    _check_pool(conv_state, x, weight.shape[1], MOST_STATE_LEN if cache_seqlens is None else sys.maxsize)
+    indices = arguments.indices("state_indices", state_indices, rows, x)
+    active = arguments.num_active(num_active, x)
+    arguments.check_room("conv_state", conv_state, indices, rows)
+    if arguments.may_look_at([indices, active]):
+        there = arguments.check_active(active, rows)
+        slots = {"state_indices": None if indices is None else indices[:there]}
+        arguments.check_slots(slots, conv_state.shape[0], null_index)
+    y = None if out is None else arguments.out(out, tuple(x.shape), x, " like x")
+    given = [x, weight, bias, cache_seqlens, indices, active]
+    results = {"y": tuple(x.shape)} if y is None else {}
+    return Call(UPDATE, given, [conv_state, y], results, x, null_index, kinds=(gate,))
+
+
+def _check_taps(x: Tensor, weight: Any, bias: Any) -> tuple[Tensor, Tensor | None]:
+    """Check what is convolved, and return what it is convolved with."""
+    dtypes = [*tensors.STORAGE] if x.is_cuda else [*tensors.STORAGE, torch.float64]
+    if x.dtype not in dtypes:
+        raise TypeError(f"x: expected {' or '.join(map(str, dtypes))}, got {x.dtype}")
+    weight, channels = tensors.from_any("weight", weight), x.shape[-1]
+    if weight.dim() != 2 or weight.shape[0] != channels or not LEAST_WIDTH <= weight.shape[1] <= MOST_WIDTH:
+        raise ValueError(
+            f"weight: expected shape [{channels}, {LEAST_WIDTH} to {MOST_WIDTH}], got {list(weight.shape)}"
+        )
+    wide = tuple(dict.fromkeys((x.dtype, torch.float32)))
+    arguments.check_dtype("weight", weight, wide, x)
+    if bias is None:
+        return weight, None
+    bias = tensors.from_any("bias", bias)
+    arguments.check_shape("bias", bias, (channels,))
+    arguments.check_dtype("bias", bias, wide, x)
+    return weight, bias
+
+
+def _check_activation(activation: Any) -> str:
+    if activation is not None:
+        checks.check_name("activation", activation, get_args(Activation))
+    return _ACTIVATIONS[activation]
+
+
+def _check_pool(pool: Tensor, x: Tensor, width: int, most: int) -> None:
+    channels, least = x.shape[-1], width - 1
+    if pool.dim() != 3 or pool.shape[1] != channels or not least <= pool.shape[2] <= most:
+        legal = f"{least} to {most}" if most == MOST_STATE_LEN else f"at least {least}"
+        raise ValueError(f"conv_state: expected shape [slots, {channels}, {legal}], got {list(pool.shape)}")
+    dtypes = [*tensors.STORAGE] if x.is_cuda else [*tensors.STORAGE, torch.float64]
+    arguments.check_dtype("conv_state", pool, dtypes, x)
+    arguments.check_memory("conv_state", pool.transpose(1, 2) if _has_channels_last(pool) else pool)
+
+
+def _has_channels_last(pool: Tensor) -> bool:
+    """Return whether the memory of a slot is [tokens, channels]."""
+    return pool.shape[0] > 0 and not pool[0].is_contiguous() and pool[0].t().is_contiguous()
+
+
+# ---- what the engine must know -----------------------------------------------------------------------------------
+
+
+def _given(call: Call) -> Given:
+    """Return what schedules depend on: channels and the width of the filters."""
+    weight, op = call.inputs[1], call.kind.op
+    given = given_of(op.names, call.inputs, call.lead.numel() // weight.shape[0], tuple(weight.shape))
+    if call.kind is KIND:
+        return given
+    pool = call.written[0]
+    step = 16 | (pool.stride(0) * pool.element_size() if pool.shape[0] > 1 else 0)
+    types = {**given.types, "conv_state": tensors.STORAGE[pool.dtype]}
+    return given._replace(types=types, alignment=step & -step)
+
+
+def _sequences(call: Call) -> Sequences:
+    x, cu_seqlens = call.inputs[0], call.inputs[4]
+    if cu_seqlens is None:
+        return Sequences(*x.shape[:2])
+    return Sequences(cu_seqlens.shape[0] - 1, x.shape[1], cu_seqlens.element_size())
+
+
+def _update(call: Call, given: Given) -> Schedule:
+    """Return the launch of an update."""
+    x, _, _, cache_seqlens, indices, _ = call.inputs
+    pool = call.written[0]
+    slots = pool.shape[0]
+    index_bytes = 4 if indices is None else indices.element_size()
+    rows = Sequences(
+        x.shape[0], x.shape[1] if x.dim() == 3 else 1, 0, slots, pool.stride(0) if slots > 1 else 0, index_bytes,
+        call.null_index,
+    )  # fmt: skip
+    is_ring = cache_seqlens is not None
+    return convolution.update(given, rows, pool.shape[2], _has_channels_last(pool), call.kinds[0], is_ring)
+
+
+def _plain_update(
+    inputs: Sequence[Any], written: Sequence[Tensor], null_index: int, eps: float, kinds: Sequence[str]
+) -> None:  # fmt: skip
+    """Run an update in plain torch."""
+    (x, *others), (pool, y) = inputs, written
+    x, y = (x, y) if x.dim() == 3 else (x.unsqueeze(1), y.unsqueeze(1))
+    weight, bias, cache_seqlens, indices, active = others
+    plain.causal_conv1d_update(x, pool, weight, bias, cache_seqlens, indices, active, y, null_index, kinds[0])
+
+
+KIND = calls.define(
+    calls.Kind(
+        OPS["forward"],
+        ("y",),
+        _check,
+        given=_given,
+        forward=lambda call, given: convolution.forward(given, _sequences(call), call.kinds[0]),
+        plain=lambda inputs, eps, kinds: [plain.causal_conv1d(*inputs, *kinds)],
+        beside=("cu_seqlens",),
+        backward=lambda call, given, wanted: convolution.backward(given, _sequences(call), call.kinds[0], wanted),
+        backward_op=OPS["backward"],
+        options=lambda eps, kinds: (None if kinds[0] == "identity" else kinds[0],),
+        results=("y",),
+    )
+)
+UPDATE = calls.define(
+    calls.Kind(
+        OPS["update"],
+        ("conv_state", "y"),
+        _check_update,
+        given=_given,
+        forward=_update,
+        plain=lambda *_: [],
+        beside=("cache_seqlens", "state_indices", "num_active"),
+        placed=(0, 1, 2),
+        plain_in_place=_plain_update,
+        instead="causal_conv1d",
+    )
+)

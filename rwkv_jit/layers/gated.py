@@ -1,0 +1,91 @@
+"""A product behind a gate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from rwkv_jit.call import checks
+from rwkv_jit.call.tensors import Array
+from rwkv_jit.kernels.errors import unexpected
+from rwkv_jit.layers import calls
+from rwkv_jit.layers.calls import Call
+from rwkv_jit.layers.inputs import as_tensors, check, check_lead, given_of
+from rwkv_jit.plain import layers as plain
+from rwkv_jit.schedules import layer_gradients, layers
+from rwkv_jit.schedules.layer_gradients import BACKWARDS, Options
+from rwkv_jit.schedules.layer_table import OPS
+from rwkv_jit.schedules.layers import GATES
+from rwkv_jit.schedules.legal import Gate
+
+
+def gated(x: Array, g: Array, gate: Gate = "sigmoid", **_unknown: NoReturn) -> Tensor:
+    r"""Gate something:   y = x f(g).
+
+    Receptance gates the values of channel mixing so in RWKV-4, 5 and 6, and those of time mixing in RWKV-4.
+
+    Parameters
+    ----------
+    x : torch.Tensor, any shape, float16, bfloat16 or float32
+        What is gated.
+    g : torch.Tensor, shape and dtype of x
+        Gate.
+    gate : {"identity", "sigmoid", "silu"}, default "sigmoid"
+        f: g itself, 1 / (1 + e^-g), or g / (1 + e^-g).
+
+    Returns
+    -------
+    y : torch.Tensor, shape and dtype of x
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError, RwkvJitError, NvrtcNotFoundError
+        As `shift_mix`.
+
+    Notes
+    -----
+    Precision and first calls are those of `shift_mix`. The backward keeps x and g. A second derivative is an error.
+    DTensors may be replicated or sharded over any dimension.
+
+    References
+    ----------
+    Peng et al., RWKV: Reinventing RNNs for the Transformer Era, arXiv:2305.13048.
+
+    Examples
+    --------
+    >>> x, receptance = torch.randn(2, 5, 256, device="cuda")
+    >>> y = rwkv_jit.gated(x, receptance)
+    >>> y.shape
+    torch.Size([5, 256])
+    """
+    if _unknown:
+        raise unexpected("gated", next(iter(_unknown)))
+    return calls.call(KIND, (x, g), (None,), (gate,))[0]
+
+
+def _check(inputs: Sequence[Any], written: Sequence[Any], gate: Any) -> Call:
+    x, g = as_tensors("gated", inputs)
+    check_lead("x", x)
+    check("gated", "g", g, [tuple(x.shape)], x)
+    checks.check_name("gate", gate, GATES)
+    return Call(KIND, [x, g], [None], {"y": tuple(x.shape)}, x, kinds=(gate,))
+
+
+KIND = calls.define(
+    calls.Kind(
+        OPS["gated"],
+        ("y",),
+        _check,
+        given=lambda call: given_of(OPS["gated"].names, call.inputs, 1, (call.lead.numel(),)),
+        forward=lambda call, given: layers.gated(given, *call.kinds),
+        plain=plain.gated,
+        backward=lambda call, given, wanted: layer_gradients.backward("gated", given, Options(0.0, call.kinds), wanted),
+        backward_op=BACKWARDS["gated"],
+        roles=lambda named, options: (
+            dict.fromkeys(named, {f"dimension {dim}": dim for dim in range(named["x"].dim())}), 1
+        ),
+        results=("y",),
+    )
+)  # fmt: skip

@@ -1,0 +1,171 @@
+"""The norm with which a layer begins, and the mixes of every token with the one before it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from rwkv_jit.call import checks, tensors
+from rwkv_jit.call.tensors import Array
+from rwkv_jit.kernels.errors import unexpected
+from rwkv_jit.layers import calls
+from rwkv_jit.layers.calls import Call
+from rwkv_jit.layers.inputs import (
+    Roles,
+    as_tensors,
+    check,
+    check_shape,
+    check_shifted,
+    count_of_mixes,
+    given_of_mixes,
+    roles_of_sequences,
+    sequences_of,
+)  # fmt: skip
+from rwkv_jit.plain import layers as plain
+from rwkv_jit.pool import arguments
+from rwkv_jit.schedules import layer_gradients, layers
+from rwkv_jit.schedules.layer_gradients import BACKWARDS, Options
+from rwkv_jit.schedules.layer_table import KEPT, MOST_MIXES, OPS, RESULTS
+
+_EPS = 1e-5
+_ROLES = {"x": "BT", "add": "BT", "weight": "", "bias": "", "mixes": "", "first": "B", "cu_seqlens": ""}
+
+
+def norm_shift(
+    x: Array,
+    weight: Array,
+    bias: Array,
+    mixes: Array,
+    *,
+    add: Array | None = None,
+    first: Array | None = None,
+    cu_seqlens: Array | None = None,
+    eps: float = _EPS,
+    dtype: torch.dtype | None = None,
+    **_unknown: NoReturn,
+) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
+    r"""Add to the residual, normalize it, and mix every token with the previous one: `shift_mix` of whole sequences.
+
+        z_t = x_t + add_t;   n_t = (z_t - mean) / sqrt(variance + eps) weight + bias
+        mixed_m[t] = n_t + (n_{t-1} - n_t) mixes_m
+
+    with the mean and the variance over the channels. The n before a sequence is `first`, or zeros. B is the batch, T
+    the tokens, C the channels, M the mixes, N the sequences: B, or one less than the length of `cu_seqlens`.
+
+    Parameters
+    ----------
+    x : torch.Tensor, shape (B, T, C), float16, bfloat16 or float32
+        The residual.
+    weight, bias : torch.Tensor, shape (C,), dtype of x or float32
+        Of the layer norm.
+    mixes : torch.Tensor, shape (M, C) with M up to 6, dtype of x or float32
+        The share of the previous token in each mix.
+    add : torch.Tensor, shape of x, dtype of the mixed tokens, optional
+        Added to the residual first, such as the previous branch.
+    first : torch.Tensor, shape (N, C), dtype of the mixed tokens, optional
+        n of the token before the first of each sequence: what a call for the part before returned as `last`.
+    cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
+        Bounds of N packed sequences: where each begins, and where the last one ends. B is then 1.
+    eps : float, default 1e-05
+        Of the layer norm.
+    dtype : torch.dtype, optional
+        That of the mixed tokens, of `add`, `first` and `last`: of 16 bits beside a residual of float32, as autocast has
+        it. By default it is that of x.
+
+    Returns
+    -------
+    residual : torch.Tensor, shape and dtype of x
+        z. Pass on this one and not x: so its gradient is added in the same kernel.
+    mixed : tuple of M torch.Tensor, shape of x
+    last : torch.Tensor, shape (N, C)
+        n of the last token of each sequence; of one without tokens, what came before it.
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError, RwkvJitError, NvrtcNotFoundError
+        As `shift_mix`.
+
+    Notes
+    -----
+    Precision and first calls are those of `shift_mix`. z is normed as it is rounded, and n of the token before is
+    rounded as `last` is, so that a sequence may be cut into calls anywhere.
+
+    All inputs have gradients, and so has `first`. The backward keeps z and two numbers of float32 for each token, and
+    makes n again. Up to 4096 channels its sums over tokens fit the registers. A second derivative is an error.
+
+    References
+    ----------
+    Peng et al., RWKV-7 "Goose" with Expressive Dynamic State Evolution, arXiv:2503.14456. Ba et al., Layer
+    Normalization, arXiv:1607.06450.
+
+    Examples
+    --------
+    >>> x, y = torch.randn(2, 3, 5, 256, device="cuda")
+    >>> weight, bias, mixes = torch.ones(256), torch.zeros(256), torch.rand(6, 256)
+    >>> weight, bias, mixes = (p.to(x.device) for p in (weight, bias, mixes))
+    >>> residual, mixed, last = rwkv_jit.norm_shift(x, weight, bias, mixes, add=y)
+    >>> residual.shape, len(mixed), last.shape
+    (torch.Size([3, 5, 256]), 6, torch.Size([3, 256]))
+    """
+    if _unknown:
+        raise unexpected("norm_shift", next(iter(_unknown)))
+    inputs = x, add, weight, bias, mixes, first, cu_seqlens
+    residual, *mixed, last, _ = calls.call(KIND, inputs, (None,) * 9, (eps, dtype))
+    return residual, tuple(mixed), last
+
+
+def _check(inputs: Sequence[Any], written: Sequence[Any], eps: float, dtype: Any) -> Call:
+    *arrays, cu_seqlens = inputs
+    x, add, weight, bias, mixes, first = given = as_tensors("norm_shift", arrays)
+    cu_seqlens, texts = check_shifted("norm_shift", x, mixes, cu_seqlens)
+    checks.check_number("eps", eps)
+    channels, dtype = x.shape[-1], x.dtype if dtype is None else dtype
+    if dtype not in (legal := [x.dtype, *tensors.STORAGE]):
+        raise TypeError(f"dtype: expected {' or '.join(map(str, dict.fromkeys(legal)))}, got {dtype}")
+    for name, own in (("weight", weight), ("bias", bias)):
+        check("norm_shift", name, own, [(channels,)], x)
+    for name, own, shape in (("add", add, tuple(x.shape)), ("first", first, (texts, channels))):
+        if own is not None:
+            check_shape(name, own, [shape])
+            arguments.check_dtype(name, own, (dtype,), x)
+    mixed = {f"mixed{m}": tuple(x.shape) for m in range(mixes.shape[0])}
+    made = {"residual": tuple(x.shape), **mixed, "last": (texts, channels), "stats": (*x.shape[:2], 2)}
+    dtypes = {**dict.fromkeys((*mixed, "last"), dtype), "stats": torch.promote_types(x.dtype, torch.float32)}
+    kinds = (str(dtype).removeprefix("torch."),)
+    return Call(KIND, [*given, cu_seqlens], written, made, x, eps=float(eps), kinds=kinds, dtypes=dtypes)
+
+
+def _options(eps: float, kinds: Sequence[str]) -> tuple[Any, ...]:
+    """Return the options of a call, of those of the torch op."""
+    return eps, getattr(torch, kinds[0], None) if kinds else None
+
+
+def _roles(named: Mapping[str, Any], options: Sequence[Any]) -> tuple[Roles, int]:
+    """Return what ranks may share, the norm taking all channels, and the number of results."""
+    return roles_of_sequences(named, _ROLES), 3 + count_of_mixes(named)
+
+
+KIND = calls.define(
+    calls.Kind(
+        OPS["norm_shift"],
+        ("residual", *(f"mixed{m}" for m in range(MOST_MIXES)), "last", "stats"),
+        _check,
+        given=lambda call: given_of_mixes(OPS["norm_shift"].names, call.inputs),
+        forward=lambda call, given: layers.norm_shift(given, sequences_of(call.lead, call.inputs[-1]), call.eps),
+        plain=plain.norm_shift,
+        beside=("cu_seqlens",),
+        backward=lambda call, given, wanted: layer_gradients.backward(
+            "norm_shift", given, Options(call.eps, call.kinds, sequences_of(call.lead, call.inputs[-1])), wanted
+        ),
+        backward_op=BACKWARDS["norm_shift"],
+        options=_options,
+        roles=_roles,
+        results=(*RESULTS["norm_shift"], *KEPT["norm_shift"]),
+        kept=("stats",),
+        replaced={"x": "residual"},
+        shared={"add": "x"},
+    )
+)

@@ -1,0 +1,82 @@
+"""What `wkv7` and `gla` take for the ops that go through them, and what stands behind these, in plain torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from rwkv_jit.plain import layers
+from rwkv_jit.schedules import delta_operands
+from rwkv_jit.schedules.problem import Op
+
+
+def operands(op: Op, arrays: Sequence[Any], traits: Mapping[str, Any]) -> Sequence[Tensor]:
+    """Return what the op below takes, from the inputs of a call and its switches."""
+    named: dict[str, Any] = {name: x for name, x in zip(op.names, arrays, strict=True) if x is not None}
+    assert op.through is not None
+    if op.through.family == "delta":
+        return _of_delta_rule(op, named, traits)
+    if "k" not in named:  # forget gates are decays, and keys too
+        return [named["r"], -torch.expm1(named["w"]).to(named["r"].dtype), named["v"], named["w"]]
+    v, decays = named["v"], named.get("w")
+    if decays is None:
+        steps = _steps(named, traits)
+        v, decays = (v * steps.unsqueeze(-1)).to(v.dtype), steps * named["a_log"]
+    q, k = (of_value_heads(named[name], v.shape[-2]) for name in "rk")
+    return [q, k, v, decays.unsqueeze(-1).expand(k.shape)]
+
+
+def behind(op: Op, y: Tensor, arrays: Sequence[Any]) -> Tensor:
+    """Return the outputs of a call, of what the op below returns and of the inputs."""
+    named = dict(zip(op.names, arrays, strict=True))
+    return skip_gate(y, named["v"], named.get("own"), named.get("z"))
+
+
+def skip_gate(y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:
+    """Return (y + D x) silu(z), without the parts that are None."""
+    whole = y
+    if D is not None:  # in float32 at least, as the gradient of D is a sum of products that must not be rounded
+        whole = y + x * D.to(torch.promote_types(D.dtype, torch.float32)).view(x.shape[-2], -1)
+    return (whole if z is None else whole * F.silu(z.to(whole.dtype))).to(y.dtype)
+
+
+def of_value_heads(x: Tensor, heads: int) -> Tensor:
+    """Return what key heads have, for the value heads that each is for; without a copy where there is one key head."""
+    if x.shape[-2] == heads:
+        return x
+    if x.shape[-2] == 1:
+        return x.expand(*x.shape[:-2], heads, x.shape[-1])
+    return x.repeat_interleave(heads // x.shape[-2], -2)
+
+
+def _of_delta_rule(op: Op, named: Mapping[str, Tensor], traits: Mapping[str, Any]) -> Sequence[Tensor]:
+    r, k, v, w = named["r"], named["k"], named["v"], named.get("w")
+    kinds = delta_operands.kinds(op, named, traits)
+    is_computed = traits["qk_norm"] or k.shape[-2] != v.shape[-2]  # else r is q
+    inputs = k, r if is_computed else None, named["beta"], w, named.get("a_log"), named.get("dt_bias")
+    computed = iter(layers.delta_operands(inputs, traits.get("lower_bound") or 0.0, kinds))
+    r = next(computed) if is_computed else r
+    if w is None:
+        w = torch.zeros_like(r, memory_format=torch.contiguous_format)
+    elif "a_log" in named or kinds[1] == "head":
+        w = next(computed)
+    if "write_gate" in named:
+        v = v * named["write_gate"]
+    return r, w, next(computed), v, *computed
+
+
+def _steps(named: Mapping[str, Tensor], traits: Mapping[str, Any]) -> Tensor:
+    """Return the steps of a state space, in float32 at least."""
+    raw = named["beta"]
+    steps = raw.to(torch.promote_types(raw.dtype, torch.float32))
+    steps = steps + named["dt_bias"] if "dt_bias" in named else steps
+    steps = F.softplus(steps) if traits["dt_softplus"] else steps
+    least, most = traits["least_step"], traits["most_step"]
+    if (least, most) == (None, None) and traits["dt_softplus"]:
+        return steps
+    return steps.clamp(0.0 if least is None else least, math.inf if most is None else most)
