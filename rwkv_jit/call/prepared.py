@@ -162,8 +162,9 @@ record: Callable[..., tuple[Any, ...]] = super(torch.autograd.Function, _Recorde
 
 
 class Backward:
-    """The prepared backward of a call that has run elsewhere, for arrays like these: those of the call, and behind them
-    what the forward has kept, dy and the gradient of the final state.
+    """The backward of a call that a torch op ran, prepared for arrays like these.
+
+    They are those of the call, and behind them what the forward has kept, dy and the gradient of the final state.
     """
 
     def __init__(self, problem: Problem, arrays: Arrays):

@@ -473,7 +473,7 @@ def define(kind: Kind) -> Kind:
         ctx.save_for_backward(*inputs)
 
     def in_context(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        needs = ctx.needs_input_grad[2 : 2 + count]  # of a Function with two inputs of its own before these
+        needs = ctx.needs_input_grad[2 : 2 + count]  # two inputs of the Function stand before these
         seen = ctx.saved_tensors
         unused = kind.unused(dict(zip(kind.names, seen[-count:], strict=True)))
         wanted = [x for x, is_needed in zip(kind.op.names, needs, strict=False) if is_needed and x not in unused]

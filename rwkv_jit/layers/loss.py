@@ -564,7 +564,7 @@ def _keep_gradients(ctx: Any, arguments: Sequence[Any], named: dict[str, Any], r
 
 def _linear_in_context(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
     """Return the gradients of hidden, weight and bias."""
-    needs = ctx.needs_input_grad[2:]  # of a Function with two inputs of its own before these
+    needs = ctx.needs_input_grad[2:]  # two inputs of the Function stand before these
     for name, is_needed, is_made in zip(("hidden", "weight", "bias"), needs, ctx.wanted, strict=False):
         if is_needed and not is_made:
             raise RuntimeError(
