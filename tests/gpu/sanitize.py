@@ -110,6 +110,18 @@ def varlen(name, lengths, heads, head_size, index=torch.int64, **options):
     function(pool, *tokens.values(), cu_seqlens=ends, state_indices=slots, **options)
 
 
+def gated_pools(dtype, index=torch.int64):
+    """ssd with the skip and the gate, of rows and of sequences over a pool; one has no slot and one no tokens."""
+    slots, ends = (torch.tensor(n, device="cuda", dtype=index) for n in ((4, -1, 0), (0, 5, 6, 6)))
+    pool = torch.randn(5, 4, 64, 32, device="cuda")
+    x, z = torch.randn(2, 6, 4, 64, device="cuda").to(dtype)  # [6, 4, 64] each
+    B, C = torch.randn(2, 6, 2, 32, device="cuda").to(dtype)  # [6, 2, 32] each
+    dt, A, D = (torch.rand(*size, device="cuda") for size in ((6, 4), (4,), (4,)))
+    rwkv_jit.ssd_varlen(pool, x, dt, -A, B, C, cu_seqlens=ends, D=D, z=z, state_indices=slots)
+    x, dt, B, C, z = (y[:3] for y in (x, dt, B, C, z))  # a token of each row
+    rwkv_jit.ssd_update(pool, x, dt, -A, B, C, D=D, z=z, state_indices=slots)
+
+
 def replay(heads, head_size, dtype, batch=5):
     """Tokens that leave entries beside states, a draft that is accepted in part, and the entries into the states."""
     ring = rwkv_jit.ReplayRing(batch + 3, "wkv7", heads, head_size, drafts=3, dtype=dtype)
@@ -303,6 +315,8 @@ CALLS = [
         for name in (*GATED, "wkv7")
         for lengths, head_size, index in (((0, 1, 9, 70), 64, torch.int64), ((40, 1, 0), 40, torch.int32))
     ),
+    partial(gated_pools, BF16),
+    partial(gated_pools, FP32, torch.int32),
     *(partial(replay, 2, head_size, dtype) for head_size in (64, 40) for dtype in (FP32, BF16)),
     *(partial(shards, name, (64, 1, 128), 2, 64) for name in (*GATED, "wkv7")),
     *(partial(layer, 5, *sizes, dtype=dtype) for sizes in ((4, 64), (3, 33), (1, 1000)) for dtype in (BF16, FP32)),
