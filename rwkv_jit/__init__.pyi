@@ -148,7 +148,7 @@ def causal_conv1d_ref(
     output_final_state: Literal[False] = False, cu_seqlens: Tensor | None = None,
     activation: Literal['silu'] | None = None,
 ) -> tuple[Tensor, None]:
-    """Convolve every channel with a few tokens before in plain torch; see `rwkv_jit.causal_conv1d` for the equation."""
+    """A short causal convolution: `rwkv_jit.causal_conv1d` in plain torch, in float64 where the inputs are."""
 @overload
 def causal_conv1d_ref(
     x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, output_final_state: Literal[True],
@@ -204,7 +204,7 @@ def delta_rule_ref(
     beta_map: Literal['identity', 'sigmoid', 'twice_sigmoid'] = 'identity', scale: float | None = None,
     state_layout: Literal['vk', 'kv'] = 'kv',
 ) -> tuple[Tensor, None]:
-    """The delta rule in plain torch; see `rwkv_jit.delta_rule` for the recurrence and the arguments."""
+    """The delta rule: `rwkv_jit.delta_rule` in plain torch, in float64 where the inputs are."""
 @overload
 def delta_rule_ref(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, initial_state: Tensor | None, output_final_state: Literal[True],
@@ -308,7 +308,7 @@ def gated_delta_rule2_ref(
     dt_bias: Tensor | None = None, lower_bound: float | None = None, qk_norm: bool = False, scale: float | None = None,
     state_layout: Literal['vk', 'kv'] = 'kv',
 ) -> tuple[Tensor, None]:
-    """The gated delta rule by channels in plain torch; see `rwkv_jit.gated_delta_rule2` for the arguments."""
+    """The gated delta rule by channels: `rwkv_jit.gated_delta_rule2` in plain torch, in float64 where the inputs are."""
 @overload
 def gated_delta_rule2_ref(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, write_gate: Tensor, initial_state: Tensor | None,
@@ -340,7 +340,7 @@ def gated_delta_rule_ref(
     beta_map: Literal['identity', 'sigmoid', 'twice_sigmoid'] = 'identity', scale: float | None = None,
     state_layout: Literal['vk', 'kv'] = 'kv',
 ) -> tuple[Tensor, None]:
-    """The gated delta rule in plain torch; see `rwkv_jit.gated_delta_rule` for the recurrence and the arguments."""
+    """The gated delta rule: `rwkv_jit.gated_delta_rule` in plain torch, in float64 where the inputs are."""
 @overload
 def gated_delta_rule_ref(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None,
@@ -401,7 +401,7 @@ def gla_ref(
     decay: Literal['raw', 'sigmoid', 'log', 'direct'] = 'log', decay_bound: float | None = None,
     state_layout: Literal['vk', 'kv'] = 'kv',
 ) -> tuple[Tensor, None]:
-    """Gated linear attention in plain torch; see `rwkv_jit.gla` for the arguments."""
+    """Gated linear attention in plain torch, in float64 where the inputs are: `rwkv_jit.gla` says the arguments."""
 @overload
 def gla_ref(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state: Tensor | None, output_final_state: Literal[True],
@@ -457,7 +457,7 @@ def hgrn2_ref(
     q: Tensor, g: Tensor, v: Tensor, initial_state: Tensor | None = None, output_final_state: Literal[False] = False,
     cu_seqlens: Tensor | None = None, scale: float = 1.0, state_layout: Literal['vk', 'kv'] = 'kv',
 ) -> tuple[Tensor, None]:
-    """HGRN2 in plain torch; see `rwkv_jit.hgrn2` for the recurrence and the arguments."""
+    """HGRN2: `rwkv_jit.hgrn2` in plain torch, in float64 where the inputs are."""
 @overload
 def hgrn2_ref(
     q: Tensor, g: Tensor, v: Tensor, initial_state: Tensor | None, output_final_state: Literal[True],
@@ -521,7 +521,7 @@ def kda_ref(
     beta_map: Literal['identity', 'sigmoid', 'twice_sigmoid'] = 'identity', scale: float | None = None,
     state_layout: Literal['vk', 'kv'] = 'kv',
 ) -> tuple[Tensor, None]:
-    """Kimi Delta Attention in plain torch; see `rwkv_jit.kda` for the recurrence and the arguments."""
+    """Kimi Delta Attention: `rwkv_jit.kda` in plain torch, in float64 where the inputs are."""
 @overload
 def kda_ref(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None,
@@ -599,7 +599,7 @@ def linear_attention_ref(
     cu_seqlens: Tensor | None = None, scale: float | None = None, state_layout: Literal['vk', 'kv'] = 'kv', *,
     normalize: Literal[True],
 ) -> tuple[Tensor, None]:
-    """Linear attention in plain torch; see `rwkv_jit.linear_attention` for the arguments."""
+    """Linear attention in plain torch, in float64 where the inputs are: `rwkv_jit.linear_attention` says the arguments."""
 @overload
 def linear_attention_ref(
     q: Tensor, k: Tensor, v: Tensor, initial_state: Any = None, *, output_final_state: Literal[True],
@@ -665,7 +665,7 @@ def simple_gla_ref(
     output_final_state: Literal[False] = False, cu_seqlens: Tensor | None = None, scale: float | None = None,
     state_layout: Literal['vk', 'kv'] = 'kv',
 ) -> tuple[Tensor, None]:
-    """Scalar-gated linear attention in plain torch; see `rwkv_jit.simple_gla` for the recurrence and the arguments."""
+    """Scalar-gated linear attention: `rwkv_jit.simple_gla` in plain torch, in float64 where the inputs are."""
 @overload
 def simple_gla_ref(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state: Tensor | None, output_final_state: Literal[True],
@@ -728,7 +728,7 @@ def ssd_ref(
     z: Tensor | None = None, dt_bias: Tensor | None = None, dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, inf), scale: float = 1.0, state_layout: Literal['vk', 'kv'] = 'vk',
 ) -> tuple[Tensor, None]:
-    """The state space of Mamba-2 in plain torch; see `rwkv_jit.ssd` for the recurrence and the arguments."""
+    """The state space of Mamba-2: `rwkv_jit.ssd` in plain torch, in float64 where the inputs are."""
 @overload
 def ssd_ref(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, initial_state: Tensor | None,
@@ -784,7 +784,7 @@ def wkv4_ref(
     w: Tensor, u: Tensor, k: Tensor, v: Tensor, initial_state: Tensor | None = None,
     output_final_state: Literal[False] = False, decay: Literal['raw', 'log'] = 'raw',
 ) -> tuple[Tensor, None]:
-    """RWKV-4 time mixing in plain torch; see `rwkv_jit.wkv4` for the arguments."""
+    """RWKV-4 time mixing in plain torch, in float64 where the inputs are: `rwkv_jit.wkv4` says the arguments."""
 @overload
 def wkv4_ref(
     w: Tensor, u: Tensor, k: Tensor, v: Tensor, initial_state: Tensor | None, output_final_state: Literal[True],
@@ -838,7 +838,7 @@ def wkv5_ref(
     decay: Literal['raw', 'sigmoid', 'log', 'direct'] = 'raw', decay_bound: float | None = None,
     state_layout: Literal['vk', 'kv'] = 'vk',
 ) -> tuple[Tensor, None]:
-    """RWKV-5 time mixing in plain torch; see `rwkv_jit.wkv5` for the arguments."""
+    """RWKV-5 time mixing in plain torch, in float64 where the inputs are: `rwkv_jit.wkv5` says the arguments."""
 @overload
 def wkv5_ref(
     r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, initial_state: Tensor | None,
@@ -898,7 +898,7 @@ def wkv6_ref(
     decay: Literal['raw', 'sigmoid', 'log', 'direct'] = 'raw', decay_bound: float | None = None,
     state_layout: Literal['vk', 'kv'] = 'vk',
 ) -> tuple[Tensor, None]:
-    """RWKV-6 time mixing in plain torch; see `rwkv_jit.wkv6` for the arguments."""
+    """RWKV-6 time mixing in plain torch, in float64 where the inputs are: `rwkv_jit.wkv6` says the arguments."""
 @overload
 def wkv6_ref(
     r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, initial_state: Tensor | None,
@@ -960,7 +960,7 @@ def wkv7_ref(
     decay: Literal['raw', 'sigmoid', 'log', 'direct'] = 'raw', decay_bound: float | None = None,
     state_layout: Literal['vk', 'kv'] = 'vk',
 ) -> tuple[Tensor, None]:
-    """RWKV-7 time mixing in plain torch; see `rwkv_jit.wkv7` for the arguments."""
+    """RWKV-7 time mixing in plain torch, in float64 where the inputs are: `rwkv_jit.wkv7` says the arguments."""
 @overload
 def wkv7_ref(
     r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, initial_state: Tensor | None,

@@ -41,13 +41,7 @@ def check_options(
     num_threads: int | None,
     backend: str,
 ) -> None:
-    """Check the tail of a call.
-
-    Raises
-    ------
-    TypeError, ValueError
-        Naming the argument, what was expected and what came.
-    """
+    """Check the tail of a call; errors name the argument, what was expected and what came."""
     for name, value, legal in (
         ("decay", decay, ("none",) if op.decay == "none" else op.decays),
         ("state_layout", state_layout, STATE_LAYOUTS),
@@ -139,13 +133,7 @@ def is_for_kernels(backend: str, x: Tensor) -> bool:
 def check_tensors(
     op: Op, arrays: Sequence[Any], initial_state: Any, cu_seqlens: Any, state_layout: str, backend: str
 ) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
-    """Check the arrays of a call whose options are right, and return them as tensors.
-
-    Raises
-    ------
-    TypeError, ValueError
-        Naming the argument, what was expected and what came.
-    """
+    """Check the arrays of a call whose options are right, and return them as tensors; errors as of `check_options`."""
     given = as_tensors(op, arrays)
     lead = given[op.lead]
     wide = not is_for_kernels(backend, lead)
@@ -166,10 +154,7 @@ def check_tensors(
 
 
 def _warn_of_order(op: Op, lead: Tensor, tokens: int, heads: int) -> None:
-    """Warn once where inputs look as if heads stood before tokens, and are not those of layers that know the order.
-
-    A few tokens of up to 128 heads may be speculative ones.
-    """
+    """Warn once if heads seem to stand before tokens, but in layers that know the order."""
     global _has_warned
     if _has_warned or tokens < 2 or (tokens < _FEW_TOKENS and heads <= _MOST_HEADS):
         return

@@ -1,4 +1,4 @@
-"""The door to the service for CUDA templates of your own: read, specialise, launch."""
+"""The door to the service for your CUDA templates: read, specialise, launch."""
 
 from __future__ import annotations
 
@@ -47,20 +47,18 @@ class Template:
 
     Raises
     ------
-    FileNotFoundError
-        There is no such file, or no such header; with the file that includes it.
-    OSError
-        One of them is there, and cannot be read.
+    FileNotFoundError, OSError
+        There is no such file or header, with the file that includes it; or one of them cannot be read.
     ValueError
         It is not a .cu file, or not text in UTF-8, or it includes a file in a way that the notes exclude.
 
     Notes
     -----
     Include headers by their names in quotes: ``#include "NAME"``. Their content is part of a kernel's key in the cache,
-    so a changed header makes another kernel. NVRTC would also open files by itself, and the key cannot cover these.
-    So ``#include MACRO``, ``#include_next``, ``__has_include`` and absolute names in angle brackets are errors that
-    name file and line. Other names in angle brackets find headers that another line includes in quotes. NVRTC has no
-    headers such as ``<cuda_fp16.h>``: put those that you need beside the file.
+    which cannot cover what NVRTC would open by itself. So ``#include MACRO``, ``#include_next``, ``__has_include`` and
+    absolute names in angle brackets are errors that name file and line. Other names in angle brackets find headers that
+    another line includes in quotes. NVRTC has no headers such as ``<cuda_fp16.h>``: put those that you need beside the
+    file.
 
     What decides the code is a parameter: a name that the text uses and does not define, such as NUM_THREADS or T_IO.
     Rules between parameters are ``static_assert``s, whose messages users read. Kernels are ``extern "C" __global__``.
@@ -110,12 +108,11 @@ class Template:
         Raises
         ------
         TypeError, ValueError
-            A value that cannot be a parameter, a parameter the template does not have, an `arch` that is none or, on
-            a machine without a GPU, is missing.
-        UnsupportedConfigError
-            A ``static_assert`` of the template does not hold, or NVRTC does not know `arch`.
-        CompileError, NvrtcNotFoundError
-            The kernel is not cached and cannot be compiled.
+            A value that cannot be a parameter, a parameter that the template does not have, an `arch` that is none, or
+            no `arch` on a machine without a GPU.
+        UnsupportedConfigError, CompileError, NvrtcNotFoundError
+            A ``static_assert`` of the template does not hold, NVRTC does not know `arch`, or the kernel cannot be
+            compiled.
 
         Examples
         --------
@@ -165,7 +162,7 @@ class OwnKernel(kernel.Kernel):
         shared_bytes : int, default 0
             Dynamic shared memory of a block, as much as the GPU has.
         **named
-            The arguments by the names that the kernel gives them, in the place of those in its order. An int or float
+            The arguments by the names that the kernel gives them, instead of those in its order. An int or float
             then goes as what the kernel declares: `int`, `i64`, `unsigned`, `float`, `double` or `bool`.
         stream : torch.cuda.Stream, object with `cuda_stream` or `ptr`, or int, optional
             torch's current stream of the tensors' GPU by default. On another one, torch must be told that the
@@ -179,12 +176,10 @@ class OwnKernel(kernel.Kernel):
         ValueError
             A tensor that is not on a GPU or on another one than the rest, an int beyond 64 bits, sizes no GPU can
             launch, an `entry` that is not there, or missing among several.
-        RwkvJitError
-            The driver refuses: a GPU of another architecture, too much shared memory, too many threads for the
-            kernel's registers. Or the first launch is inside the capture of a CUDA graph, where nothing can be
+        RwkvJitError, NvrtcNotFoundError
+            The driver refuses: a GPU of another architecture, too much shared memory, too many threads for the kernel's
+            registers. CuPy is missing. Or the first launch is inside the capture of a CUDA graph, where nothing can be
             loaded; one with an empty grid before it will do.
-        NvrtcNotFoundError
-            CuPy is missing; with the command that installs it.
 
         Notes
         -----
@@ -272,7 +267,7 @@ class OwnKernel(kernel.Kernel):
             return Launch(self, entry, device.index, blocks, threads, values, shared_bytes)
 
     def _declared(self, entry: str, names: Sequence[str]) -> dict[str, str]:
-        """Return the types of the kernel's arguments, in its order, by their names, which are those that were given."""
+        """Return the types of the kernel's arguments, in its order, by their names."""
         declared = self._template.arguments(entry)
         if declared is None:
             raise TypeError(f"{entry}: its arguments cannot be read from the template; pass them in the kernel's order")
@@ -310,12 +305,11 @@ def _as_declared(letter: str, kind: Any, declared_type: str | None) -> str:
 
 
 def _called(place: int, names: Sequence[str]) -> str:
-    """Return what messages call an argument."""
     return names[place] if names else f"argument {place + 1}"
 
 
 def _out_of_range(arguments: Sequence[Any], names: Sequence[str]) -> ValueError:
-    """Return the error for an int that has no room where it is to go."""
+    """Return the error for an int that is too large for its argument."""
     ints = [(place, x) for place, x in enumerate(arguments) if type(x) is int]
     bits = 64 if any(not -(2**63) <= x < 2**63 for _, x in ints) else 32
     place, x = next((place, x) for place, x in ints if not -(2 ** (bits - 1)) <= x < 2 ** (bits - 1))

@@ -1,8 +1,7 @@
 """What `torch.utils.flop_counter.FlopCounterMode` counts for the ops of this package.
 
-Two for every multiply-add of the recurrence between matrices and vectors, or of the sum that defines the op, however
-it is computed. Decays, exponentials and what a backward computes once more are not counted. Each product has two
-gradients, so a backward counts twice its forward.
+Two for every multiply-add of the recurrence between matrices and vectors, or of the sum that defines the op, however it
+is computed; a backward has twice its forward. Decays, exponentials and what a backward computes again do not count.
 """
 
 from __future__ import annotations

@@ -97,13 +97,7 @@ class Tail(NamedTuple):
 
 
 def complete(op: Op, options: Mapping[str, Any], first: Any, package: str = "") -> Tail:
-    """Return all options of a call, whose first input is needed for the scale; `package` has the public function.
-
-    Raises
-    ------
-    TypeError
-        There is no such option.
-    """
+    """Return all options of a call, with its first input's scale; TypeError for one that the function lacks."""
     defaults: dict[str, Any] = {
         "scale": op.scale, "decay": op.decay, "decay_bound": None, "state_layout": op.state_layout,
         "checkpoint_interval": 64, "chunk_len": None, "num_threads": None, "backend": "auto",

@@ -1,6 +1,6 @@
 """The recurrences in plain torch, by blocks of tokens and products of matrices: what CPU tensors run.
 
-Tokens read the tokens before them by halves: chunks of one token are merged to chunks of two, those to chunks of four,
+Tokens read the tokens before them in a tree: chunks of one token are merged to chunks of two, those to chunks of four,
 and so on. What the second half reads of the first one is a product of matrices: its queries, decayed from the middle to
 the token, times the keys of the first half, decayed from the token to the middle. So factors of the state are only ever
 multiplied: nothing divides by a decay or takes its logarithm, and factors of 0 and below are as good as others. No
@@ -9,7 +9,7 @@ product holds a later token either: what is not finite there leaves earlier resu
 For wkv7, u_t = S_{t-1} a_t is a value of key b_t that is known once the tokens before have been read. A token then has
 two queries, one for u and one for y, and u of the first half moves the queries of the second one:
 
-    S_{t-1} a_t = S a_t^T + u_t        with S the state before the block, and a_t what merges have made of the query
+    S_{t-1} a_t = S a_t^T + u_t        with S the state before the block, and a_t the query after all merges
 """
 
 from __future__ import annotations
@@ -50,11 +50,10 @@ def _merge(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Let the tokens of every chunk read those before them.
 
-    `q` [chunks, rows * tokens, K] is what each token reads the state before it with: one row, or those for u and y.
-    `k` and `b` [chunks, tokens, K] are the keys of v and of u, `v` [chunks, tokens, V] the values, `d` the factors of
-    the state, shaped as k, and `z` [chunks, rows * tokens, V] is what each query found in its own token. Return q for
-    the state before the chunk, z as found within the chunk, k and b as they stand in the state after it, and the
-    product of the factors, [chunks, 1, K].
+    `q` [chunks, rows * tokens, K] is what each token reads the state before it with: one row, or those for u and y. `k`
+    and `b` [chunks, tokens, K] are the keys of v and of u, `v` [chunks, tokens, V] the values, `d` the factors of the
+    state, shaped as k, and `z` [chunks, rows * tokens, V] is what each query found in its token. Return q for the
+    state before the chunk, z, k and b as after it, and the product of the factors, [chunks, 1, K].
     """
     (chunks, length, _), rows = k.shape, q.shape[1] // k.shape[1]
     total = None if d is None else d.reshape(chunks * length, 1, d.shape[2])
@@ -261,10 +260,9 @@ def run(
     decay: str,
     state_layout: str,
 ) -> tuple[Tensor, Tensor]:
-    """Return y and the final state of a call that has been checked, differentiable once.
+    """Return y and the final state of a checked call, differentiable once.
 
-    The op's reference runs the rest: a few tokens, CUDA tensors, which may be in the capture of a graph, and
-    factors of the state that are so large that their products overflow.
+    The op's reference runs a few tokens, CUDA tensors, which may be in a capture, and factors whose products overflow.
     """
     v = inputs[3 if name == "wkv7" else 2]
     w = None if decay == "none" else inputs[1 if name == "wkv7" else 3]

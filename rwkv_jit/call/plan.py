@@ -39,7 +39,7 @@ class _Zeros(NamedTuple):
 class _Later:
     """A launch whose kernel still compiles, and that has nothing to do in most calls.
 
-    Until the kernel is there each call looks whether it is needed, which waits for the GPU. Graphs have to have it.
+    Until it is there each call looks whether it is needed, which waits for the GPU. Graphs have to have it.
     """
 
     def __init__(
@@ -75,20 +75,10 @@ def _to_compile(p: Problem, launches: Sequence[Step]) -> str:
 class Plan:
     """A direction of a call, ready to be run with any tensors of a signature.
 
-    Parameters
-    ----------
-    schedule, problem : Schedule, Problem
-        What is launched, and for which sizes.
-    arrays : mapping
-        The tensors by name, in the order in which `run` takes them; None for those that are not there. What the
-        forward kept is one of floats, "saved".
-    kept : mapping, optional
-        Bytes of the buffers in "saved", in the order of memory.
-    soon : sequence of kernel.Request
-        Kernels that compile beside those of the schedule, as they will be wanted soon.
-    copies : sequence of int, optional
-        The places of the tensors that every run copies. By default those that kernels cannot read in place, as the
-        tensors here show: of a pool, pass one slot, which has no gaps.
+    `arrays` are the tensors by name, in the order in which `run` takes them, None for those that are not there; what
+    the forward kept is one of floats, "saved", with the bytes of its buffers in `kept`. Kernels that will be needed
+    `soon` compile beside those of the schedule. `copies` are the places of tensors that every run copies, by default
+    those that kernels cannot read in place, as the tensors here show: of a pool, pass one slot, which has no gaps.
     """
 
     def __init__(
@@ -141,10 +131,7 @@ class Plan:
     def run(
         self, arrays: Sequence[Tensor | None], at_pause: Callable[[list[Tensor]], None] | None = None
     ) -> list[Tensor]:
-        """Run it; return the results in the schedule's order, and behind them what the schedule keeps, if anything.
-
-        Where the schedule pauses, `at_pause` is called with the results, as far as they are there.
-        """
+        """Return the results in order, then what the schedule keeps; `at_pause` gets results that are there."""
         index = self.device.index
         if torch._C._cuda_getDevice() != index:
             with torch.cuda.device(index):
@@ -199,7 +186,6 @@ class Plan:
                 x.data.copy_(copy)
 
     def _launch_beside(self, stream: int, values: Sequence[int]) -> None:
-        """Launch on two streams, as the schedule says."""
         side = tensors.side_stream(self.device.index)
         try:
             for step, (is_beside, waits) in zip(self._launches, self._sides, strict=True):
@@ -217,9 +203,9 @@ class Plan:
     def _run_copies(
         self, arrays: Sequence[Tensor | None], at_pause: Callable[[list[Tensor]], None] | None
     ) -> list[Tensor]:
-        """Run with copies of all inputs, as some tensors begin at addresses that kernels cannot take.
+        """Run with copies of all inputs, as some begin at addresses that the kernels cannot take.
 
-        Where other tensors lie the kernels know from when they were chosen: which of these need a copy is as it was.
+        Which tensors need a copy where they lie is as it was when the kernels were chosen.
         """
         own, copies = set(), list(arrays)
         for index, multiple in self._alignments:
@@ -367,13 +353,7 @@ def find(key: tuple[Any, ...], prepare: Callable[[], Plan]) -> Plan:
 
 
 def check_capture(op: str, requests: Sequence[kernel.Request], device: int) -> None:
-    """Check that a capture that may be going on has no need to compile or load.
-
-    Raises
-    ------
-    RwkvJitError
-        It would have to.
-    """
+    """Raise RwkvJitError if a capture is going on and the call would have to compile or load."""
     if tensors.capturing() and not all(kernel.is_loaded(request, device) for request in requests):
         raise RwkvJitError(
             f"{op}: first use inside a CUDA graph capture, where nothing can be compiled or loaded; "

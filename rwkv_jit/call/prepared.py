@@ -37,7 +37,7 @@ class _Backward(NamedTuple):
 class Known:
     """A call whose forward is prepared, and from its first backward on that too.
 
-    `arrays` are its inputs, initial state and cu_seqlens, checked; `asked` the chunk_len and num_threads of the caller.
+    `arrays` are its checked inputs, initial state and cu_seqlens; `asked` the caller's chunk_len and num_threads.
     `by_op` returns gradients by the torch op, from the problem, what was saved and the gradients of the results.
     """
 
@@ -74,7 +74,7 @@ class Known:
         self._latest = None
 
     def run(self, arrays: Sequence[Tensor], state: Tensor | None, cu_seqlens: Tensor | None) -> list[Tensor]:
-        """Return y, the final state if it is wanted, and if gradients are what the backward needs."""
+        """Return y, the final state or None, and for gradients what the backward needs."""
         if cu_seqlens is not None:  # what found this call has looked at its values
             cu_seqlens = tensors.readable_packing(cu_seqlens)
         return self._forward.run([*arrays, state, cu_seqlens])
@@ -89,10 +89,7 @@ class Known:
         return (results[0], final), (*given, results[-1] if self.keeps else None), ()
 
     def differentiate(self, saved: Arrays, grads: Arrays) -> list[Tensor | None]:
-        """Return the gradients of the inputs, of an initial state and of cu_seqlens, None where nobody wants one.
-
-        `saved` are the arrays of the call, and behind them what the forward has kept.
-        """
+        """Return the gradients of all inputs, or None, from the arrays and what the forward kept."""
         *arrays, kept = saved
         dy, grad_final_state = grads
         if dy is None:
@@ -138,8 +135,6 @@ class Differentiable(Protocol):
 
 
 class _Recorded(torch.autograd.Function):
-    """A prepared call and its backward."""
-
     @staticmethod
     def forward(ctx: Any, call: Differentiable, *arrays: Any) -> tuple[Any, ...]:
         results, saved, constants = call.record(arrays)
@@ -162,10 +157,7 @@ record: Callable[..., tuple[Any, ...]] = super(torch.autograd.Function, _Recorde
 
 
 class Backward:
-    """The backward of a call that a torch op ran, prepared for arrays like these.
-
-    They are those of the call, and behind them what the forward has kept, dy and the gradient of the final state.
-    """
+    """The backward of a call that a torch op ran, for the call's arrays, what was kept, and gradients."""
 
     def __init__(self, problem: Problem, arrays: Arrays):
         self._problem = problem
@@ -175,11 +167,10 @@ class Backward:
         self._plan = plans.find(key, lambda: plan_backward(problem, given))
 
     def run(self, arrays: Arrays) -> list[Tensor]:
-        """Return the gradients that are wanted."""
+        """Return the gradients that are needed."""
         return self._plan.run(self._in_order(arrays))
 
     def _in_order(self, arrays: Arrays) -> list[Tensor | None]:
-        """Return the arrays as plans take them."""
         *given, kept, dy, grad_final_state = arrays
         if given[-1] is not None:
             given = _readable(given)
@@ -202,7 +193,7 @@ def _readable(arrays: Arrays) -> list[Tensor | None]:
 
 
 def _zeros(problem: Problem, x: Tensor | None) -> Tensor:
-    """Return the gradient of a y that nothing was made of, on the device of an input."""
+    """Return the gradient of a y that nothing depends on, on the device of an input."""
     assert x is not None
     shape = tuple(getattr(problem, dim) for dim in problem.op.output)
     return torch.zeros(shape, dtype=DTYPES[problem.types[problem.op.names[problem.op.lead]]], device=x.device)
@@ -228,10 +219,7 @@ IS_THERE = partial(is_not, None)  # a call of C, as every known call takes it fo
 
 
 def latest(key: tuple[Any, ...], arrays: Sequence[Any], lead: int = 0, cu_seqlens: Any = None) -> Any:
-    """Return the call that came last with such arrays; None where there is none, or where a compiler or mode looks on.
-
-    `key` is all of a call but its arrays, of which one is the lead.
-    """
+    """Return the last call with such arrays and `key`, which is all else; None if a compiler or mode looks on."""
     if not tensors.is_eager():
         return None
     try:
@@ -249,7 +237,7 @@ def latest(key: tuple[Any, ...], arrays: Sequence[Any], lead: int = 0, cu_seqlen
 def keep_latest(
     key: tuple[Any, ...], arrays: Sequence[Any], call: Any, lead: int = 0, cu_seqlens: Any = None
 ) -> None:  # fmt: skip
-    """Keep a call that `latest` shall return."""
+    """Keep a call, which `latest` returns."""
     if cu_seqlens is not None:
         key = _longest(arrays[lead], cu_seqlens), *key
     there = tuple(map(IS_THERE, arrays))
@@ -260,7 +248,7 @@ def keep_latest(
 def find(
     asked: tuple[Any, ...], arrays: Sequence[Any], initial_state: Any, cu_seqlens: Any, lead: int = 0
 ) -> tuple[Known | None, bool]:
-    """Return a call that has come before, by its signature, None for others, and whether gradients are wanted.
+    """Return a call that has come before, by its signature, or None, and whether gradients are needed.
 
     `asked` is all of a call but its arrays, and at its end whether gradients are recorded; `lead` is `Op.lead`.
     """
@@ -289,10 +277,7 @@ def find_or_keep(
     lead: int = 0,
     is_public: bool = True,
 ) -> Known:
-    """Return the call of tensors that have been checked: prepared and kept, where it comes for the first time.
-
-    Of a call that is not public nobody knows whose gradients are wanted.
-    """
+    """Return the call of checked tensors, kept from its first time on; a private one may need all gradients."""
     key = asked if cu_seqlens is None else (_longest(arrays[lead], cu_seqlens), *asked)
     given = *arrays, initial_state, cu_seqlens
     signature = key, training, _wants(arrays, initial_state, training and is_public), tensors.signature(given)
@@ -304,15 +289,12 @@ def find_or_keep(
 
 
 def _wants(arrays: Sequence[Any], initial_state: Any, training: bool) -> tuple[bool, ...]:
-    """Return which gradients are wanted, of a call with gradients; else it does not matter."""
+    """Return which gradients are needed, of a call with gradients; else it does not matter."""
     return tuple([getattr(x, "requires_grad", False) for x in (*arrays, initial_state)]) if training else ()
 
 
 def wanted(op: Op, wants: Sequence[bool], given: Sequence[Any]) -> tuple[str, ...]:
-    """Return `Problem.wanted`, of whether a gradient is wanted of each input and of an initial state.
-
-    `given` are the inputs and an initial state; of those that are None nobody wants a gradient.
-    """
+    """Return `Problem.wanted`: of which `given` inputs and initial state, None apart, a gradient is needed."""
     names = tuple([name for name, is_wanted in zip((*op.names, STATE), wants, strict=True) if is_wanted])
     return () if len(names) == sum(map(IS_THERE, given)) else names
 

@@ -1,7 +1,6 @@
 """Gradients of the torch ops: what runs at torch's Autograd key, where `torch.func` and dual tensors look too.
 
-torch.autograd.Function refuses to run inside of `torch.func` as long as it sees the tensors of several levels of
-transforms. A kernel of the dispatcher is called once for every level: there torch's own class for one level serves.
+torch.autograd.Function refuses tensors of several levels of transforms, but the dispatcher calls a kernel once a level.
 """
 
 from __future__ import annotations
@@ -24,12 +23,11 @@ def forward(
     backward: Callable[..., Sequence[Tensor | None]],
     plainly: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """Return what records a forward op.
+    """Return what records a forward op, whose last argument is whether it keeps what the backward needs.
 
-    The last argument of `op` is whether it keeps what the backward needs. `setup` keeps in the context, its first
-    argument, what the backward takes, from the arguments and the results. `backward` returns the gradients of all
-    arguments, from the context and the gradients of the results. `plainly` does the same as the op in plain torch,
-    which forward-mode derivatives go through, or raises an error.
+    `setup` keeps this in the context, its first argument, from the arguments and the results; `backward` returns the
+    gradients of all arguments, from the context and those of the results. `plainly` does the same as the op in plain
+    torch, for forward-mode derivatives, or raises an error.
     """
 
     class Recorded(_SingleLevelFunction):
@@ -60,10 +58,7 @@ def forward(
 
 
 def backward(op: Any, name: str, instead: str = "") -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return what records a backward op, and how a backward runs it.
-
-    A second derivative is an error and no wrong zero; by default its message names the reference `instead`.
-    """
+    """Return what records a backward op; the error of a second derivative names the reference `instead`."""
 
     def refuse() -> RuntimeError:
         return RuntimeError(f"{name} has no second derivative; differentiate {instead or f'{name}_ref'} twice instead")

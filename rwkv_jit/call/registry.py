@@ -1,7 +1,6 @@
 """The torch ops of this package: registered at once, run by modules that are imported when an op is first called.
 
-An exported program names its ops, and torch must know them when it is loaded. So `rwkv_jit` imports this module as soon
-as both it and torch are imported.
+torch must know them when it loads an exported program, so `rwkv_jit` imports this as soon as both are imported.
 """
 
 from __future__ import annotations
@@ -112,10 +111,7 @@ _LIBRARY = torch.library.Library("rwkv_jit", "FRAGMENT")
 
 
 def register(name: str, schema: str, module: str, casts: bool = False, maps: bool = True) -> None:
-    """Register a torch op, which a module of `rwkv_jit` implements.
-
-    `casts` says whether inputs are cast under autocast, `maps` whether `torch.vmap` runs it once for every element.
-    """
+    """Register a torch op: whether autocast `casts` its inputs, and `torch.vmap` `maps` it over elements."""
     _modules[name] = module
     _LIBRARY.define(name + schema)
     for key in ("CPU", "CUDA"):

@@ -22,7 +22,7 @@ SHORT_TOKENS = 16
 
 
 class _FewHeads(NamedTuple):
-    """Where few heads are faster in the kernels for large ones; all that goes by the GPU is for a multiprocessor."""
+    """Where few heads are faster in the kernels for large ones; sizes that depend on the GPU are for an SM."""
 
     least: int  # tokens
     most: int
@@ -61,13 +61,7 @@ class Chosen(NamedTuple):
 
 
 def chosen(backend: str, case: Case, gpu: Callable[[], Gpu], known: Callable[[], Known]) -> Chosen:
-    """Return the algorithm of a call on CUDA tensors, and its geometry.
-
-    Raises
-    ------
-    UnsupportedConfigError
-        As `choose`.
-    """
+    """Return the algorithm of a call on CUDA tensors, and its geometry; UnsupportedConfigError as of `choose`."""
     if case.op.through is not None:
         if backend == "auto" and takes_dedicated(case, gpu):
             length = case.chunk_len or ALGORITHMS[case.op.family][DEDICATED].default_chunk_len(case, gpu())
@@ -79,10 +73,7 @@ def chosen(backend: str, case: Case, gpu: Callable[[], Gpu], known: Callable[[],
 
 
 def takes_dedicated(case: Case, gpu: Callable[[], Gpu]) -> bool:
-    """Return whether a call that names no backend is for the kernels that its op has for itself.
-
-    They have no segments as others do: few heads would leave most of the GPU idle.
-    """
+    """Return whether the op's dedicated kernels take a call without a backend: they have no segments."""
     kernels = ALGORITHMS.get(case.op.family, {}).get(DEDICATED)
     if kernels is None or case.num_threads is not None or case.is_narrow:
         return False
@@ -108,9 +99,9 @@ def choose(backend: str, case: Case, gpu: Callable[[], Gpu]) -> tuple[str, int |
               segments or more, and has three times the tokens that each block would have if all had as many
     chunked   float16 or bfloat16 from sm_80 on, both head sizes up to 128 and the keys no longer than twice
               the values, in chunks whose shared memory this architecture has; LEAST_TOKENS per sequence on
-              average; chunk_len not given, or one of its own
-    large     the same as chunked for a head size or value size above 128 and up to 1024, with chunk lengths of
-              its own, and for smaller heads that chunked does not take; in other ops than wkv7 keys above 256 on
+              average; no chunk_len, or one of these
+    large     the same as chunked for a head size or value size above 128 and up to 1024, with other chunk lengths,
+              and for smaller heads that chunked does not take; in other ops than wkv7 keys above 256 on
               sm_90 alone (`wide_keys` calls with parts of these)
               Few of them go in segments too, of wkv7 up to 256 (`segments.takes_large`)
     recurrent everything else
@@ -123,7 +114,7 @@ def choose(backend: str, case: Case, gpu: Callable[[], Gpu]) -> tuple[str, int |
     Raises
     ------
     UnsupportedConfigError
-        The backend was asked for and cannot do it: what is in the way, what is expected and what came.
+        The `backend` cannot do it: why, what is expected and what came.
     """
     algorithms = ALGORITHMS[case.op.family]
     if backend == "recurrent" or (backend == "auto" and (case.tokens < LEAST_TOKENS or "chunked" not in algorithms)):
@@ -197,9 +188,8 @@ def geometry(
 ) -> Geometry:
     """Return the geometry of a call whose algorithm and chunk_len `choose` has named.
 
-    A choice was measured as a whole and on long sequences, so a call that names a part of the geometry, or that is
-    short, takes none. It never decides about the algorithm: where its chunks are too long for the decay of a call, the
-    rule's are taken.
+    A measured choice is whole and of long sequences: a call that names a part of it, or is short, takes none. Where its
+    chunks are too long for the decay of a call, the rule's are taken.
     """
     is_open = case.chunk_len is None and case.num_threads is None and case.tokens > SHORT_TOKENS
     if is_open and backend in ("chunked", "segments"):

@@ -1,7 +1,7 @@
 """DTensors: every rank computes the rows and heads that it holds, as what they hold needs nothing of the others.
 
-A call is replicated over a dimension of the mesh, or cut along the batch, or along the heads (channels, where there are
-none). Anything else is an error, as it would move data that the caller did not ask to be moved.
+A call is replicated over a dimension of the mesh, or cut along the batch, or the heads (or channels). All else would
+move data, and is an error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ROLES = {"B": "batch", "H": "heads", "G": "heads", "C": "channels"}
 
 
 def roles(dims: str) -> dict[str, int]:
-    """Return which dimensions, given by their letters, are the batch and heads or channels."""
+    """Return which dimensions, by their letters, are the batch and heads or channels."""
     return {role: dims.index(dim) for dim, role in _ROLES.items() if dim in dims}
 
 
@@ -42,9 +42,8 @@ def run(
 ) -> list[Any]:
     """Run a function of tensors on the part that this rank holds, and return its results as DTensors.
 
-    `given` has the tensors by the names of the arguments, in the order of the function, and what their dimensions are;
-    `results` has the latter of the results. The tensor `first_name` says how all are cut. TypeError and ValueError name
-    one that is no DTensor, or is not placed like the first.
+    `given` has the tensors and their dimensions by the names of the arguments, in the function's order; `results` the
+    dimensions of the results. All are cut like the tensor `first_name`; another one is a TypeError or ValueError.
     """
     module = _dtensor()
     first, roles = given[first_name]

@@ -1,4 +1,4 @@
-"""Switches of a process that calls go by: of products, torch's for float32 and one for bfloat16; and of batches."""
+"""Switches of a process that calls read: of products, torch's for float32 and one for bfloat16; and of batches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _fast: Modes = ("fp32",), False  # where it does not
 
 
 def current() -> Modes:
-    """Return what a call goes by that begins now."""
+    """Return the switches of a call that begins now."""
     return _fast if products_of_float32() in _FAST else _exact
 
 
@@ -97,7 +97,7 @@ def get_bfloat16_precision() -> Precision:
     Returns
     -------
     str
-        "medium" or "high", as `set_bfloat16_precision` has it.
+        As `set_bfloat16_precision` has it.
     """
     return _bfloat16_precision
 

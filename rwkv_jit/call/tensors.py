@@ -37,15 +37,9 @@ Array = Tensor | SupportsDLPack  # what calls take for tensors
 def from_any(name: str, array: Any, in_place: bool = False) -> Tensor:
     """Return a tensor over `array`: itself, or a view through DLPack of CuPy, NumPy, JAX and other arrays.
 
-    Arrays that torch cannot view are copied: those that are read-only, run backwards or are not aligned. `in_place`
-    ones may not be.
-
-    Raises
-    ------
-    TypeError
-        It is no array, or none that torch can take: sparse, nested, or of numbers that torch has not.
-    ValueError
-        It is to be changed in place and cannot be.
+    Arrays that torch cannot view are copied, if they need not be `in_place`: read-only ones, and those that run
+    backwards or are not aligned. Raise TypeError for no array, or none that torch can take, and ValueError for one that
+    is to be changed in place and cannot be.
     """
     if isinstance(array, Tensor):
         return _dense(name, array, in_place)
@@ -67,10 +61,7 @@ def from_any(name: str, array: Any, in_place: bool = False) -> Tensor:
 
 
 def _obstacle_to_view(array: Any) -> str | None:
-    """Return why torch cannot view an array, as the end of a sentence.
-
-    Strides below zero are an exception inside of torch that ends the process.
-    """
+    """Return why torch cannot view an array, as the end of a sentence; strides below zero would end the process."""
     flags, strides = getattr(array, "flags", None), getattr(array, "strides", None)
     if getattr(flags, "writeable", True) is False:
         return "is read-only"  # DLPack has no such arrays
@@ -99,8 +90,6 @@ def _dense(name: str, x: Tensor, in_place: bool) -> Tensor:
 
 
 class _Packing(NamedTuple):
-    """A cu_seqlens that was checked."""
-
     tensor: Callable[[], Tensor | None]
     version: int  # as torch counts changes; -1 where it does not
     tokens: int
@@ -117,15 +106,10 @@ _longest_of_shape: dict[tuple[int, int], int] = {}  # by sequences and tokens, o
 
 
 def packing(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """Return cu_seqlens as the kernels read it, with its values checked.
+    """Return cu_seqlens as the kernels read it; ValueError unless it starts at 0, ends at `tokens` and never falls.
 
-    On a GPU they are checked once per tensor, as that takes a copy to the host: again where torch has counted a change.
-    What it cannot count, as through `.data` or another library, is read all the same, and kernels clamp every bound.
-
-    Raises
-    ------
-    ValueError
-        It does not start at 0, end at `tokens` and never fall.
+    On a GPU values are checked once per tensor, as that takes a copy to the host, and again where torch has counted a
+    change. What it cannot count, as through `.data` or another library, is read all the same, and kernels clamp bounds.
     """
     found = _checked_packings.get(id(cu_seqlens))
     if found is not None and found.is_of(cu_seqlens, tokens):
@@ -151,10 +135,9 @@ def tokens_behind(cu_seqlens: Tensor | None, lead: Tensor) -> int:
 
 
 def longest(cu_seqlens: Tensor | None, tokens: int) -> int:
-    """Return about the tokens of the longest sequence of a call, as calls are told apart by it: 3 bits of the number.
+    """Return about the tokens of the longest sequence of a call: the first 3 bits of the number.
 
-    0 without a packing on a GPU that can be read, -1 where its values are wrong. In a capture it is that of the last
-    call of the shape, where a change of the values has not been seen.
+    0 without a packing on a GPU that can be read, -1 if its values are wrong; in a capture that of the last call.
     """
     found = _checked_packings.get(id(cu_seqlens))
     if found is not None and found.is_of(cu_seqlens, tokens):
@@ -226,7 +209,7 @@ is_batched = torch._C._functorch.is_legacy_batchedtensor  # by `torch.autograd.g
 
 
 def is_eager(grads: Sequence[Any] = (), saved: Sequence[Any] = ()) -> bool:
-    """Return whether an op may be run without torch's dispatcher: no compiler, mode, transform or trace looks on.
+    """Return whether an op may run without torch's dispatcher: no compiler, mode, transform or trace looks on.
 
     Of a backward neither gradients nor what was saved may be subclasses, and no gradient several at once.
     """
@@ -266,23 +249,20 @@ def exactly(x: Tensor) -> torch.autocast:
 
 
 def under_autocast(x: Tensor, dtype: torch.dtype, keep: bool = False) -> Tensor:
-    """Return `x` as torch's own ops take it under autocast: floating, but float64, in its dtype; or `keep` float32."""
+    """Return `x` as torch's ops take it under autocast: floating, but float64, in its dtype; or `keep` float32."""
     if not x.is_floating_point() or x.dtype == torch.float64 or (keep and x.dtype == torch.float32):
         return x
     return x.to(dtype)
 
 
 def are_plain(arrays: Iterable[Any]) -> bool:
-    """Return whether these are torch's own tensors or None, and no subclass that wants to see what is done to it."""
+    """Return whether these are tensors of torch or None, and no subclass that sees every op."""
     # A tuple, as the compiler of torch 2.6 does not know sets.
     return all(x is None or type(x) in _PLAIN for x in arrays)
 
 
 def signature(arrays: Sequence[Any]) -> tuple[Any, ...] | None:
-    """Return all that decides whether and how a call can be done, but the addresses; None for other arrays.
-
-    The strides of a contiguous tensor are those of its shape, where they mean anything.
-    """
+    """Return all that decides whether and how a call can be done, but the addresses; None for other arrays."""
     try:
         return tuple([
             None if x is None else (type(x), x.shape, x.is_contiguous() or x.stride(), x.dtype, x.get_device())
@@ -298,10 +278,9 @@ _Guards = getattr(_guards, "TensorGuards", None)
 
 
 def likeness(arrays: Sequence[Tensor]) -> Callable[..., bool]:
-    """Return a check whether others are like these: of the same signature, and gradients are wanted of the same ones.
+    """Return a check whether others have the same signature and the same gradients; cheaper than `signature`.
 
-    It is one call where `signature` asks dozens, and says no more often: where strides differ that mean nothing, and
-    where two of the others are one tensor.
+    It says no more often: where strides differ that mean nothing, and where two of the others are one tensor.
     """
     if _Guards is None:
         return lambda *_: False
@@ -310,7 +289,7 @@ def likeness(arrays: Sequence[Tensor]) -> Callable[..., bool]:
 
 
 class Memory(NamedTuple):
-    """What a new tensor without gaps is made of."""
+    """Shape, strides and type of a new tensor without gaps."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -318,13 +297,12 @@ class Memory(NamedTuple):
 
 
 def memory(shape: Sequence[int], dtype: torch.dtype) -> Memory:
-    """Return what a tensor of this shape is made of."""
+    """Return the `Memory` of a tensor of this shape."""
     strides = (math.prod(n or 1 for n in shape[index + 1 :]) for index in range(len(shape)))
     return Memory(tuple(shape), tuple(strides), dtype)
 
 
 def _new(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return a tensor on the current device, of a shape, strides and a dtype."""
     return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
 
 
@@ -396,13 +374,7 @@ _gpu._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def targets(given: str | None) -> tuple[str, tuple[str, ...]]:
-    """Return the architecture to compile for, by default that of the current device, and those that will do too.
-
-    Raises
-    ------
-    ValueError
-        It is not written like one, or there is no GPU to take it from.
-    """
+    """Return the architecture to compile for, of the current device by default, and those that will do."""
     chosen = given if given is not None else env.arch()
     if chosen is not None:
         return compiler.check_arch(chosen), ()
@@ -447,11 +419,7 @@ def capturing() -> bool:
 
 
 def needs_copy(x: Tensor, vector: int) -> bool:
-    """Return whether a kernel cannot read `x` in place.
-
-    Kernels take any stride but need neighbouring channels, and read `vector` of them at once. Offsets within a chunk
-    have 32 bits.
-    """
+    """Return whether a kernel cannot read `x` in place: channels apart, no `vector` at once, offsets above 32 bits."""
     if x.ndim == 4 and x.shape[1] > 1 and x.stride(1) > MOST_TOKEN_STRIDE:
         return True
     if x.shape[-1] > 1 and x.stride(-1) != 1:

@@ -1,9 +1,7 @@
 """From a public call to a torch op and back: what runs the torch op, and autograd.
 
-Every recurrence has the same way: inputs with tokens, inputs without, a state, and one tail of options. `define` builds
-it once per op. The torch op is what a compiler sees: it has a fake and runs the same on CPU tensors, where plain torch
-computes it. What a compiler or `torch.export` keeps of a call is what the caller asked for; the algorithm is chosen
-when it runs, by the device.
+`define` builds one per op, of inputs with tokens, inputs without, a state, and one tail of options. A compiler sees the
+torch op, which has a fake. What it keeps is what the caller requested; the algorithm is chosen when it runs.
 """
 
 from __future__ import annotations
@@ -34,8 +32,8 @@ _NO_GPU = Gpu("")  # of kernels that leave the same whatever it is: the recurren
 class Options(NamedTuple):
     """What a call chooses beside its tensors, as the torch op takes it.
 
-    The backend is the algorithm that will run where it `is_chosen`. Else all is as the caller asked, by options and by
-    the switches of `modes`, and what runs goes by the device that the tensors are on when it does.
+    The backend is the algorithm that will run if it `is_chosen`. Else all is as the caller has it, by options and by
+    the switches of `modes`, and the device of the tensors decides when it runs.
     """
 
     scale: float
@@ -78,8 +76,8 @@ def call(
 ) -> tuple[Tensor, Tensor | None]:
     """Run an op with or without gradients: at once where the call is known, else after all checks.
 
-    A call that is not known `in_parts` may run, from the same arguments; it returns None where it does not. `traits`
-    are all switches of the op.
+    A call that is not known `in_parts` may run, from the same arguments; None where it does not. `traits` are all
+    switches.
     """
     op = torch_op.op
     if output_final_state is not True and output_final_state is not False:
@@ -140,7 +138,6 @@ def _distributed(
     torch_op: TorchOp, arrays: Sequence[Any], initial_state: Any, output_final_state: bool, cu_seqlens: Any,
     more: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Run a call of DTensors."""
     op = torch_op.op
 
     def role_dims(dims: str) -> dict[str, int]:
@@ -168,10 +165,7 @@ def _distributed(
 
 
 def under_autocast(op: Op, arrays: Sequence[Any]) -> list[Tensor] | None:
-    """Return the inputs as torch's own ops take them under autocast; None where that is off.
-
-    Optional inputs stay None. Decays and u stay float32 where they are: the kernels take them so.
-    """
+    """Return the inputs as torch casts them under autocast, or None; decays and u may stay float32."""
     dtype = tensors.autocast_dtype(tensors.from_any(op.public_names[0], arrays[0]))
     if dtype is None:
         return None
@@ -194,10 +188,9 @@ def chosen(
     is_fake: bool = False,
     traits: tuple[tuple[str, Any], ...] = (),
 ) -> Options:
-    """Return the options of a call that has been checked, with the algorithm that will run.
+    """Return the options of a checked call, with the algorithm that will run.
 
-    Only calls that are `is_direct` look at the lengths of packed sequences. A fake does not know whether sequences will
-    be cut: "chunked" and "segments" are the same to it.
+    Only calls that are `is_direct` look at the lengths of packed sequences. A fake does not tell chunked from segments.
     """
     if options.is_chosen:
         return options
@@ -237,7 +230,7 @@ def case_of(
 
 
 def asked_options(tail: Tail, dtype: torch.dtype, switches: modes.Modes) -> Options:
-    """Return the options of a call as it was asked for; the dtype is that of its rows."""
+    """Return the options of a call as the caller has it; the dtype is that of its rows."""
     narrow, is_batch_invariant = switches
     return Options(
         float(tail.scale), tail.decay, tail.state_layout, tail.checkpoint_interval, tail.chunk_len, tail.num_threads,
@@ -297,12 +290,7 @@ def _prepare(
     is_public: bool = False,
     traits: tuple[tuple[str, Any], ...] = (),
 ) -> Known:
-    """Return the call of tensors that have been checked.
-
-    `asked` is what else tells calls apart, as it came: other options may be resolved to the same ones. Of
-    `asked_geometry` chunk_len and num_threads count, as the caller chose them. Of a call that `is_public` the tensors
-    say whose gradients are wanted.
-    """
+    """Return the call of checked tensors; `asked` and the caller's `asked_geometry` tell it apart beside `options`."""
     op = torch_op.op
 
     def prepare() -> Known:
@@ -337,11 +325,10 @@ def define(
 ) -> TorchOp:
     """Say who runs `rwkv_jit::<name>_fwd` and `<name>_bwd`, which `registry` knows, and return the op.
 
-    `reference` is the op in plain torch: it takes the inputs, the initial state, whether the final one is wanted,
-    cu_seqlens and the scale, and by name state_layout and, where the op has a choice, decay. Of an op that goes through
-    another it is the reference of that one, and `operands` returns its inputs in plain torch, from those of a call and
-    the switches; `behind` returns y of what that one returns, and of the inputs. `refuse` raises an error where
-    switches do not fit the inputs, of which it sees whether they are there.
+    `reference` is the op in plain torch, or the op below it; it takes the inputs, the initial state, whether the final
+    one is needed, cu_seqlens and the scale, and by name state_layout and decay. `operands` returns its inputs from
+    those of a call and the switches; `behind` returns y of its y and of the inputs. `refuse` raises an error where
+    switches do not fit the inputs that are there.
     """
     name, count = op.name, len(op.inputs)
     below = op.through or op
@@ -358,7 +345,7 @@ def define(
         return tuple([(trait, named.get(trait, default)) for trait, default in op.traits.items()])
 
     def run_plainly(arguments: Sequence[Any], named: Mapping[str, Any], by_blocks: bool) -> tuple[Tensor, Tensor]:
-        """Compute a call in plain torch: `by_blocks` differentiable once backwards, else in every way."""
+        """Compute a call in plain torch: `by_blocks` differentiable once backwards, else any number of times."""
         given, (state, cu_seqlens), options = parts(arguments)
         if cu_seqlens is not None:
             cu_seqlens = tensors.packing(cu_seqlens, given[0].shape[1])
@@ -424,7 +411,7 @@ def define(
         return left_open(problem_of(op, given, state, cu_seqlens, to_run, False, True, gpu, traits), options)
 
     def are_wanted(arguments: Sequence[Any], wanted: str) -> list[bool]:
-        """Return whether a gradient is made of each input and of the initial state; no names stand for all."""
+        """Return whether a gradient is computed of each input and of the initial state; no names stand for all."""
         asked = wanted.split() or all_names
         there = (x is not None for x in arguments[: count + 1])
         return [is_there and name in asked for name, is_there in zip(all_names, there, strict=True)]
@@ -544,6 +531,5 @@ def say_reference(name: str, x: Tensor) -> None:
 
 
 def _options_of(p: Problem) -> Options:
-    """Return the options of a call whose algorithm is chosen."""
     fields = {name: getattr(p, name) for name in Options._fields if name != "is_chosen"}
     return Options(**fields)._replace(chunk_len=p.chunk_len or None)

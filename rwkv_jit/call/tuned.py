@@ -1,8 +1,8 @@
 """Tuned geometries of the chunked kernels: measured on a GPU, and taken there instead of the rule's.
 
 A choice is the geometry for an op, a head size in steps of 32, and a forward for gradients with its backward, or a
-forward alone. Those of a user lie in one file beside the cached kernels, and go before those of SHIPPED. What is not
-legal, or was measured with other kernels than these, is not used.
+forward alone. A user's, in one file beside the cached kernels, go before those of SHIPPED. Illegal ones, and those
+measured with other kernels, do not count.
 """
 
 from __future__ import annotations

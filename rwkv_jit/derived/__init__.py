@@ -1,1 +1,1 @@
-"""Ops whose recurrence is that of `wkv7` or `gla`, with operands that are made of other inputs."""
+"""Ops whose recurrence is that of `wkv7` or `gla`, with operands that are computed from others."""

@@ -39,25 +39,14 @@ def kda_update(
 ) -> Tensor:
     r"""Kimi Delta Attention of one or a few tokens, which changes states of a pool in place: for decoding.
 
-        S <- S diag(e^g);   u = beta (v - S k);   S <- S + u k^T;   y = scale S q
-
-    per row and head, token by token, with S [V, K].
+        S <- S diag(e^g);   u = beta (v - S k);   S <- S + u k^T;   y = scale S q        per row and head, S [V, K]
 
     Parameters
     ----------
     state, **options
-        As `PoolOptions` and `UpdateOptions` say, errors and precision too. By default scale is K^-0.5 and state_layout
-        "kv".
-    q, k : torch.Tensor, shape (B, G, K) or (B, T, G, K), float16, bfloat16 or float32
-        As `kda` takes them.
-    v : torch.Tensor, shape (B, H, V) or (B, T, H, V), dtype of q
-        As `kda` takes it.
-    g : torch.Tensor, shape (B, H, K) or (B, T, H, K), dtype of q or float32
-        As `kda` takes it.
-    beta : torch.Tensor, shape (B, H) or (B, T, H), dtype of q or float32
-        As `kda` takes it.
-    A_log, dt_bias, lower_bound, qk_norm, beta_map : optional
-        As `kda` takes them.
+        As `PoolOptions` and `UpdateOptions` say, errors too; by default scale is K^-0.5 and state_layout "kv".
+    q, k, v, g, beta, A_log, dt_bias, lower_bound, qk_norm, beta_map
+        As `kda` takes them: q and k (B, G, K), v (B, H, V), g (B, H, K), beta (B, H); of T tokens (B, T, ...).
 
     Returns
     -------
@@ -95,23 +84,14 @@ def gated_delta_rule_update(
 ) -> Tensor:
     r"""The gated delta rule of one or a few tokens, which changes states of a pool in place: for decoding.
 
-        S <- e^g S;   u = beta (v - S k);   S <- S + u k^T;   y = scale S q
-
-    per row and head, token by token, with S [V, K].
+        S <- e^g S;   u = beta (v - S k);   S <- S + u k^T;   y = scale S q        per row and head, S [V, K]
 
     Parameters
     ----------
     state, **options
-        As `PoolOptions` and `UpdateOptions` say, errors and precision too. By default scale is K^-0.5 and state_layout
-        "kv".
-    q, k : torch.Tensor, shape (B, G, K) or (B, T, G, K), float16, bfloat16 or float32
-        As `gated_delta_rule` takes them.
-    v : torch.Tensor, shape (B, H, V) or (B, T, H, V), dtype of q
-        As `gated_delta_rule` takes it.
-    g, beta : torch.Tensor, shape (B, H) or (B, T, H), dtype of q or float32
-        As `gated_delta_rule` takes them.
-    A_log, dt_bias, qk_norm, beta_map : optional
-        As `gated_delta_rule` takes them.
+        As `PoolOptions` and `UpdateOptions` say, errors too; by default scale is K^-0.5 and state_layout "kv".
+    q, k, v, g, beta, A_log, dt_bias, qk_norm, beta_map
+        As `gated_delta_rule` takes them: q and k (B, G, K), v (B, H, V), g and beta (B, H); of T tokens (B, T, ...).
 
     Returns
     -------
@@ -146,23 +126,14 @@ def delta_rule_update(
 ) -> Tensor:
     r"""The delta rule of one or a few tokens, which changes states of a pool in place: for decoding.
 
-        u = beta (v - S k);   S <- S + u k^T;   y = scale S q
-
-    per row and head, token by token, with S [V, K].
+        u = beta (v - S k);   S <- S + u k^T;   y = scale S q        per row and head, S [V, K]
 
     Parameters
     ----------
     state, **options
-        As `PoolOptions` and `UpdateOptions` say, errors and precision too. By default scale is K^-0.5 and state_layout
-        "kv".
-    q, k : torch.Tensor, shape (B, G, K) or (B, T, G, K), float16, bfloat16 or float32
-        As `delta_rule` takes them.
-    v : torch.Tensor, shape (B, H, V) or (B, T, H, V), dtype of q
-        As `delta_rule` takes it.
-    beta : torch.Tensor, shape (B, H) or (B, T, H), dtype of q or float32
-        As `delta_rule` takes it.
-    qk_norm, beta_map : optional
-        As `delta_rule` takes them.
+        As `PoolOptions` and `UpdateOptions` say, errors too; by default scale is K^-0.5 and state_layout "kv".
+    q, k, v, beta, qk_norm, beta_map
+        As `delta_rule` takes them: q and k (B, G, K), v (B, H, V), beta (B, H); of T tokens (B, T, ...).
 
     Returns
     -------
@@ -202,21 +173,15 @@ def gated_delta_rule2_update(
 
         S <- S diag(e^g);   u = write_gate v - S (beta k);   S <- S + u k^T;   y = scale S q
 
-    per row and head, token by token, with S [V, K].
+    per row and head, with S [V, K].
 
     Parameters
     ----------
     state, **options
-        As `PoolOptions` and `UpdateOptions` say, errors and precision too. By default scale is K^-0.5 and state_layout
-        "kv".
-    q, k : torch.Tensor, shape (B, G, K) or (B, T, G, K), float16, bfloat16 or float32
-        As `gated_delta_rule2` takes them.
-    v, write_gate : torch.Tensor, shape (B, H, V) or (B, T, H, V), dtype of q
-        As `gated_delta_rule2` takes them.
-    g, beta : torch.Tensor, shape (B, H, K) or (B, T, H, K), dtype of q or float32
-        As `gated_delta_rule2` takes them.
-    A_log, dt_bias, lower_bound, qk_norm : optional
-        As `gated_delta_rule2` takes them.
+        As `PoolOptions` and `UpdateOptions` say, errors too; by default scale is K^-0.5 and state_layout "kv".
+    q, k, v, g, beta, write_gate, A_log, dt_bias, lower_bound, qk_norm
+        As `gated_delta_rule2` takes them: q and k (B, G, K), v and write_gate (B, H, V), g and beta (B, H, K); of T
+        tokens (B, T, ...).
 
     Returns
     -------
@@ -258,15 +223,12 @@ def kda_varlen(
 ) -> Tensor:
     r"""Kimi Delta Attention of sequences of any lengths, which changes states of a pool in place.
 
-        S <- S diag(e^g);   u = beta (v - S k);   S <- S + u k^T;   y = scale S q
-
-    per sequence and head, token by token, with S [V, K].
+        S <- S diag(e^g);   u = beta (v - S k);   S <- S + u k^T;   y = scale S q        per sequence and head, S [V, K]
 
     Parameters
     ----------
     state, **options
-        As `PoolOptions` and `VarlenOptions` say, errors and precision too. By default scale is K^-0.5 and state_layout
-        "kv".
+        As `PoolOptions` and `VarlenOptions` say, errors too; by default scale is K^-0.5 and state_layout "kv".
     q, k, v, g, beta, A_log, dt_bias, lower_bound, qk_norm, beta_map
         As in `kda_update`, with (T, ...) or (1, T, ...) for the shapes (B, ...) or (B, T, ...).
 
@@ -307,15 +269,12 @@ def gated_delta_rule_varlen(
 ) -> Tensor:
     r"""The gated delta rule of sequences of any lengths, which changes states of a pool in place.
 
-        S <- e^g S;   u = beta (v - S k);   S <- S + u k^T;   y = scale S q
-
-    per sequence and head, token by token, with S [V, K].
+        S <- e^g S;   u = beta (v - S k);   S <- S + u k^T;   y = scale S q        per sequence and head, S [V, K]
 
     Parameters
     ----------
     state, **options
-        As `PoolOptions` and `VarlenOptions` say, errors and precision too. By default scale is K^-0.5 and state_layout
-        "kv".
+        As `PoolOptions` and `VarlenOptions` say, errors too; by default scale is K^-0.5 and state_layout "kv".
     q, k, v, g, beta, A_log, dt_bias, qk_norm, beta_map
         As in `gated_delta_rule_update`, with (T, ...) or (1, T, ...) for the shapes (B, ...) or (B, T, ...).
 
@@ -353,15 +312,12 @@ def delta_rule_varlen(
 ) -> Tensor:
     r"""The delta rule of sequences of any lengths, which changes states of a pool in place.
 
-        u = beta (v - S k);   S <- S + u k^T;   y = scale S q
-
-    per sequence and head, token by token, with S [V, K].
+        u = beta (v - S k);   S <- S + u k^T;   y = scale S q        per sequence and head, S [V, K]
 
     Parameters
     ----------
     state, **options
-        As `PoolOptions` and `VarlenOptions` say, errors and precision too. By default scale is K^-0.5 and state_layout
-        "kv".
+        As `PoolOptions` and `VarlenOptions` say, errors too; by default scale is K^-0.5 and state_layout "kv".
     q, k, v, beta, qk_norm, beta_map
         As in `delta_rule_update`, with (T, ...) or (1, T, ...) for the shapes (B, ...) or (B, T, ...).
 
@@ -404,13 +360,12 @@ def gated_delta_rule2_varlen(
 
         S <- S diag(e^g);   u = write_gate v - S (beta k);   S <- S + u k^T;   y = scale S q
 
-    per sequence and head, token by token, with S [V, K].
+    per sequence and head, with S [V, K].
 
     Parameters
     ----------
     state, **options
-        As `PoolOptions` and `VarlenOptions` say, errors and precision too. By default scale is K^-0.5 and state_layout
-        "kv".
+        As `PoolOptions` and `VarlenOptions` say, errors too; by default scale is K^-0.5 and state_layout "kv".
     q, k, v, g, beta, write_gate, A_log, dt_bias, lower_bound, qk_norm
         As in `gated_delta_rule2_update`, with (T, ...) or (1, T, ...) for the shapes (B, ...) or (B, T, ...).
 

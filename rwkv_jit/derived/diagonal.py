@@ -1,4 +1,4 @@
-"""Linear attention whose decays, keys or values are made of other inputs: `gla` with other operands."""
+"""Linear attention whose decays, keys or values are computed from other inputs: `gla` with other operands."""
 
 from __future__ import annotations
 
@@ -53,17 +53,12 @@ def simple_gla(
 ) -> tuple[Tensor, Tensor | None]:
     r"""Scalar-gated linear attention over sequences, with gradients to every input and to the initial state.
 
-        S <- e^g S + v k^T;   y = scale S q
-
-    per head, with S [V, K]. B is the batch, T the tokens, G the key heads, H the value heads, K and V the head
-    sizes of keys and values, N the number of sequences: B, or one less than the length of `cu_seqlens`.
+        S <- e^g S + v k^T;   y = scale S q        per head, S [V, K]
 
     Parameters
     ----------
-    q, k : torch.Tensor, shape (B, T, G, K), float16, bfloat16 or float32
-        Query and key. Any strides; where the last one is not 1, a copy is made.
-    v : torch.Tensor, shape (B, T, H, V), dtype of q
-        Value. Value head h has key head h // (H // G).
+    q, k, v : torch.Tensor, q and k (B, T, G, K), v (B, T, H, V), float16, bfloat16 or float32
+        As `kda` takes them.
     g : torch.Tensor, shape (B, T, H) or (H,), dtype of q or float32
         Logarithm of the decay of each head: of each token, or fixed, as in retention and lightning attention.
     initial_state, output_final_state, cu_seqlens
@@ -74,9 +69,7 @@ def simple_gla(
 
     Returns
     -------
-    y : torch.Tensor, shape (B, T, H, V), dtype of v
-    final_state : torch.Tensor, shape (N, H, K, V) or (N, H, V, K), or None
-        Dtype of `initial_state`, float32 without one.
+    y, final_state : as `gla` returns them
 
     Raises
     ------
@@ -126,19 +119,14 @@ def hgrn2(
 ) -> tuple[Tensor, Tensor | None]:
     r"""HGRN2 over sequences, with gradients to every input and to the initial state.
 
-        S <- S diag(e^g) + v (1 - e^g)^T;   y = scale S q
-
-    per head, with S [V, K]. B is the batch, T the tokens, H the heads, K and V the head sizes of keys and values, N
-    the number of sequences: B, or one less than the length of `cu_seqlens`.
+        S <- S diag(e^g) + v (1 - e^g)^T;   y = scale S q        per head, S [V, K]
 
     Parameters
     ----------
-    q : torch.Tensor, shape (B, T, H, K), float16, bfloat16 or float32
-        Query. Any strides; where the last one is not 1, a copy is made.
+    q, v : torch.Tensor, shape (B, T, H, K), and (B, T, H, V) of v, float16, bfloat16 or float32
+        Query and value, as `gla` takes them.
     g : torch.Tensor, shape (B, T, H, K), dtype of q or float32
         Logarithm of the forget gate, at most 0; 1 - e^g is the key.
-    v : torch.Tensor, shape (B, T, H, V), dtype of q
-        Value.
     initial_state, output_final_state, cu_seqlens
         As `gla` takes them.
     **options
@@ -147,8 +135,7 @@ def hgrn2(
 
     Returns
     -------
-    y, final_state
-        As `simple_gla` returns them.
+    y, final_state : as `gla` returns them
 
     Raises
     ------
@@ -198,29 +185,23 @@ def ssd(
 
         S <- e^(dt A) S + dt x B^T;   y = (S C + D x) silu(z)
 
-    per head, with S [V, K]; without D and z their parts are left out. B is the batch, T the tokens, G the groups, H the
-    heads, K and V the head sizes of keys and values, N the number of sequences: B, or one less than the length of
-    `cu_seqlens`.
+    per head, with S [V, K]; without D and z their parts are left out. G is the groups; the other letters are those of
+    `wkv7`.
 
     Parameters
     ----------
     x : torch.Tensor, shape (B, T, H, V), float16, bfloat16 or float32
-        Input. Any strides; where the last one is not 1, a copy is made.
+        Input. Any strides; if the last one is not 1, the input is copied.
     dt : torch.Tensor, shape (B, T, H), dtype of x or float32
         Step; raw with `dt_bias` and `dt_softplus`.
     A : torch.Tensor, shape (H,), dtype of x or float32
         Log-decay of a step of 1, which is negative.
     B, C : torch.Tensor, shape (B, T, G, K), dtype of x
         Key by which an input is written, and query by which the state is read. Head h has those of group h // (H // G).
-    initial_state : torch.Tensor, shape (N, H, V, K) or (H, V, K), optional
-        State before the first token, float16, bfloat16 or float32; zeros by default. Without N the same for every
-        sequence. In the kv layout the last two sizes are (K, V).
-    output_final_state, cu_seqlens
-        As `gla` takes them.
-    D : torch.Tensor, shape (H,) or (H, V), dtype of x or float32, optional
-        How much of the input is added to y.
-    z : torch.Tensor, shape and dtype of x, optional
-        y is multiplied by silu(z).
+    initial_state, output_final_state, cu_seqlens
+        As `wkv7` takes them.
+    D, z : torch.Tensor, (H,) or (H, V), dtype of x or float32, of D; shape and dtype of x of z; optional
+        How much of the input is added to y, and what y is multiplied by silu of.
     dt_bias : torch.Tensor, shape (H,), dtype of x or float32, optional
         Is added to the raw dt.
     dt_softplus : bool, default False
@@ -233,9 +214,7 @@ def ssd(
 
     Returns
     -------
-    y : torch.Tensor, shape and dtype of x
-    final_state : torch.Tensor, shape (N, H, V, K) or (N, H, K, V), or None
-        Dtype of `initial_state`, float32 without one.
+    y, final_state : as `wkv7` returns them
 
     Raises
     ------
@@ -253,8 +232,7 @@ def ssd(
     gradient of A is a sum of steps times differences of float32 sums: with long steps it may be mostly rounding. Tokens
     whose decay is 0 in float32 have no part in it.
 
-    Results have the same bits in every run. A second derivative is an error. Under `torch.autocast` inputs are cast
-    like those of `gla`; dt may stay float32. CPU tensors run plain torch, with one notice.
+    Results, derivatives and `torch.autocast` are as of `simple_gla`; dt may stay float32.
 
     References
     ----------

@@ -25,21 +25,14 @@ if TYPE_CHECKING:
 def simple_gla_update(state: Array, q: Array, k: Array, v: Array, g: Array, **options: Unpack[UpdateOptions]) -> Tensor:
     r"""Scalar-gated linear attention of one or a few tokens, which changes states of a pool in place: for decoding.
 
-        S <- e^g S + v k^T;   y = scale S q
-
-    per row and head, token by token, with S [V, K].
+        S <- e^g S + v k^T;   y = scale S q        per row and head, S [V, K]
 
     Parameters
     ----------
     state, **options
-        As `PoolOptions` and `UpdateOptions` say, errors and precision too. By default scale is K^-0.5 and state_layout
-        "kv".
-    q, k : torch.Tensor, shape (B, G, K) or (B, T, G, K), float16, bfloat16 or float32
-        As `simple_gla` takes them.
-    v : torch.Tensor, shape (B, H, V) or (B, T, H, V), dtype of q
-        As `simple_gla` takes it.
-    g : torch.Tensor, shape (B, H) or (B, T, H), or (H,), dtype of q or float32
-        As `simple_gla` takes it.
+        As `PoolOptions` and `UpdateOptions` say, errors too; by default scale is K^-0.5 and state_layout "kv".
+    q, k, v, g
+        As `simple_gla` takes them: q and k (B, G, K), v (B, H, V), g (B, H) or (H,); of T tokens (B, T, ...).
 
     Returns
     -------
@@ -63,20 +56,14 @@ def simple_gla_update(state: Array, q: Array, k: Array, v: Array, g: Array, **op
 def hgrn2_update(state: Array, q: Array, g: Array, v: Array, **options: Unpack[UpdateOptions]) -> Tensor:
     r"""HGRN2 of one or a few tokens, which changes states of a pool in place: for decoding.
 
-        S <- S diag(e^g) + v (1 - e^g)^T;   y = scale S q
-
-    per row and head, token by token, with S [V, K].
+        S <- S diag(e^g) + v (1 - e^g)^T;   y = scale S q        per row and head, S [V, K]
 
     Parameters
     ----------
     state, **options
-        As `PoolOptions` and `UpdateOptions` say, errors and precision too. By default scale is 1 and state_layout "kv".
-    q : torch.Tensor, shape (B, H, K) or (B, T, H, K), float16, bfloat16 or float32
-        As `hgrn2` takes it.
-    g : torch.Tensor, shape (B, H, K) or (B, T, H, K), dtype of q or float32
-        As `hgrn2` takes it.
-    v : torch.Tensor, shape (B, H, V) or (B, T, H, V), dtype of q
-        As `hgrn2` takes it.
+        As `PoolOptions` and `UpdateOptions` say, errors too; by default scale is 1 and state_layout "kv".
+    q, g, v
+        As `hgrn2` takes them: q and g (B, H, K), v (B, H, V); of T tokens (B, T, ...).
 
     Returns
     -------
@@ -114,24 +101,14 @@ def ssd_update(
 ) -> Tensor:
     r"""The state space of Mamba-2 of one or a few tokens, which changes states of a pool in place: for decoding.
 
-        S <- e^(dt A) S + dt x B^T;   y = (S C + D x) silu(z)
-
-    per row and head, token by token, with S [V, K].
+        S <- e^(dt A) S + dt x B^T;   y = (S C + D x) silu(z)        per row and head, S [V, K]
 
     Parameters
     ----------
     state, **options
-        As `PoolOptions` and `UpdateOptions` say, errors and precision too. By default scale is 1 and state_layout "vk".
-    x : torch.Tensor, shape (B, H, V) or (B, T, H, V), float16, bfloat16 or float32
-        As `ssd` takes it.
-    dt : torch.Tensor, shape (B, H) or (B, T, H), dtype of x or float32
-        As `ssd` takes it.
-    A : torch.Tensor, shape (H,), dtype of x or float32
-        As `ssd` takes it.
-    B, C : torch.Tensor, shape (B, G, K) or (B, T, G, K), dtype of x
-        As `ssd` takes them.
-    D, dt_bias, z, dt_softplus, dt_limit : optional
-        As `ssd` takes them.
+        As `PoolOptions` and `UpdateOptions` say, errors too; by default scale is 1 and state_layout "vk".
+    x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit
+        As `ssd` takes them: x (B, H, V), dt (B, H), A (H,), B and C (B, G, K); of T tokens (B, T, ...).
 
     Returns
     -------
@@ -158,15 +135,12 @@ def ssd_update(
 def simple_gla_varlen(state: Array, q: Array, k: Array, v: Array, g: Array, **options: Unpack[VarlenOptions]) -> Tensor:
     r"""Scalar-gated linear attention of sequences of any lengths, which changes states of a pool in place.
 
-        S <- e^g S + v k^T;   y = scale S q
-
-    per sequence and head, token by token, with S [V, K].
+        S <- e^g S + v k^T;   y = scale S q        per sequence and head, S [V, K]
 
     Parameters
     ----------
     state, **options
-        As `PoolOptions` and `VarlenOptions` say, errors and precision too. By default scale is K^-0.5 and state_layout
-        "kv".
+        As `PoolOptions` and `VarlenOptions` say, errors too; by default scale is K^-0.5 and state_layout "kv".
     q, k, v, g
         As in `simple_gla_update`, with (T, ...) or (1, T, ...) for the shapes (B, ...) or (B, T, ...).
 
@@ -193,14 +167,12 @@ def simple_gla_varlen(state: Array, q: Array, k: Array, v: Array, g: Array, **op
 def hgrn2_varlen(state: Array, q: Array, g: Array, v: Array, **options: Unpack[VarlenOptions]) -> Tensor:
     r"""HGRN2 of sequences of any lengths, which changes states of a pool in place.
 
-        S <- S diag(e^g) + v (1 - e^g)^T;   y = scale S q
-
-    per sequence and head, token by token, with S [V, K].
+        S <- S diag(e^g) + v (1 - e^g)^T;   y = scale S q        per sequence and head, S [V, K]
 
     Parameters
     ----------
     state, **options
-        As `PoolOptions` and `VarlenOptions` say, errors and precision too. By default scale is 1 and state_layout "kv".
+        As `PoolOptions` and `VarlenOptions` say, errors too; by default scale is 1 and state_layout "kv".
     q, g, v
         As in `hgrn2_update`, with (T, ...) or (1, T, ...) for the shapes (B, ...) or (B, T, ...).
 
@@ -241,15 +213,13 @@ def ssd_varlen(
 ) -> Tensor:
     r"""The state space of Mamba-2 of sequences of any lengths, which changes states of a pool in place.
 
-        S <- e^(dt A) S + dt x B^T;   y = (S C + D x) silu(z)
-
-    per sequence and head, token by token, with S [V, K].
+        S <- e^(dt A) S + dt x B^T;   y = (S C + D x) silu(z)        per sequence and head, S [V, K]
 
     Parameters
     ----------
     state, **options
-        As `PoolOptions` and `VarlenOptions` say, errors and precision too. By default scale is 1 and state_layout "vk".
-    x, dt, A, B, C, D, dt_bias, z, dt_softplus, dt_limit
+        As `PoolOptions` and `VarlenOptions` say, errors too; by default scale is 1 and state_layout "vk".
+    x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit
         As in `ssd_update`, with (T, ...) or (1, T, ...) for the shapes (B, ...) or (B, T, ...).
 
     Returns

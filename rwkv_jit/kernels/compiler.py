@@ -36,16 +36,15 @@ _MOST_OF_A_LOG = 20_000
 
 
 def options(target: str) -> tuple[str, ...]:
-    """Return what the NVRTC at hand is given: what decides the code, and how to report on it.
+    """Return what the NVRTC at hand gets: what decides the code, and how to report on it.
 
-    ``--no-cache`` because NVRTC's own cache lives in the driver and hides the resource report. An NVRTC before 12.9
-    has no such cache, and refuses an option that it does not know.
+    ``--no-cache`` as the cache in the driver hides the resource report; an NVRTC before 12.9 has none, and refuses it.
     """
     return (*key_options(target), "--no-cache") if cuda.nvrtc().getVersion() >= (12, 9) else key_options(target)
 
 
 def key_options(target: str) -> tuple[str, ...]:
-    """Return the options of the cache key, in its order. They are the same for every NVRTC, so none need be loaded.
+    """Return the options of the cache key, in its order, the same for every NVRTC.
 
     ``--modify-stack-limit=false`` because the default changes the whole process's limits.
     """
@@ -54,11 +53,7 @@ def key_options(target: str) -> tuple[str, ...]:
 
 
 def check_arch(arch: str) -> str:
-    """Return `arch` if it is written like one.
-
-    Raises ValueError where it is not of the form sm_90, sm_90a or compute_90, or GPUs so old have no code of their
-    kind alone.
-    """
+    """Return `arch`; ValueError if it is not like sm_90, sm_90a or compute_90, or too old for code of its kind."""
     match = _ARCH.fullmatch(arch) if isinstance(arch, str) else None
     if match is None:
         raise ValueError(f"arch: expected sm_NN, sm_NNa or compute_NN, got {brief(arch)}")
@@ -70,8 +65,8 @@ def check_arch(arch: str) -> str:
 def target_for(arch: str, newer: bool = True) -> str:
     """Return what the NVRTC at hand compiles for `arch`: itself, or with `newer` PTX where the GPU is newer than NVRTC.
 
-    An NVRTC may know a GPU of a larger number and not this one: sm_103 came after sm_120.
-    Raises UnsupportedConfigError where NVRTC cannot compile for it.
+    NVRTC may know a GPU of a larger number and not this one, as sm_103 came after sm_120; UnsupportedConfigError if it
+    cannot.
     """
     match = _ARCH.fullmatch(check_arch(arch))
     assert match is not None
@@ -96,11 +91,7 @@ def target_for(arch: str, newer: bool = True) -> str:
 
 
 def compile(rendered: Rendered, arch: str, parameters: Mapping[str, Parameter]) -> Compiled:
-    """Compile a rendered template.
-
-    Raises UnsupportedConfigError where a ``static_assert`` of the template failed: its text is the message;
-    CompileError for anything else that NVRTC refused.
-    """
+    """Compile a rendered template; UnsupportedConfigError for a ``static_assert``, CompileError for all else."""
     target = target_for(arch)
     image, log, seconds = _run(rendered, target, parameters)
     dynamic = parameters.get("SHARED_BYTES")
@@ -173,7 +164,7 @@ def _explain(rendered: Rendered, target: str, parameters: Mapping[str, Parameter
 
 
 def _save_failure(rendered: Rendered, target: str) -> str:
-    """Save what did not compile, in a cache directory that lasts or else a folder of its own; return the command."""
+    """Save what did not compile, in a cache directory that lasts or else in a new folder; return the command."""
     folders: list[Callable[[], str | Path]] = [partial(tempfile.mkdtemp, prefix="rwkv_jit-")]
     if env.cache_is_lasting():
         folders.insert(0, partial(cache.source_folder, "failed"))
@@ -224,7 +215,7 @@ print(nvrtc.getProgramLog(program))
 
 
 def _excerpt(rendered: Rendered, file: str, line: int, around: int = 4) -> str:
-    """Numbered lines around an error; the template's own numbers start after the `#line 1` of the rendering."""
+    """Numbered lines around an error; those of the template start after the `#line 1` of the rendering."""
     head, body = rendered.source.split("#line 1", 1)
     texts = {**dict(rendered.headers), _HEAD: head, f"{rendered.name}.cu": body.split("\n", 1)[1]}
     numbered = [
@@ -236,10 +227,7 @@ def _excerpt(rendered: Rendered, file: str, line: int, around: int = 4) -> str:
 
 
 def _parse_resources(log: str, dynamic: int) -> dict[str, Resources]:
-    """Read ptxas -v, e.g. ``Used 40 registers, used 1 barriers, 1024 bytes smem``.
-
-    It knows static shared memory only; `dynamic` is what a kernel without any is launched with.
-    """
+    """Read ptxas -v, e.g. ``Used 40 registers, 1024 bytes smem``: static shared memory, else `dynamic`."""
     resources: dict[str, Resources] = {}
     entry, spills = "", 0
     for line in log.splitlines():

@@ -33,10 +33,9 @@ def installed_cupy() -> list[str]:
 
 @cache
 def _layer(name: str) -> Any:
-    """Import one of CuPy's thin layers over CUDA, or say which command installs it: NvrtcNotFoundError.
+    """Import one of CuPy's thin layers over CUDA, or raise NvrtcNotFoundError with the command that installs them.
 
-    CuPy as a whole takes ten times as long, and nothing here needs it. Of two CuPy wheels each overwrites files of the
-    other.
+    CuPy as a whole takes ten times as long. Of two CuPy wheels each overwrites files of the other.
     """
     wheels = installed_cupy()
     if len(wheels) > 1:
@@ -55,10 +54,7 @@ def _layer(name: str) -> Any:
 
 
 def _spare_the_log() -> None:
-    """Keep CuPy's loader of libraries from importing all of CuPy for lines of a log that nobody asked for.
-
-    That import takes 0.1 s, and makes a folder in the home.
-    """
+    """Keep CuPy's loader of libraries from importing all of CuPy for its log: 0.1 s, and a folder in the home."""
     if os.environ.get("CUPY_DEBUG_LIBRARY_LOAD") != "1":
         with suppress(ImportError):  # the layer's own import says what is missing
             loader: Any = import_module("cupy_backends.cuda._softlink")
@@ -80,16 +76,14 @@ def nvrtc() -> Any:
 
 
 def _cuda_of_wheel() -> int:
-    """Return the CUDA that the installed CuPy is for."""
     return next((13 if "cuda13x" in wheel else 12 for wheel in installed_cupy()), 12)
 
 
 def nvrtc_library() -> str:
     """Return the path of the library behind `nvrtc`; torch may have loaded another one beside it.
 
-    CuPy takes what its finder finds, whatever CUDA CuPy is for: a library that is loaded already, else an installed
-    one, and of several the newest. The finder remembers what it found.
-    Raises NvrtcNotFoundError where the library is not there, or CuPy is older than the finder.
+    CuPy's finder takes a loaded library, else the newest that is installed, whatever CUDA CuPy is for, and remembers
+    it. Raise NvrtcNotFoundError where there is none, or CuPy is older than the finder.
     """
     nvrtc()
     try:
@@ -113,12 +107,12 @@ def _runtime() -> Any:
 
 
 def make_current(device: int) -> None:
-    """Give this thread the context of a device, as the runtime does before its own launches and the driver does not."""
+    """Give this thread the context of a device, as the runtime does before its launches and the driver does not."""
     _runtime().setDevice(device)  # and nothing that a graph capture forbids
 
 
 class SideStream:
-    """A stream of its own beside another one of the current device; its kernels are given multiprocessors first.
+    """A stream beside another one of the current device, with a higher priority.
 
     Events are of one use: threads that work on the same stream would record theirs between those of others.
     """
@@ -146,10 +140,7 @@ class SideStream:
 
 
 def load_module(image: bytes, what: str, made_by: str) -> int:
-    """Load a cubin or PTX into the current context, and return the driver's handle of the module.
-
-    Raises RwkvJitError where the driver refuses it: an older driver than the compiler, or another GPU.
-    """
+    """Load a cubin or PTX into the current context; RwkvJitError if the driver is too old or the GPU another one."""
     try:
         module: int = driver().moduleLoadData(image)
     except driver().CUDADriverError as error:
@@ -189,10 +180,9 @@ def driver_version() -> str:
 
 
 def parameter_sizes(function: int, most: int | None = None) -> list[int] | None:
-    """Return the bytes of each of a kernel's parameters, or of the first `most`.
+    """Return the bytes of each of a kernel's parameters, or of the first `most`; None before CUDA 12.4.
 
-    None where the driver cannot say (before CUDA 12.4). It has no count: to ask for one parameter too many is an error,
-    harmless but reported by compute-sanitizer.
+    One too many is an error of the driver, harmless but reported by compute-sanitizer.
     """
     get_info = _driver_function("cuFuncGetParamInfo")
     if get_info is None:
@@ -207,7 +197,6 @@ def parameter_sizes(function: int, most: int | None = None) -> list[int] | None:
 
 @cache
 def _driver_function(name: str) -> Any:
-    """Return a function of the driver that CuPy does not have; None where the driver does not have it either."""
     try:
         return getattr(ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1"), name)
     except (OSError, AttributeError):
@@ -241,8 +230,6 @@ class _LaunchAttribute(ctypes.Structure):
 
 
 class _LaunchConfig(ctypes.Structure):
-    """The driver's CUlaunchConfig."""
-
     _fields_ = (
         *((f"{what}_{axis}", ctypes.c_uint) for what in ("grid", "block") for axis in "xyz"),
         ("shared_bytes", ctypes.c_uint), ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p),
@@ -259,9 +246,9 @@ def prepared_launch(
 ) -> tuple[Any, Callable[[], int], Any]:
     """Return a launch for one thread at a time: its config, what launches with it, and what must be kept beside both.
 
-    The config's `stream` is to be set before each launch, which returns the driver's status. `shape` is the grid, the
-    block and the bytes of shared memory, `table` an array of the addresses of the arguments. A kernel that `overlaps`
-    may begin beside the one before it, where the driver is not too old.
+    Set the config's `stream` before each launch, which returns the driver's status. `shape` is the grid, the block and
+    the shared bytes, `table` the addresses of the arguments. A kernel that `overlaps` may begin beside the one before
+    it, where the driver is not too old.
     """
     launch_ex = _driver_function("cuLaunchKernelEx")
     if launch_ex is None:

@@ -34,7 +34,7 @@ class View(NamedTuple):
 
 
 def view(x: Tensor) -> View:
-    """Return what DLPack shows of a tensor; no stream is asked to wait, as nothing is read."""
+    """Return what DLPack shows of a tensor; no stream waits, as nothing is read."""
     capsule = x.detach().__dlpack__(stream=-1)
     array = _Array.from_address(_pointer(capsule, b"dltensor"))
     count = array.dimensions

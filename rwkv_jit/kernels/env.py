@@ -1,7 +1,4 @@
-"""The environment variables, each read when it is used.
-
-No variable starts with ``RWKV_JIT_``: ``RWKV_JIT_ON`` belongs to RWKV-LM.
-"""
+"""The environment variables, each read when it is used; none is ``RWKV_JIT_...``, as RWKV-LM has RWKV_JIT_ON."""
 
 from __future__ import annotations
 
@@ -83,7 +80,7 @@ runs_compat = partial(_is_on, "RWKVJIT_COMPAT")
 
 
 def arch() -> str | None:
-    """Return the architecture that replaces the GPU's own."""
+    """Return the architecture that replaces that of the GPU."""
     text = os.environ.get("RWKVJIT_ARCH") or None
     if text and not re.fullmatch(r"(sm|compute)_[1-9][0-9]{1,2}[af]?", text):
         raise ValueError(f"RWKVJIT_ARCH: expected sm_NN, sm_NNa or compute_NN, got {brief(text)}")
@@ -91,10 +88,7 @@ def arch() -> str | None:
 
 
 def cache_dir() -> Path:
-    """Return the user's directory, which holds one folder of kernels per architecture.
-
-    Where `cache_fault` knows of none, it is a path that nothing can be read from or written to.
-    """
+    """Return the user's directory, a folder per architecture; where `cache_fault` says so, an unusable path."""
     return _cache_dir()[0]
 
 
@@ -155,7 +149,7 @@ def cache_max_bytes() -> int:
 
 
 def log_level() -> str | None:
-    """Return the level asked for, in logging's capitals; raises ValueError where it is no level."""
+    """Return the level that is set, in logging's capitals; raises ValueError where it is no level."""
     text = os.environ.get("RWKVJIT_LOG")
     if not text:
         return None

@@ -63,10 +63,7 @@ _NAMES_ELSEWHERE = {
 
 
 def unexpected(function: str, name: str, options: Iterable[str] = ()) -> TypeError:
-    """Return the error of a keyword argument that a public function or class does not have.
-
-    `function` is its name in `rwkv_jit`; `options` are what it takes by name beside its parameters.
-    """
+    """Return the error of a keyword argument that a public `function` or class does not have; it takes `options`."""
     import difflib  # neither is needed before
     import inspect
 

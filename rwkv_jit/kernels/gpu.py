@@ -45,17 +45,11 @@ class Gpu(NamedTuple):
 
     @property
     def many_threads(self) -> int:
-        """Return the threads that a multiprocessor shall have room for where the state leaves registers for so many.
-
-        Code for sm_100 takes some more registers than that for sm_90: with 128 a thread it spills.
-        """
+        """Return the threads of an SM that registers allow: fewer on sm_100, where 128 for a thread spill."""
         return 384 if 100 <= self.number < 120 else 512
 
     def resident_blocks(self, threads: int, most_threads: int, shared_bytes: int) -> int:
-        """Return how many blocks a multiprocessor shall have room for.
-
-        `most_threads` are those that registers leave room for; shared memory may leave room for fewer blocks.
-        """
+        """Return how many blocks an SM has room for: registers for `most_threads`, or shared memory for fewer."""
         of_shared = self.shared_per_multiprocessor // (shared_bytes + _SHARED_OF_BLOCK)
         return max(1, min(most_threads // threads, of_shared))
 

@@ -43,7 +43,7 @@ class Kernel:
         Where this request was served from: "compiled", "memory", "disk", "shared" (a directory of RWKVJIT_CACHE_PATH)
         or "bundle".
     compiler : str
-        The NVRTC that made it: version and build-ids.
+        The NVRTC that compiled it: version and build-ids.
     registers, spill_bytes, shared_bytes : int
         Registers and bytes of spill stores and loads of a thread, shared memory of a block (static, or what a parameter
         SHARED_BYTES names): each the maximum over the kernels, 0 where the driver makes the machine code from PTX.
@@ -87,8 +87,8 @@ class Kernel:
     def function(self, device: int, entry: str) -> int:
         """Return the driver's handle of a kernel. `device` must be current. Modules are never unloaded.
 
-        Raises RwkvJitError where the driver cannot load it, there is no such kernel, or CUDA was in use before
-        this process was forked.
+        Raise RwkvJitError if the driver cannot load it, there is none, or CUDA was in use before this process was
+        forked.
         """
         check_not_forked()
         with _process.load_lock:
@@ -124,7 +124,7 @@ class Kernel:
 
 
 class _Workers:
-    """Threads that find or compile what waits. Where no thread can be had, whoever asks for a kernel compiles it.
+    """Threads that find or compile what waits. Where no thread can be had, whoever needs a kernel compiles it.
 
     Where memory is short a thread may end before it begins, and threading.Thread waits for its begin for ever.
     """
@@ -172,14 +172,11 @@ class _Workers:
                     future.set_exception(error)
 
     def finish(self) -> None:
-        """Wait until nothing is left to do."""
         with self.changed:
             self.changed.wait_for(lambda: not self.count)
 
 
 class _Process:
-    """The state of the service that a forked child starts anew."""
-
     def __init__(self, forked_from_cuda: bool = False):
         self.kernels: dict[Any, Kernel] = {}
         self.failures: dict[str, Exception] = {}  # by the digest of the request; never on disk
@@ -229,9 +226,8 @@ def forget() -> None:
 def get(request: Request) -> Kernel:
     """Return the kernel for a request.
 
-    Raises UnsupportedConfigError where a constraint of the template does not hold, CompileError or
-    NvrtcNotFoundError where the kernel is nowhere and cannot be compiled, and ValueError where a variable of the
-    environment is set to something it cannot be.
+    Raise UnsupportedConfigError for a constraint of the template, CompileError or NvrtcNotFoundError if it is nowhere
+    and cannot be compiled, and ValueError for a variable of the environment.
     """
     served = _serve(request, may_compile=True)
     assert served is not None
@@ -239,10 +235,7 @@ def get(request: Request) -> Kernel:
 
 
 def get_all(requests: Sequence[Request], soon: Sequence[Request] = ()) -> list[Kernel]:
-    """Return several kernels; those that are nowhere compile side by side, as NVRTC releases the interpreter lock.
-
-    Kernels that will be wanted `soon` compile behind them, and nobody waits for these.
-    """
+    """Return several kernels, which compile side by side, and behind them, with nobody waiting, those needed `soon`."""
     if len(requests) == 1 and not soon:
         return [get(*requests)]  # in this thread
     return _wait(requests, _begin([*requests, *soon]))
@@ -251,10 +244,7 @@ def get_all(requests: Sequence[Request], soon: Sequence[Request] = ()) -> list[K
 def get_most(
     requests: Sequence[Request], rest: Sequence[Request], soon: Sequence[Request] = ()
 ) -> tuple[list[Kernel], list[Kernel | Future[Kernel]]]:
-    """Return several kernels as `get_all` does, and the rest: of those that compile behind all others the futures.
-
-    Where nothing may compile that is not in the cache, all are waited for.
-    """
+    """Return several kernels as `get_all` does, and futures of the rest; if nothing may compile, all are waited for."""
     count = len(requests)
     if env.assert_cached():
         kernels = get_all([*requests, *rest], soon)
@@ -265,10 +255,7 @@ def get_most(
 
 
 def _begin(requests: Sequence[Request]) -> list[Kernel | Future[Kernel] | None]:
-    """Return the kernels that are stored, the futures of those that nobody compiles yet, and None for the others.
-
-    Who wants one of these meets its error.
-    """
+    """Return stored kernels, futures, which have the errors, of those that nobody compiles, and None for others."""
     stored = [_serve(request, may_compile=False) for request in requests]
     return [
         known or (None if _lock(memory_key(request)).locked() else get_async(request))
@@ -336,7 +323,6 @@ def _serve(request: Request, may_compile: bool) -> Kernel | None:
 
 
 def _lock(key: Any) -> threading.Lock:
-    """Return what a thread holds that finds or compiles a kernel."""
     with _process.registry_lock:
         return _process.locks.setdefault(key, threading.Lock())
 
@@ -360,10 +346,7 @@ def _stored(request: Request, rendered: Rendered, compilers: Iterator[str] | tup
 
 
 def _compile_once(request: Request, rendered: Rendered) -> Kernel:
-    """Compile, or wait for the process of this node that does.
-
-    The lock goes by everything of the key but the compiler, so that those who wait need not load NVRTC.
-    """
+    """Compile, or wait for the process of this node that does; its lock is for all compilers: waiters load none."""
     digest, what = cache.key(rendered, compiler.key_options(request.arch), request.arch, ""), _called(request)
     failure = _process.failures.get(digest)
     if failure is not None:
@@ -409,7 +392,7 @@ def _compile(request: Request, rendered: Rendered) -> Compiled:
 
 
 def _keep(request: Request, rendered: Rendered, compiled: Compiled) -> Kernel:
-    """Publish a kernel that was compiled, and where that is asked for its source."""
+    """Publish a kernel that was compiled, and if a variable says so its source."""
     if env.cache_fault():
         stats.say_once(f"kernels are kept in memory only: {env.cache_fault()}", key="no directory")
     kernel = Kernel(request, rendered, compiled, "compiled", identity.identity())

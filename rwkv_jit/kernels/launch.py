@@ -24,16 +24,16 @@ LETTERS = {
 
 
 class Value(NamedTuple):
-    """The place of an argument among the values that a launch is given."""
+    """The place of an argument among the values that a launch takes."""
 
     place: int
 
 
 class Launch:
-    """A kernel on a device with its grid and block, and room for its arguments.
+    """A kernel on a device with its grid and block, and memory for its arguments.
 
     `arguments` are in the kernel's order, each with struct's letters and what is passed: a `Value`, or what is the same
-    in every launch; or a tuple of both, in which each has a letter of eight bytes. The room is per thread, as a launch
+    in every launch; or a tuple of both, in which each has a letter of eight bytes. They are per thread, as a launch
     releases the interpreter lock. A kernel that `overlaps` may begin beside the one before it.
     """
 
@@ -127,13 +127,7 @@ def _picker(given: Sequence[Any]) -> Callable[[Sequence[Any]], Sequence[Any]]:
 
 
 def _check_sizes(entry: str, function: int, sizes: Sequence[int]) -> None:
-    """Compare what is passed with what the driver says that a kernel takes, as far as it tells.
-
-    Raises
-    ------
-    RwkvJitError
-        The kernel takes other arguments.
-    """
+    """Compare what is passed with what a kernel takes, as far as the driver tells; RwkvJitError if they differ."""
     taken = cuda.parameter_sizes(function, len(sizes))
     if taken is not None and list(taken) != list(sizes):
         raise RwkvJitError(f"{entry}: the kernel takes arguments of {taken} bytes, got {list(sizes)}")

@@ -1,7 +1,7 @@
 """What waits for imports: torch learns of the ops once it is imported, in whichever order that happens.
 
-One finder stands in front of `sys.meta_path`. It finds what the others find, with a loader that calls who waits each
-time that the module has been executed: by an import or a reload, and not by a question whether the module is there.
+One finder stands in front of `sys.meta_path`, and finds what others find. Its loader calls who waits whenever the
+module has been executed, by an import or a reload, and not when somebody looks whether it is there.
 """
 
 from __future__ import annotations

@@ -19,11 +19,7 @@ _OLDEST_OF_CUDA_13 = 75
 
 
 def disassemble(cubin: bytes, arch: str) -> str:
-    """Return the SASS of a cubin.
-
-    Raises RwkvJitError where there is no disassembler, or none that knows the architecture: the message names the
-    command that installs one.
-    """
+    """Return the SASS of a cubin; RwkvJitError with the command that installs a disassembler that knows its GPU."""
     complaint = "there is neither nvdisasm nor cuobjdump"
     with tempfile.TemporaryDirectory(prefix="rwkv_jit-") as folder:
         file = Path(folder) / "kernel.cubin"

@@ -30,7 +30,7 @@ class BySignature(dict[Any, _V]):
         _all.append(self)
 
     def keep(self, signature: Any, value: _V) -> _V:
-        """Keep and return a value; where there is no room, without all that came before."""
+        """Keep and return a value; if there are too many, without all that came before."""
         if len(self) >= MOST:
             self.clear()
         self[signature] = value

@@ -46,8 +46,7 @@ def add_hook(hook: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
     ----------
     hook : callable
         Gets a dict with origin ("memory", "disk", "shared", "bundle" or "compiled"), name, arch, parameters and
-        compile_seconds. It runs in the thread that needs the kernel; what it raises reaches that caller, after
-        the kernel has been stored.
+        compile_seconds. The thread that needs the kernel runs it, and gets what it raises once the kernel is stored.
 
     Returns
     -------
@@ -98,10 +97,7 @@ def _say_if_held(works: threading.Lock, message: str) -> None:
 
 
 def configure_logging() -> None:
-    """Send messages to standard error where RWKVJIT_LOG asks for it; otherwise the application decides.
-
-    Raises ValueError where it is set to something else than a level.
-    """
+    """Send messages to standard error if RWKVJIT_LOG names a level; ValueError for anything else."""
     level = env.log_level()
     if level and not logger.handlers:
         handler = logging.StreamHandler()

@@ -71,11 +71,7 @@ class Template:
         return _arguments(self.body, entry)
 
     def check(self, parameters: Mapping[str, Parameter]) -> None:
-        """Check that the template has all these parameters: words it uses and does not define itself.
-
-        Not part of `render`, as a kernel that is found in the cache has passed it.
-        Raises ValueError naming the parameter it does not have.
-        """
+        """Check that the template has all these parameters: words it uses and does not define; ValueError names one."""
         text = "\n".join([self.body, *(text for _, text in self.headers)])
         code = _code(text, with_strings=False)
         own = (name for pattern in (_CONSTANT, _DEFINED, _DECLARED) for name in re.findall(pattern, code))
@@ -99,30 +95,29 @@ def _argument(declared: str) -> Argument:
 
 
 def directory() -> Path:
-    """Return the library's own templates: inside the package when installed, beside it in a checkout."""
+    """Return the folder of the library's templates: inside the package when installed, beside it in a checkout."""
     package = Path(__file__).resolve().parents[1]
     inside = package / "kernel_templates"
     return inside if inside.is_dir() else package.parent / "kernel_templates"
 
 
 def _own_files() -> dict[str, Path]:
-    """Return the library's own files, whichever folder they are in."""
     return {path.name: path for path in directory().rglob("*.cu*")}
 
 
 def path_of(file: str) -> Path:
-    """Return where a file of the library's own lies; in no folder of it where there is no such file."""
+    """Return where a file of the library lies; in no folder of it where there is no such file."""
     return _own_files().get(file, directory() / file)
 
 
 def names() -> list[str]:
-    """Return the names of the library's own templates."""
+    """Return the names of the library's templates."""
     return sorted(path.stem for path in directory().rglob("*.cu"))
 
 
 @cache
 def library(name: str) -> Template:
-    """Return one of the library's own templates. Raises UnsupportedConfigError where there is no such template."""
+    """Return one of the library's templates. Raises UnsupportedConfigError where there is no such template."""
     path = path_of(f"{name}.cu")
     if not path.is_file():
         raise UnsupportedConfigError(f"no kernel template {brief(name)}; there are: {', '.join(names())}")
@@ -130,12 +125,11 @@ def library(name: str) -> Template:
 
 
 def read(path: Path) -> Template:
-    """Read any template; its headers lie beside it or are the library's own.
+    """Read any template; its headers lie beside it or are those of the library.
 
-    NVRTC compiles these texts, and the key in the cache covers them. A file that it opened by itself would not be
-    covered, and an old kernel would be served when that file changes. So every include is found here or refused.
-    Raises OSError where the file or one of its headers cannot be read, and ValueError where a header's name cannot
-    be one, it is not text in UTF-8, or a text may read a file that is not named there.
+    NVRTC compiles these sources, and the key in the cache covers them. A file that it opened by itself would not be,
+    and a change would go unnoticed: every include is found here or refused. Raise OSError if a file cannot be read,
+    ValueError if a header's name is none, it is not UTF-8, or it may read a file that is not named there.
     """
     body, own = path.read_text(encoding="utf-8"), _own_files()
     texts: dict[str, str] = {}
@@ -167,10 +161,7 @@ def _header(name: str, includer: str, path: Path, own: Mapping[str, Path]) -> st
 
 
 def _includes(text: str, name: str) -> list[tuple[str, str]]:
-    """Return the headers that a text includes in quotes, each with the name of the text; comments do not count.
-
-    Raises ValueError where the text may read a file that is not known by its words.
-    """
+    """Return the headers that a source includes in quotes, with its name; ValueError for any other file."""
     plain = []
     is_plain = not ("\\" in text and "%:" in text)  # which is another # and may stand before a word on two lines
     for match in _INCLUDE.finditer(text):

@@ -30,7 +30,7 @@ def activate(x: Array, kinds: Kind | Sequence[Kind], *, out: Array | None = None
     Parameters
     ----------
     x : torch.Tensor, any shape, float16, bfloat16 or float32
-        What the first matrix made. Low-rank results of several gates, [gates, ..., R], take one launch together.
+        The product of the first matrix. Low-rank results of several gates, [gates, ..., R], take one launch together.
     kinds : str or sequence of str
         "tanh", "sigmoid", "relu_squared" or "identity"; or one of these for each of up to 31 x[i].
     out : torch.Tensor, shape and dtype of x, optional
@@ -45,7 +45,7 @@ def activate(x: Array, kinds: Kind | Sequence[Kind], *, out: Array | None = None
     Raises
     ------
     TypeError, ValueError, RuntimeError, RwkvJitError, NvrtcNotFoundError
-        As `shift_mix`; a RuntimeError too where `out` is given and x wants a gradient.
+        As `shift_mix`; a RuntimeError if x needs a gradient and there is an `out`.
 
     Notes
     -----
@@ -101,7 +101,7 @@ def _given(call: Call) -> Given:
 
 
 def _roles(named: Mapping[str, Any], options: Sequence[Any]) -> tuple[Roles, int]:
-    """Return what ranks may share: all but parts with functions of their own."""
+    """Return what ranks may share: all but parts with different functions."""
     first = int(not isinstance(options[0], str))
     return {"x": {f"dimension {dim}": dim for dim in range(first, named["x"].dim())}}, 1
 

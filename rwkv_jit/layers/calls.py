@@ -1,7 +1,7 @@
 """Calls of the small ops of layers: one engine for all, which reads what a `Kind` says of an op.
 
-A call that came before runs at once; any other is checked first. Compilers, modes, `torch.func` and CPU tensors take
-the torch ops of a kind: `<name>_fwd` and `<name>_bwd`, or `layer_step` where a call writes into tensors of its caller.
+A known call runs at once; any other is checked first. Compilers, modes, `torch.func` and CPU tensors take the torch ops
+of a kind: `<name>_fwd` and `<name>_bwd`, or `layer_step` where a call writes into tensors of its caller.
 """
 
 from __future__ import annotations
@@ -144,7 +144,6 @@ def call_for(names: Sequence[str], name: str, inputs: Mapping[str, Any], options
 def _checked_call(
     kind: Kind, inputs: Sequence[Any], written: Sequence[Any], options: tuple[Any, ...], key: tuple[Any, ...] | None
 ) -> list[Tensor]:
-    """Run a call after all checks, and keep it by its key."""
     arrays = *inputs, *written
     present = [x for x in arrays if x is not None]
     if sharding.any_distributed(present):
@@ -176,7 +175,6 @@ def _checked_call(
 def _distributed(
     kind: Kind, inputs: Sequence[Any], written: Sequence[Any], options: tuple[Any, ...]
 ) -> list[Tensor]:  # fmt: skip
-    """Run a call of DTensors, which is one of plain tensors on each rank."""
     is_in_place = any(x is True for x in options)  # of `activate`
     if kind.roles is None or is_in_place or any(x is not None for x in written):
         only = "" if kind.roles is None else " if it writes to its arguments"
@@ -198,7 +196,6 @@ def _distributed(
 
 
 def _in_plain_torch(call: Call) -> list[Tensor]:
-    """Return the results of a call in plain torch."""
     results = call.kind.plain(call.inputs, call.eps, call.kinds)
     return [x.to(call.dtypes.get(name, call.lead.dtype)) for name, x in zip(call.results, results, strict=True)]
 
@@ -214,7 +211,6 @@ def _has_gradient(call: Call) -> bool:
 
 
 def _check_gradient(call: Call) -> None:
-    """Check that a call can be differentiated."""
     if not _has_gradient(call):
         raise RuntimeError(_no_gradient(call.kind))
     if _writes_in_place(call):
@@ -222,7 +218,6 @@ def _check_gradient(call: Call) -> None:
 
 
 def _writes_in_place(call: Call) -> bool:
-    """Return whether a call writes to tensors of the caller's."""
     return call.in_place or any(x is not None for x in call.written)
 
 
@@ -235,7 +230,6 @@ def _no_gradient(kind: Kind) -> str:
 
 
 def _plan(call: Call) -> Plan:
-    """Return the plan of a call."""
     kind, address = call.kind, 16
     for x in (*call.written, *(call.inputs[place] for place in kind.placed)):
         if x is not None:
@@ -284,8 +278,6 @@ def _plan_of_backward(call: Call, named: Mapping[str, Any], wanted: tuple[str, .
 
 
 class _Backward(NamedTuple):
-    """A prepared backward, and which gradients it is for."""
-
     plan: Plan
     there: tuple[bool, ...]
     are_alike: Callable[..., bool]
@@ -328,7 +320,7 @@ class _Prepared:
         self._latest = None
 
     def run(self, arrays: Sequence[Any]) -> list[Tensor]:
-        """Run the call, and record it where gradients are wanted; return its new tensors."""
+        """Run the call, and record it where gradients are needed; return its new tensors."""
         if self._is_recorded:
             return list(prepared.record(self, *arrays[: self._count]))
         if self._packed is not None:
@@ -374,7 +366,6 @@ class _Prepared:
         return gradients
 
     def _prepare(self, saved: Sequence[Any], grads: Sequence[Any], there: tuple[bool, ...]) -> _Backward:
-        """Prepare the backward."""
         inputs = saved[len(saved) - self._count :]
         named = _named(self._kind, saved, dict(zip(self._graded, grads, strict=True)))
         plan = _plan_of_backward(self._call._replace(inputs=inputs, lead=inputs[0]), named, self._makes)
@@ -390,7 +381,7 @@ class _Prepared:
 
 
 def _made_for(kind: Kind, wanted: Sequence[str]) -> tuple[str, ...]:
-    """Return the gradients that kernels compute for those that are wanted."""
+    """Return the gradients that kernels compute for those that are needed."""
     needed = {kind.shared.get(x, x) for x in wanted}
     return tuple(x for x in kind.op.names if x in needed)
 
@@ -595,7 +586,6 @@ def _step_fake(*_: Any) -> None:
 
 
 def _step_record(keys: Any, name: str, inputs: Sequence[Any], written: Sequence[Tensor], *rest: Any) -> None:
-    """Refuse to record gradients."""
     if torch.is_grad_enabled() and _want_gradients([*inputs, *written]):
         raise RuntimeError(_no_gradient(kind_of(name)))
     with torch._C._AutoDispatchBelowAutograd():

@@ -79,22 +79,18 @@ def causal_conv1d(
     TypeError, ValueError
         An argument does not fit; the message has its name, what was expected and what came. Nothing has been launched.
     RuntimeError
-        A second derivative is wanted, or on a GPU one in forward mode: `causal_conv1d_ref` has these.
-    RwkvJitError
-        The first call of its kind is inside the capture of a CUDA graph, where nothing can be compiled.
-    NvrtcNotFoundError
-        CUDA tensors without CuPy or NVRTC; with the command that installs them.
+        A second derivative is needed, or on a GPU one in forward mode: `causal_conv1d_ref` has these.
+    RwkvJitError, NvrtcNotFoundError
+        As `shift_mix`.
 
     Notes
     -----
-    Arithmetic is float32 whatever the dtype is, under autocast too, and nothing is rounded but the results. A sequence
-    may be cut into calls anywhere.
+    Arithmetic is float32 whatever the dtype is, under autocast too, and only results are rounded. A sequence may be cut
+    into calls anywhere. CPU tensors run plain torch, with one notice. DTensors are refused.
 
-    x, weight, bias and initial_state have gradients, and final_state passes them on. The backward keeps these inputs
-    and nothing else, and makes the sum again. The gradients of weight and bias are sums over tokens in float32, of
-    blocks first and then over blocks, the same from run to run. A second derivative is an error.
-
-    CPU tensors run plain torch, with one notice. DTensors are refused.
+    x, weight, bias and initial_state have gradients, and final_state passes them on. The backward keeps these inputs,
+    and makes the sum again. The gradients of weight and bias are sums over tokens in float32, the same from run to run.
+    A second derivative is an error.
 
     References
     ----------
@@ -136,7 +132,7 @@ def causal_conv1d_update(
 ) -> Tensor:
     r"""Convolve the next tokens of rows, whose last tokens are in a pool: `causal_conv1d` for decoding.
 
-    B is the number of rows, T the tokens of each, C the channels, W the width, L the tokens that the pool keeps.
+    B is the rows, T the tokens of each, C the channels, W the width, L the tokens that the pool keeps.
 
     Parameters
     ----------
@@ -146,20 +142,14 @@ def causal_conv1d_update(
         The pool of the last tokens, the last one last, which is changed. The convolution takes W - 1 of them. A slot
         has no gaps, in the order of its dimensions or with the channels last in memory; between slots there may be
         some. With `cache_seqlens` L may be larger.
-    weight : torch.Tensor, shape (C, W), W from 2 to 8, dtype of x or float32
-        As in `causal_conv1d`.
-    bias : torch.Tensor, shape (C,), dtype of x or float32, optional
-        As in `causal_conv1d`.
-    activation : {"silu"}, optional
-        The function of the sum.
+    weight, bias, activation : torch.Tensor, shapes (C, W) and (C,), and {"silu"}, bias and activation optional
+        As `causal_conv1d` takes them.
     cache_seqlens : torch.Tensor, shape (B,), int32, optional
         How many tokens each row has read before. Slots are then ring buffers: token i of a sequence is at i modulo L.
-    state_indices : torch.Tensor, shape (B,), int32 or int64, optional
-        The slot of each row. Without it row i has slot i.
+    state_indices, num_active : torch.Tensor, shapes (B,) and (1,), optional
+        As `shift_mix` takes them.
     null_index : int, default -1
         A row with this slot, or one below, begins with zeros and writes no state.
-    num_active : torch.Tensor, shape (1,), int32, optional
-        How many rows are computed: later ones get zeros, and their slots do not change.
     out : torch.Tensor, shape and dtype of x, optional
         Memory for y, without gaps.
 
@@ -170,21 +160,17 @@ def causal_conv1d_update(
 
     Raises
     ------
-    TypeError, ValueError
-        An argument does not fit; the message has its name, what was expected and what came. Nothing has been launched
-        or changed.
+    TypeError, ValueError, RwkvJitError, NvrtcNotFoundError
+        As `causal_conv1d`. Nothing has been changed.
     RuntimeError
-        A gradient is wanted; call it in torch.no_grad().
-    RwkvJitError, NvrtcNotFoundError
-        As `causal_conv1d`.
+        A gradient is needed; call it in torch.no_grad().
 
     Notes
     -----
-    Arithmetic is that of `causal_conv1d`. Tokens are rounded as the pool has them before the next one takes them, so
-    that it does not matter where a sequence is cut into calls.
-
-    On the CPU, and on a GPU with RWKVJIT_CHECK=1, a slot past the pool, or one for two rows, is an error. Else it is as
-    one at `null_index`, and rows that share a slot leave it with the tokens of one of them. DTensors are refused.
+    Arithmetic is that of `causal_conv1d`. Tokens are rounded as the pool has them before the next one reads them, so
+    that it does not matter where a sequence is cut into calls. On the CPU, and on a GPU with RWKVJIT_CHECK=1, a slot
+    past the pool, or one for two rows, is an error. Else it is as one at `null_index`, and rows that share a slot leave
+    it with the tokens of one of them. DTensors are refused.
 
     References
     ----------
@@ -324,7 +310,6 @@ def _sequences(call: Call) -> Sequences:
 
 
 def _update(call: Call, given: Given) -> Schedule:
-    """Return the launch of an update."""
     x, _, _, cache_seqlens, indices, _ = call.inputs
     pool = call.written[0]
     slots = pool.shape[0]
@@ -340,7 +325,6 @@ def _update(call: Call, given: Given) -> Schedule:
 def _plain_update(
     inputs: Sequence[Any], written: Sequence[Tensor], null_index: int, eps: float, kinds: Sequence[str]
 ) -> None:  # fmt: skip
-    """Run an update in plain torch."""
     (x, *others), (pool, y) = inputs, written
     x, y = (x, y) if x.dim() == 3 else (x.unsqueeze(1), y.unsqueeze(1))
     weight, bias, cache_seqlens, indices, active = others

@@ -52,7 +52,6 @@ def _check(
 
 
 def _given(call: Call) -> Given:
-    """Return what schedules depend on."""
     k, beta = call.inputs[0], call.inputs[2]
     heads, head_size = k.shape[-2:]
     return given_of(

@@ -13,7 +13,7 @@ def _count(
     hidden: Tensor, weight: Tensor, bias: Any, targets: Any, ignore_index: int, l2_wrap: float, chunk_rows: int,
     want_hidden: bool, want_weight: bool, *_: Any, **__: Any,
 ) -> int:  # fmt: skip
-    """Count the logits, and the gradients of hidden and weight that are made of theirs."""
+    """Count the logits, and the gradients of hidden and weight that are products of theirs."""
     return 2 * hidden.numel() * weight.shape[0] * (1 + want_hidden + want_weight)
 
 

@@ -22,16 +22,12 @@ from rwkv_jit.schedules.legal import Gate
 
 
 def gated(x: Array, g: Array, gate: Gate = "sigmoid", **_unknown: NoReturn) -> Tensor:
-    r"""Gate something:   y = x f(g).
-
-    Receptance gates the values of channel mixing so in RWKV-4, 5 and 6, and those of time mixing in RWKV-4.
+    r"""Gate something, y = x f(g): channel mixing of RWKV-4, 5 and 6 by receptance, and time mixing of RWKV-4.
 
     Parameters
     ----------
-    x : torch.Tensor, any shape, float16, bfloat16 or float32
-        What is gated.
-    g : torch.Tensor, shape and dtype of x
-        Gate.
+    x, g : torch.Tensor, any shape, both the same, float16, bfloat16 or float32
+        What is gated, and the gate.
     gate : {"identity", "sigmoid", "silu"}, default "sigmoid"
         f: g itself, 1 / (1 + e^-g), or g / (1 + e^-g).
 

@@ -47,9 +47,8 @@ def gated_norm(
 
         out = ((y - mean) / sqrt(variance + eps) weight + bias + (sum_j r_j k_j r_k_j) v) f(g)
 
-    per token and head, with the mean and the variance over a head. H is the heads, N the head size. RWKV-7 has all of
-    it. RWKV-5 and 6 have no bonus, `gate="silu"`, and for a head size divisor of 8 the same eps; gated linear attention
-    has `norm="rms"` too.
+    per token and head, with the mean and the variance over a head. H is the heads, N the head size. RWKV-5 and 6 have
+    no bonus, `gate="silu"`, and for a head size divisor of 8 the same eps; gated linear attention has `norm="rms"` too.
 
     Parameters
     ----------
@@ -57,9 +56,7 @@ def gated_norm(
         What the recurrence returns, of any number of tokens.
     g : torch.Tensor, shape of y or (..., H * N), dtype of y
         Gate.
-    weight : torch.Tensor, shape (H * N,) or (H, N), dtype of y or float32
-        Of the norm.
-    bias : torch.Tensor, shape (H * N,) or (H, N), dtype of y or float32, optional
+    weight, bias : torch.Tensor, shape (H * N,) or (H, N), dtype of y or float32, bias optional
         Of the norm.
     r, k, v : torch.Tensor, shape of y or (..., H * N), dtype of y, optional
         Receptance, key and value as the recurrence had them: for the bonus, all or none.
@@ -83,7 +80,7 @@ def gated_norm(
     Raises
     ------
     TypeError, ValueError, RuntimeError, RwkvJitError, NvrtcNotFoundError
-        As `shift_mix`; a RuntimeError too where `out` is given and an input wants a gradient.
+        As `shift_mix`; a RuntimeError if an input needs a gradient and there is an `out`.
 
     Notes
     -----

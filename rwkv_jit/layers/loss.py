@@ -63,10 +63,8 @@ def cross_entropy(
     ------
     TypeError, ValueError
         An argument does not fit; the message has its name, what was expected and what came. Nothing has been launched.
-    RwkvJitError
-        The first call of its kind is inside the capture of a CUDA graph, where nothing can be compiled.
-    NvrtcNotFoundError
-        CUDA tensors without CuPy or NVRTC; with the command that installs them.
+    RwkvJitError, NvrtcNotFoundError
+        As `shift_mix`.
 
     Notes
     -----
@@ -81,15 +79,14 @@ def cross_entropy(
     error.
 
     Arithmetic is float32 whatever the dtype is, under autocast too. Against float64 on the same inputs a loss is off by
-    less than 5e-6, of 1 or of itself where it is larger, and a gradient in L2 by 5e-6, and by what rounding to 16 bits
-    takes. That is for logits up to 64; of larger ones the gradient has fewer digits, as these have fewer behind the
-    point.
+    less than 5e-6, of 1 or of itself where it is larger, and a gradient in L2 by 5e-6 and its rounding; with logits
+    above 64 the gradient has fewer digits.
 
-    A target that is neither a class nor `ignore_index` is an error on the CPU. On a GPU nobody looks at the values,
-    unless RWKVJIT_CHECK=1: loss and gradient of that row are NaN. CPU tensors run plain torch, with one notice.
+    A target that is neither a class nor `ignore_index` is an error on the CPU, and on a GPU with RWKVJIT_CHECK=1; else
+    loss and gradient of that row are NaN. CPU tensors run plain torch, with one notice.
 
-    DTensors may be replicated or sharded over the batch. The sum and the mean are those of all ranks, in a plain tensor
-    that is the same on each of them.
+    DTensors may be replicated or sharded over the batch. The sum and the mean are those of all ranks, in a plain
+    tensor.
 
     References
     ----------
@@ -141,7 +138,7 @@ def linear_cross_entropy(
     Parameters
     ----------
     hidden : torch.Tensor, shape (..., C), float16, bfloat16 or float32
-        What the last layer made. On the CPU also float64.
+        The output of the last layer. On the CPU also float64.
     weight : torch.Tensor, shape (V, C), dtype of hidden
         The head's matrix. Under autocast hidden, weight and bias are cast, as torch's layer does.
     targets : torch.Tensor, shape (...), int64 or int32
@@ -151,7 +148,7 @@ def linear_cross_entropy(
     l2_wrap : float, default 0.0
         As in `cross_entropy`.
     ignore_index : int, default -100
-        As in `cross_entropy`.
+        As there.
     reduction : {"mean", "sum"}, default "mean"
         As in `cross_entropy`.
     chunk_rows : int, optional
@@ -170,16 +167,14 @@ def linear_cross_entropy(
 
     Notes
     -----
-    Gradients are made in the forward, chunk by chunk while the logits are there: those of hidden, weight and bias that
-    require one when the call is made. The backward multiplies them by the gradient of the loss, and no more. So with
-    gradients the forward takes the time of both, and a recomputation of it, as in activation checkpointing, takes that
-    time again. Without gradients it makes the losses alone.
+    Gradients of hidden, weight and bias are computed in the forward, chunk by chunk while the logits are there, if they
+    need any at the call. The backward multiplies them by the gradient of the loss, and no more. So a
+    recomputation of the forward, as in activation checkpointing, takes the time of both again.
 
     Memory of the forward, beside its inputs: chunk_rows V numbers for logits. For gradients it is that of hidden once
     more, for weight 4 V C bytes and, in 16 bits, V C numbers. The gradients of weight and bias are sums over chunks in
-    float32, as sums of many in 16 bits would lose digits, and stay so until the backward rounds them to the dtype of
-    hidden. Until then they are those of the sum of all losses: what a mean over many rows has could be too small for
-    float16. A second derivative is an error.
+    float32, rounded to the dtype of hidden in the backward; until then they are those of the sum of all losses, as
+    those of a mean could be too small for float16. A second derivative is an error.
 
     Logits are rounded to the dtype of hidden, as those of torch's layer are. Precision and targets out of range are
     those of `cross_entropy`. A row's loss may differ in its last digits with `chunk_rows`, as matrix products do.
@@ -192,8 +187,7 @@ def linear_cross_entropy(
     References
     ----------
     Hsu et al., Liger Kernel: Efficient Triton Kernels for LLM Training, arXiv:2410.10989, which makes the gradients of
-    chunks in the forward in the same way. Peng et al., Eagle and Finch: RWKV with Matrix-Valued States and Dynamic
-    Recurrence, arXiv:2404.05892.
+    chunks in the forward too.
 
     Examples
     --------
@@ -263,7 +257,6 @@ def _check_dtype(name: str, x: Tensor) -> None:
 
 
 def _check_targets(targets: Tensor, rows: Tensor) -> None:
-    """Check that there is a target for each row of a tensor."""
     arguments.check_shape("targets", targets, tuple(rows.shape[:-1]))
     arguments.check_dtype("targets", targets, arguments.INDEX_TYPES, rows)
 
@@ -277,7 +270,6 @@ def _check_options(l2_wrap: Any, ignore_index: Any) -> None:
 
 
 def _check_classes(targets: Tensor, classes: int, ignore_index: int) -> None:
-    """Check the values of targets, where they may be looked at."""
     if arguments.may_look_at([targets]):
         outside = targets[(targets != ignore_index) & ((targets < 0) | (targets >= classes))].tolist()
         if outside:
@@ -389,11 +381,7 @@ def _loss_of_rows(
     hidden: Any, weight: Any, bias: Any, targets: Any,
     options: Mapping[str, Any],
 ) -> Tensor:  # fmt: skip
-    """Return the loss where the matrix is a DTensor, or all are.
-
-    Where ranks hold parts of the matrix, each takes a part of the rows and gathers the matrix: products are shared, and
-    a chunk of logits is as small as that of one rank.
-    """
+    """Return the loss where the matrix is a DTensor: each rank takes a part of the rows, and gathers the matrix."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     checks.check_name("reduction", options["reduction"], _REDUCTIONS[:2])
@@ -437,7 +425,6 @@ def _loss_of_rows(
 def _forward(
     logits: Tensor, targets: Tensor, ignore_index: int, l2_wrap: float, save: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the losses of rows, and lse and argmax of these."""
     _check_classes(targets, logits.shape[1], ignore_index)
     torch_op.say_reference("cross_entropy", logits)
     with tensors.exactly(logits), torch.no_grad():
@@ -451,7 +438,6 @@ def _forward_fake(
 
 
 def _keep(ctx: Any, arguments: Sequence[Any], named: dict[str, Any], results: Sequence[Tensor]) -> None:
-    """Keep what the backward takes."""
     logits, targets, ctx.ignore_index, ctx.l2_wrap, _ = arguments
     lse, argmax = results[1:]
     ctx.mark_non_differentiable(lse, argmax)
@@ -459,14 +445,12 @@ def _keep(ctx: Any, arguments: Sequence[Any], named: dict[str, Any], results: Se
 
 
 def _in_context(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
-    """Return the gradient of logits."""
     return *_run_backward(grad, *ctx.saved_tensors, ctx.ignore_index, ctx.l2_wrap), None, None, None, None
 
 
 def _backward(
     grad: Tensor, logits: Tensor, targets: Tensor, lse: Tensor, argmax: Tensor, ignore_index: int, l2_wrap: float
 ) -> Tensor:
-    """Return the gradient of logits, from those of the losses of rows."""
     with tensors.exactly(logits), torch.no_grad():
         return _gradient(grad, logits, targets, lse, argmax, ignore_index, l2_wrap, in_place=False)
 
@@ -482,10 +466,7 @@ def _linear_forward(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, ignore_index: int, l2_wrap: float,
     chunk_rows: int, want_hidden: bool, want_weight: bool, want_bias: bool, save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the sum of all losses, and its gradients with respect to hidden, weight and bias, as far as wanted.
-
-    Those of weight and bias are float32 at least.
-    """
+    """Return the sum of all losses, and its gradients, those of weight and bias in float32 at least."""
     (rows, _), (classes, _) = hidden.shape, weight.shape
     _check_classes(targets, classes, ignore_index)
     torch_op.say_reference("linear_cross_entropy", hidden)
@@ -523,7 +504,6 @@ def _linear_forward(
 
 
 def _add_product(total: Tensor, gradient: Tensor, own: Tensor) -> None:
-    """Add what a chunk's rows make of the gradient of weight."""
     if total.dtype == own.dtype:
         total.addmm_(gradient.T, own)
     elif own.dtype == torch.float16:  # whose range a sum of many rows may leave: random ones grow with the root
@@ -536,7 +516,6 @@ def _add_product(total: Tensor, gradient: Tensor, own: Tensor) -> None:
 def _memory_of_gradients(
     hidden: Tensor, weight: Tensor, want_hidden: bool, want_weight: bool, want_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return memory for the gradients that are wanted."""
     wide, device = torch.promote_types(hidden.dtype, torch.float32), hidden.device
     return (
         torch.empty(hidden.shape if want_hidden else (0,), dtype=hidden.dtype, device=device),
@@ -549,13 +528,11 @@ def _linear_forward_fake(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, ignore_index: int, l2_wrap: float,
     chunk_rows: int, want_hidden: bool, want_weight: bool, want_bias: bool, save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the same without memory."""
     total = hidden.new_empty((), dtype=torch.promote_types(hidden.dtype, torch.float32))
     return total, *_memory_of_gradients(hidden, weight, want_hidden, want_weight, want_bias)
 
 
 def _keep_gradients(ctx: Any, arguments: Sequence[Any], named: dict[str, Any], results: Sequence[Tensor]) -> None:
-    """Keep the gradients of the sum."""
     ctx.wanted = arguments[-4:-1]
     made = results[1:]
     ctx.mark_non_differentiable(*made)
@@ -563,7 +540,6 @@ def _keep_gradients(ctx: Any, arguments: Sequence[Any], named: dict[str, Any], r
 
 
 def _linear_in_context(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
-    """Return the gradients of hidden, weight and bias."""
     needs = ctx.needs_input_grad[2:]  # two inputs of the Function stand before these
     for name, is_needed, is_made in zip(("hidden", "weight", "bias"), needs, ctx.wanted, strict=False):
         if is_needed and not is_made:
@@ -591,7 +567,6 @@ def _linear_backward(
 def _linear_backward_fake(
     grad: Tensor, of_hidden: Tensor, of_weight: Tensor, of_bias: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the same without memory."""
     dtype = of_hidden.dtype
     return torch.empty_like(of_hidden), torch.empty_like(of_weight, dtype=dtype), torch.empty_like(of_bias, dtype=dtype)
 

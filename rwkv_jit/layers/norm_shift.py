@@ -68,7 +68,7 @@ def norm_shift(
     first : torch.Tensor, shape (N, C), dtype of the mixed tokens, optional
         n of the token before the first of each sequence: what a call for the part before returned as `last`.
     cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-        Bounds of N packed sequences: where each begins, and where the last one ends. B is then 1.
+        As `token_shift` takes it.
     eps : float, default 1e-05
         Of the layer norm.
     dtype : torch.dtype, optional
@@ -104,9 +104,8 @@ def norm_shift(
     Examples
     --------
     >>> x, y = torch.randn(2, 3, 5, 256, device="cuda")
-    >>> weight, bias, mixes = torch.ones(256), torch.zeros(256), torch.rand(6, 256)
-    >>> weight, bias, mixes = (p.to(x.device) for p in (weight, bias, mixes))
-    >>> residual, mixed, last = rwkv_jit.norm_shift(x, weight, bias, mixes, add=y)
+    >>> weight, bias, mixes = torch.randn(8, 256, device="cuda").split([1, 1, 6])
+    >>> residual, mixed, last = rwkv_jit.norm_shift(x, weight[0], bias[0], mixes, add=y)
     >>> residual.shape, len(mixed), last.shape
     (torch.Size([3, 5, 256]), 6, torch.Size([3, 256]))
     """
@@ -139,7 +138,6 @@ def _check(inputs: Sequence[Any], written: Sequence[Any], eps: float, dtype: Any
 
 
 def _options(eps: float, kinds: Sequence[str]) -> tuple[Any, ...]:
-    """Return the options of a call, of those of the torch op."""
     return eps, getattr(torch, kinds[0], None) if kinds else None
 
 

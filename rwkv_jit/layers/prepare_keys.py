@@ -51,25 +51,21 @@ def prepare_keys(
 
     Parameters
     ----------
-    k : torch.Tensor, shape (..., H, N), float16, bfloat16 or float32
-        Key, of any number of tokens.
-    v : torch.Tensor, shape of k or (..., H * N), dtype of k
-        Value.
+    k, v : torch.Tensor, shape (..., H, N), or (..., H * N) of v, float16, bfloat16 or float32
+        Key and value, of any number of tokens.
     rate : torch.Tensor, shape of k or (..., H * N), dtype of k or float32
         What the low-rank matrices make of the in-context learning rate, before a0 and the sigmoid; or with
         `rate_map="identity"` the rate itself.
     k_k, k_a : torch.Tensor, shape (H, N) or (H * N,), dtype of k or float32
         Factor of the removal key, and how much the rate is in the key.
-    a0 : torch.Tensor, shape (H, N) or (H * N,), dtype of k or float32, optional
-        Is added to `rate`.
+    a0, v0 : torch.Tensor, shape (H, N) or (H * N,), dtype of k or float32, optional
+        Are added to `rate` and to `v_gate`.
     v_first : torch.Tensor, shape of k or (..., H * N), dtype of k, optional
         The first layer's value. Without it, as in that layer, v is returned as it is.
     v_gate : torch.Tensor, shape of k or (..., H * N), dtype of k or float32, optional
         What the low-rank matrices make of the value's gate; goes with `v_first`.
-    v0 : torch.Tensor, shape (H, N) or (H * N,), dtype of k or float32, optional
-        Is added to `v_gate`.
     r : torch.Tensor, shape of k or (..., H * N), dtype of k, optional
-        Receptance: for the bonus, which `gated_norm` takes. Where gradients are wanted this is faster than to give it
+        Receptance: for the bonus, which `gated_norm` takes. With gradients this is faster than to pass it
         r, k, v and r_k: those of k and v come from one kernel, and need not be added up.
     r_k : torch.Tensor, shape (H, N) or (H * N,), dtype of k or float32, optional
         How much of each channel is in the bonus; goes with `r`.
@@ -78,10 +74,8 @@ def prepare_keys(
 
     Returns
     -------
-    k, v, a, b : torch.Tensor, shape and dtype of k
-        v itself where there is no `v_first`.
-    bonus : torch.Tensor, shape and dtype of k
-        That of the new k and v, where r is given.
+    k, v, a, b, bonus : torch.Tensor, shape and dtype of k
+        v itself where there is no `v_first`. The bonus is that of the new k and v, if r is passed.
 
     Raises
     ------
@@ -93,11 +87,10 @@ def prepare_keys(
     Where k k_k is zero, so are a and b. w of the layer goes to `wkv7_update` as it is, with `w0` and `decay="sigmoid"`.
     Precision and first calls are those of `shift_mix`.
 
-    DTensors may be replicated or sharded over the batch or the heads.
-
     All inputs have gradients. The backward keeps the inputs and nothing else, and makes norms and gates again; while it
     runs it has sums of k_k, k_a, a0, v0 and r_k for some hundred groups of rows in float32. Gradients of these are
-    added up in float32. A second derivative is an error.
+    added up in float32. A second derivative is an error. DTensors may be replicated or sharded over the batch or the
+    heads.
 
     References
     ----------

@@ -57,8 +57,7 @@ def shift_mix(
     weight, bias : torch.Tensor, shape (C,), dtype of x or float32
         Of the layer norm.
     mixes : torch.Tensor, shape (M, C) with M up to 6, or (C,), dtype of x or float32
-        The share of the previous token in each mix: x_r, x_w, x_k, x_v, x_a and x_g of time mixing in any order, or x_k
-        of channel mixing.
+        The share of the previous token in each mix: x_r, x_w, x_k, x_v, x_a and x_g in any order, or x_k.
     shift : torch.Tensor, shape (slots, C), float16, bfloat16 or float32
         The pool of the last tokens, which changes in place. A slot has no gaps; between slots there may be some.
     add : torch.Tensor, shape and dtype of x, optional
@@ -72,11 +71,11 @@ def shift_mix(
         If false, the row or sequence begins as with zeros in the pool, whatever its slot holds; its last token is still
         written there. Without it all begin with their slots.
     null_index : int, default -1
-        Slots at or below it are padding. Such a row begins as with zeros in the pool, and no slot is read or written.
-        The same holds for a slot beyond the pool.
+        A row with this slot, one below or one beyond the pool is padding: it begins as with zeros, and no slot is read
+        or written.
     num_active : torch.Tensor of one int32, optional
-        How many rows or sequences are computed: of later ones no slot is read or written, so that a CUDA graph serves
-        any number. With it, tokens of later ones get zeros for all results.
+        How many rows or sequences are computed, so that a CUDA graph serves any number: later ones get zeros, and no
+        slot of theirs is read or written.
     eps : float, default 1e-05
         Of the layer norm.
     out : torch.Tensor, shape and dtype of the mixed tokens, optional
@@ -93,10 +92,9 @@ def shift_mix(
     ------
     TypeError, ValueError
         An argument does not fit; the message has its name, what was expected and what came. The pool is as it was.
-    RuntimeError
-        An input wants a gradient: it is for inference. `token_shift` has one.
-    RwkvJitError
-        The first call of its kind is inside the capture of a CUDA graph, where nothing can be compiled.
+    RuntimeError, RwkvJitError
+        An input needs a gradient, which `token_shift` has. Or the first call of its kind is inside the capture of a
+        CUDA graph, where nothing can be compiled.
     NvrtcNotFoundError
         CUDA tensors without CuPy or NVRTC; with the command that installs them.
 
@@ -107,9 +105,9 @@ def shift_mix(
     pool has it within a call too, so that a sequence may be cut into calls anywhere. A row's result does not depend on
     the others.
 
-    The first call with new C, M, dtypes and addresses compiles for this GPU and stores the result on disk; in a CUDA
-    graph it must have come before. On a GPU nobody looks at the values of slots and of `cu_seqlens` unless
-    RWKVJIT_CHECK=1; kernels touch no other memory whatever they are. CPU tensors run plain torch, with one notice.
+    The first call with new C, M, dtypes and addresses compiles for this GPU and stores the result on disk. On a GPU the
+    values of slots and of `cu_seqlens` are checked with RWKVJIT_CHECK=1 alone; kernels touch no other memory whatever
+    they are. CPU tensors run plain torch, with one notice.
 
     References
     ----------
@@ -118,9 +116,8 @@ def shift_mix(
     Examples
     --------
     >>> pool, x = torch.zeros(16, 256, device="cuda"), torch.randn(3, 256, device="cuda")
-    >>> weight, bias, mixes = torch.ones(256), torch.zeros(256), torch.rand(6, 256)
-    >>> weight, bias, mixes = (p.to(x.device) for p in (weight, bias, mixes))
-    >>> residual, mixed = rwkv_jit.shift_mix(x, weight, bias, mixes, pool, add=x)
+    >>> weight, bias, mixes = torch.randn(8, 256, device="cuda").split([1, 1, 6])
+    >>> residual, mixed = rwkv_jit.shift_mix(x, weight[0], bias[0], mixes, pool, add=x)
     >>> residual.shape, mixed.shape
     (torch.Size([3, 256]), torch.Size([6, 3, 256]))
     """
@@ -194,7 +191,6 @@ def _given(call: Call) -> Given:
 
 
 def _forward(call: Call, given: Given) -> Schedule:
-    """Return the launch."""
     x, _, _, _, _, indices, cu_seqlens, *_ = call.inputs
     shift = call.written[0]
     slots = shift.shape[0]
@@ -213,7 +209,6 @@ def _forward(call: Call, given: Given) -> Schedule:
 def _plain(
     inputs: Sequence[Any], written: Sequence[Tensor], null_index: int, eps: float, kinds: Sequence[str]
 ) -> None:  # fmt: skip
-    """Run a call in plain torch."""
     plain.shift_mix(inputs, written, null_index, eps)
 
 

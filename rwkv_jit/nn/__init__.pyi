@@ -1,4 +1,4 @@
-"""Modules for training and decoding, made of the ops: each name loads its module when it is used."""
+"""Modules for training and decoding, built on the ops: each name loads its module when it is used."""
 
 # tools/stubs.py has written this.
 # ruff: noqa

@@ -32,7 +32,6 @@ class _Attention(nn.Module):
         self.o_proj = nn.Linear(value_width, width, bias=False, **place)
 
     def reset_parameters(self) -> None:
-        """Set all parameters to their initial values."""
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.RMSNorm)):
                 module.reset_parameters()
@@ -52,10 +51,8 @@ class GatedLinearAttention(_Attention):
 
     Parameters
     ----------
-    width : int
-        C.
-    heads : int, default 4
-        H.
+    width, heads : int, heads 4 by default
+        C and H.
     key_width, value_width : int, optional
         H K and H V; C / 2 and C by default.
     device, dtype : optional
@@ -63,16 +60,12 @@ class GatedLinearAttention(_Attention):
 
     Attributes
     ----------
-    q_proj, k_proj : torch.nn.Linear, C to H K
-        Make queries and keys.
-    v_proj, g_proj : torch.nn.Linear, C to H V
-        Make values and the gate.
+    q_proj, k_proj, v_proj, g_proj, o_proj : torch.nn.Linear, C to H K for two, C to H V for two, and H V to C
+        Make queries, keys, values, the gate and what is added to the residual.
     gk_proj : torch.nn.Sequential of two torch.nn.Linear, C to 16 to H K
         Make the decay; the second one has a bias.
     g_norm_swish_gate : torch.nn.RMSNorm of V
         The norm, whose weight is the same for all heads.
-    o_proj : torch.nn.Linear, H V to C
-        Makes what is added to the residual.
 
     Raises
     ------
@@ -114,23 +107,17 @@ class GatedLinearAttention(_Attention):
     def forward(
         self, x: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Mix the tokens of each sequence.
+        """Return what is added to the residual, of the shape of x, and the state of `gla`.
 
         Parameters
         ----------
         x : torch.Tensor, shape (B, T, C)
             The normed residual.
         state : torch.Tensor, shape (N, H, K, V), optional
-            What the call for the part before returned.
+            What the call for the part before returned; zeros by default. Gradients reach it, and what is returned is
+            not detached. N is B where no sequences are packed.
         cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
             Bounds of N packed sequences: where each begins, and where the last one ends. B is then 1.
-
-        Returns
-        -------
-        y : torch.Tensor, shape of x
-            What is added to the residual.
-        state : torch.Tensor, shape (N, H, K, V)
-            The state of `gla`; N is B where no sequences are packed.
         """
         x = under_autocast(check_tokens(x, self.width))
         made = self.q_proj(x), self.k_proj(x), self.v_proj(x), F.logsigmoid(self.gk_proj(x)) / _GATE_DIVISOR
@@ -146,30 +133,19 @@ class LinearAttention(_Attention):
         y = o_proj(norm(linear_attention(f(q_proj(x)), f(k_proj(x)), v_proj(x))));   f(x) = elu(x) + 1
 
     with the recurrence of `linear_attention`, and the root mean square for a norm, which makes up for the sum of the
-    weights. B is the batch, T the tokens, C the width, H the heads, K and V the head sizes of keys and values, N the
-    sequences.
+    weights. The letters are those of `GatedLinearAttention`.
 
     Parameters
     ----------
-    width : int
-        C.
-    heads : int, default 8
-        H.
-    key_width, value_width : int, optional
-        H K and H V; C by default.
-    device, dtype : optional
-        Of the parameters.
+    width, heads, key_width, value_width, device, dtype
+        As `GatedLinearAttention` takes them, with 8 heads by default, and H K and H V of C.
 
     Attributes
     ----------
-    q_proj, k_proj : torch.nn.Linear, C to H K
-        Make queries and keys.
-    v_proj : torch.nn.Linear, C to H V
-        Makes values.
+    q_proj, k_proj, v_proj, o_proj : torch.nn.Linear, C to H K for two, C to H V and H V to C
+        Make queries, keys, values, and what is added to the residual.
     norm : torch.nn.RMSNorm of V
         The norm, whose weight is the same for all heads.
-    o_proj : torch.nn.Linear, H V to C
-        Makes what is added to the residual.
 
     Raises
     ------
@@ -188,11 +164,9 @@ class LinearAttention(_Attention):
     Examples
     --------
     >>> layer = rwkv_jit.nn.LinearAttention(96, device="cuda")
-    >>> x = torch.randn(2, 10, 96, device="cuda")
-    >>> y, state = layer(x[:, :7])
-    >>> rest, state = layer(x[:, 7:], state)
-    >>> rest.shape, state.shape
-    (torch.Size([2, 3, 96]), torch.Size([2, 8, 12, 12]))
+    >>> y, state = layer(torch.randn(2, 10, 96, device="cuda"))
+    >>> y.shape, state.shape
+    (torch.Size([2, 10, 96]), torch.Size([2, 8, 12, 12]))
     """
 
     def __init__(
@@ -208,23 +182,12 @@ class LinearAttention(_Attention):
     def forward(
         self, x: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Mix the tokens of each sequence.
+        """Return what is added to the residual, and the state of `linear_attention`.
 
         Parameters
         ----------
-        x : torch.Tensor, shape (B, T, C)
-            The normed residual.
-        state : torch.Tensor, shape (N, H, K, V), optional
-            What the call for the part before returned.
-        cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-            Bounds of N packed sequences: where each begins, and where the last one ends. B is then 1.
-
-        Returns
-        -------
-        y : torch.Tensor, shape of x
-            What is added to the residual.
-        state : torch.Tensor, shape (N, H, K, V)
-            The state of `linear_attention`; N is B where no sequences are packed.
+        x, state, cu_seqlens
+            As `GatedLinearAttention.forward` takes them, the state of the same shape.
         """
         x = under_autocast(check_tokens(x, self.width))
         q, k, v = map(self._of_heads, (F.elu(self.q_proj(x)) + 1, F.elu(self.k_proj(x)) + 1, self.v_proj(x)))

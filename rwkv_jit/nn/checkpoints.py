@@ -18,12 +18,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # that w
 def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Return the tensors of a file by name, on the CPU.
 
-    Raises
-    ------
-    ValueError
-        It is none that torch or safetensors can read, or has other things than weights: each with its name and dtype.
-    ImportError, OSError
-        safetensors is not installed; or the file cannot be read.
+    Raise ValueError if torch or safetensors cannot read it, or if it has other things than weights: each with its name
+    and dtype; ImportError if safetensors is not installed; OSError if the file cannot be read.
     """
     path = path_of("path", path)
     if path.exists() and not path.is_file():
@@ -74,13 +70,7 @@ def write(path: str | os.PathLike[str], held: Mapping[str, Tensor]) -> None:
 
 
 def check_names(path: str | os.PathLike[str], found: Iterable[str], expected: Iterable[str]) -> None:
-    """Check that a file has all that a model has, and nothing else.
-
-    Raises
-    ------
-    ValueError
-        With every name that is missing or foreign.
-    """
+    """Check that a file has all that a model has and nothing else; a ValueError has every missing or unknown name."""
     found, expected = list(found), list(expected)
     missing = [name for name in expected if name not in found]
     foreign = [name for name in found if name not in expected]
@@ -91,13 +81,7 @@ def check_names(path: str | os.PathLike[str], found: Iterable[str], expected: It
 
 
 def matrix(path: str | os.PathLike[str], found: Mapping[str, Tensor], name: str) -> tuple[int, int]:
-    """Return the sizes of a matrix of a file.
-
-    Raises
-    ------
-    ValueError
-        It is none.
-    """
+    """Return the sizes of a matrix of a file; raise ValueError if it is none."""
     shape = found[name].shape
     if len(shape) != 2:
         raise ValueError(f"path: expected a matrix for {name} in {path}, got shape {list(shape)}")
@@ -107,13 +91,7 @@ def matrix(path: str | os.PathLike[str], found: Mapping[str, Tensor], name: str)
 def in_shape(
     path: str | os.PathLike[str], found: Mapping[str, Tensor], like: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the tensors of a file in the shapes of a model; vectors in files have more or fewer dimensions of one.
-
-    Raises
-    ------
-    ValueError
-        With every tensor that has another shape.
-    """
+    """Return a file's tensors in the shapes of a model but for dimensions of one; ValueError names all that differ."""
     others = [
         f"{name} {list(x.shape)} and not {list(like[name].shape)}"
         for name, x in found.items() if _longer(x) != _longer(like[name])
@@ -128,7 +106,7 @@ def _longer(x: Tensor) -> list[int]:
 
 
 def _umask() -> int:
-    """Return what new files of this process must not allow; there is no way to read that without setting it."""
+    """Return what new files of this process must not allow; one cannot read that without setting it."""
     mask = os.umask(0o077)
     os.umask(mask)
     return mask

@@ -125,10 +125,7 @@ def short_convolution(channels: int, conv_width: int, bias: bool, place: dict[st
 def convolve(
     layer: Any, x: Tensor, sizes: Mapping[str, int], before: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return silu of convolved tokens, and the last tokens of each sequence.
-
-    `sizes` are of the channels of each of the layer's convolutions, by its name.
-    """
+    """Return silu of convolved tokens, and each sequence's last ones; `sizes` are channels by convolution name."""
     before = None if before is None else before.to(x.dtype)
     taps = [getattr(layer, name) for name in sizes]
     own: dict[str, Any] = {"kernel_size": (layer.conv_width,), "stride": (1,), "dilation": (1,), "padding": (0,)}

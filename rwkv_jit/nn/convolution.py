@@ -28,7 +28,7 @@ class TimeX(nn.Module):
     eps : float, default 0.0
         Added to every output.
     device, dtype : optional
-        Of the parameters.
+        Of the parameter.
 
     Attributes
     ----------
@@ -77,13 +77,8 @@ class TimeX(nn.Module):
 
         Parameters
         ----------
-        x : torch.Tensor, shape (B, T, C)
-            Of up to `length` tokens.
-
-        Returns
-        -------
-        y : torch.Tensor, shape of x
-            The memory of a [B, C, T].
+        x : torch.Tensor, shape (B, T, C), T up to `length`
+            The tokens. The result is in the memory of a [B, C, T].
         """
         channels, length = self.weight.shape
         tokens = check_tokens(x, channels).shape[1]

@@ -30,7 +30,6 @@ class _DeltaNet(nn.Module):
         self.key_width, self.value_width = key_heads * key_size, value_heads * value_size
 
     def reset_parameters(self) -> None:
-        """Set all parameters to their initial values."""
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Conv1d, nn.RMSNorm)):
                 module.reset_parameters()
@@ -42,19 +41,16 @@ class _DeltaNet(nn.Module):
     def _states(
         self, state: Any, x: Tensor, cu_seqlens: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-        """Return the parts of a state."""
         of_taps = 2 * self.key_width + self.value_width, self.conv_width - 1
         of_text = self.value_heads, self.key_size, self.value_size
         return common.check_both_states(state, x, cu_seqlens, of_taps, of_text)
 
     def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values by their heads."""
         q, k, v = mixed.split([self.key_width, self.key_width, self.value_width], -1)
         q, k = (each.unflatten(-1, (self.key_heads, self.key_size)) for each in (q, k))
         return q, k, v.unflatten(-1, (self.value_heads, self.value_size))
 
     def extra_repr(self) -> str:
-        """Return the sizes of the module, for its repr."""
         return (
             f"{self.width}, key_heads={self.key_heads}, value_heads={self.value_heads}, key_size={self.key_size}, "
             f"value_size={self.value_size}, conv_width={self.conv_width}"
@@ -76,14 +72,10 @@ class KimiDeltaAttention(_DeltaNet):
     ----------
     width : int
         C.
-    key_heads : int, default 16
-        G.
-    value_heads : int, optional
-        H, a multiple of G, which is the default.
-    key_size : int, default 128
-        K.
-    value_size : int, optional
-        V; K by default.
+    key_heads, value_heads : int, key_heads 16 by default
+        G and H, which is a multiple of G, and G by default.
+    key_size, value_size : int, key_size 128 by default
+        K and V, which is K by default.
     conv_width : int, default 4
         W, from 2 to 8.
     lower_bound : float, optional
@@ -97,26 +89,16 @@ class KimiDeltaAttention(_DeltaNet):
 
     Attributes
     ----------
-    q_proj, k_proj : torch.nn.Linear, weight (G K, C)
-        Make queries and keys.
-    v_proj : torch.nn.Linear, weight (H V, C)
-        Makes values.
+    q_proj, k_proj, v_proj, b_proj, o_proj : torch.nn.Linear, weights (G K, C) for two, (H V, C), (H, C) and (C, H V)
+        Make queries, keys, values, beta and what is added to the residual.
     q_conv1d, k_conv1d, v_conv1d : torch.nn.Conv1d, weight (G K, 1, W) for two, and (H V, 1, W)
         The taps of each channel, that of the token itself last.
-    f_proj : torch.nn.Sequential of two torch.nn.Linear, weights (V, C) and (H K, V)
-        Makes the decay.
-    b_proj : torch.nn.Linear, weight (H, C)
-        Makes beta.
-    A_log : torch.nn.Parameter, shape (H,)
-        Logarithm of how fast a head decays.
-    dt_bias : torch.nn.Parameter, shape (H K,)
-        Is added to what f_proj makes.
-    g_proj : torch.nn.Sequential of two torch.nn.Linear, weights (V, C) and (H V, V), bias (H V,)
-        Makes the gate; the first one has no bias.
+    f_proj, g_proj : torch.nn.Sequential of two torch.nn.Linear, weights (V, C), and (H K, V) and (H V, V)
+        Make the decay and the gate, whose second one has a bias (H V,).
+    A_log, dt_bias : torch.nn.Parameter, shapes (H,) and (H K,)
+        Logarithm of how fast a head decays, and what is added to f_proj(x).
     o_norm : torch.nn.RMSNorm, weight (V,)
         The norm, whose weight is the same for all heads.
-    o_proj : torch.nn.Linear, weight (C, H V)
-        Makes what is added to the residual.
 
     Raises
     ------
@@ -187,24 +169,18 @@ class KimiDeltaAttention(_DeltaNet):
     def forward(
         self, x: Tensor, state: tuple[Tensor, Tensor] | None = None, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Mix the tokens of each sequence.
+        """Return what is added to the residual, of the shape of x, and the state.
 
         Parameters
         ----------
         x : torch.Tensor, shape (B, T, C)
             The normed residual.
         state : tuple of two torch.Tensor, shape (N, 2 G K + H V, W - 1) and (N, H, K, V), optional
-            What the call for the part before returned; zeros by default. Gradients reach both.
-        cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-            Bounds of N packed sequences: where each begins, and where the last one ends. B is then 1.
-
-        Returns
-        -------
-        y : torch.Tensor, shape of x
-            What is added to the residual.
-        state : tuple of two torch.Tensor
-            The last tokens that the convolution reads, of queries, keys and values, and the state of `kda`. It is not
+            What the call for the part before returned: the last tokens that the convolution reads, of queries, keys and
+            values, and the state of `kda`. Zeros by default. Gradients reach both, and what is returned is not
             detached.
+        cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
+            As `GatedLinearAttention.forward` takes it.
         """
         x = common.under_autocast(common.check_tokens(x, self.width))
         before, state_before = self._states(state, x, cu_seqlens)
@@ -228,39 +204,23 @@ class GatedDeltaNet(_DeltaNet):
         y = out_proj(norm(gated_delta_rule(q, k, v, a, b)) silu(z))
 
     with the recurrence of `gated_delta_rule`, where g is -exp(A_log) softplus(a + dt_bias), beta is sigmoid(b) and q
-    and k are divided by their lengths. The norm is the root mean square of a head. B is the batch, T the tokens, C the
-    width, G the key heads, H the value heads, K and V the head sizes of keys and values, W the width of the
-    convolution, N the sequences: B, or one less than the length of `cu_seqlens`.
+    and k are divided by their lengths. The norm is the root mean square of a head. The letters are those of
+    `KimiDeltaAttention`.
 
     Parameters
     ----------
-    width : int
-        C.
-    key_heads : int, default 16
-        G.
-    value_heads : int, default 32
-        H, a multiple of G.
-    key_size, value_size : int, default 128
-        K and V.
-    conv_width : int, default 4
-        W, from 2 to 8.
-    eps : float, default 1e-6
-        Of the norm.
-    device, dtype : optional
-        Of the parameters.
+    width, key_heads, value_heads, key_size, value_size, conv_width, eps, device, dtype
+        As `KimiDeltaAttention` takes them. By default H is 32, V is 128, and eps 1e-6.
 
     Attributes
     ----------
-    in_proj_qkvz : torch.nn.Linear, weight (2 G K + 2 H V, C)
-        Makes for one key head after the other its query and key, then values and gates of its H / G value heads.
-    in_proj_ba : torch.nn.Linear, weight (2 H, C)
-        Makes for one key head after the other b and a of its value heads.
+    in_proj_qkvz, in_proj_ba : torch.nn.Linear, weights (2 G K + 2 H V, C) and (2 H, C)
+        Make, for one key head after the other, its query and key, then values and gates of its H / G value heads; and b
+        and a of these.
     conv1d : torch.nn.Conv1d, weight (2 G K + H V, 1, W)
         The taps of all queries, all keys and all values, that of the token itself last.
-    dt_bias : torch.nn.Parameter, shape (H,)
-        Is added to a.
-    A_log : torch.nn.Parameter, shape (H,)
-        Logarithm of how fast a head decays.
+    dt_bias, A_log : torch.nn.Parameter, shape (H,)
+        What is added to a, and the logarithm of how fast a head decays.
     norm : torch.nn.RMSNorm, weight (V,)
         The norm, whose weight is the same for all heads.
     out_proj : torch.nn.Linear, weight (C, H V)
@@ -283,11 +243,9 @@ class GatedDeltaNet(_DeltaNet):
     Examples
     --------
     >>> layer = rwkv_jit.nn.GatedDeltaNet(96, 2, 4, 32, 32, device="cuda")
-    >>> x = torch.randn(2, 10, 96, device="cuda")
-    >>> y, state = layer(x[:, :7])
-    >>> rest, state = layer(x[:, 7:], state)
-    >>> rest.shape, [each.shape for each in state]
-    (torch.Size([2, 3, 96]), [torch.Size([2, 256, 3]), torch.Size([2, 4, 32, 32])])
+    >>> y, state = layer(torch.randn(2, 10, 96, device="cuda"))
+    >>> y.shape, [each.shape for each in state]
+    (torch.Size([2, 10, 96]), [torch.Size([2, 256, 3]), torch.Size([2, 4, 32, 32])])
     """
 
     def __init__(
@@ -315,21 +273,12 @@ class GatedDeltaNet(_DeltaNet):
     def forward(
         self, x: Tensor, state: tuple[Tensor, Tensor] | None = None, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Mix the tokens of each sequence.
+        """Return what is added to the residual, and the state.
 
         Parameters
         ----------
-        x : torch.Tensor, shape (B, T, C)
-            As in `KimiDeltaAttention.forward`.
-        state : tuple of two torch.Tensor, shape (N, 2 G K + H V, W - 1) and (N, H, K, V), optional
-            As there, with the state of `gated_delta_rule`.
-        cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-            As there.
-
-        Returns
-        -------
-        y, state
-            As there.
+        x, state, cu_seqlens
+            As `KimiDeltaAttention.forward` takes them, with the state of `gated_delta_rule`.
         """
         x = common.under_autocast(common.check_tokens(x, self.width))
         before, state_before = self._states(state, x, cu_seqlens)

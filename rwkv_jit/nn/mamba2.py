@@ -27,16 +27,10 @@ class Mamba2(nn.Module):
 
     Parameters
     ----------
-    width : int
-        C.
-    heads : int, optional
-        H, a multiple of G; 2 C / V by default.
-    head_size : int, default 64
-        V.
-    state_size : int, default 128
-        K.
-    groups : int, default 1
-        G: how many B and C there are, which neighbouring heads share.
+    width, heads : int, heads optional
+        C, and H, a multiple of G; 2 C / V by default.
+    head_size, state_size, groups : int, default 64, 128 and 1
+        V, K and G: how many B and C there are, which neighbouring heads share.
     norm_groups : int, optional
         How many parts of H V channels have separate norms; G by default, as in mamba_ssm. transformers has 1.
     conv_width : int, default 4
@@ -54,12 +48,9 @@ class Mamba2(nn.Module):
         Makes z, then x, B and C, then dt.
     conv1d : torch.nn.Conv1d, weight (H V + 2 G K, 1, W), bias (H V + 2 G K,)
         The taps of x, B and C, that of the token itself last.
-    dt_bias : torch.nn.Parameter, shape (H,)
-        Is added to dt.
-    A_log : torch.nn.Parameter, shape (H,)
-        Logarithm of how fast a head decays. Above 88 it is as 88.
-    D : torch.nn.Parameter, shape (H,)
-        How much of x is added to what is read.
+    dt_bias, A_log, D : torch.nn.Parameter, shape (H,)
+        What is added to dt; the logarithm of how fast a head decays, where above 88 is as 88; how much of x is added to
+        what is read.
     norm : torch.nn.RMSNorm, weight (H V,)
         The weight and the eps of the norm. With several groups it is not called, and hooks of it neither.
     out_proj : torch.nn.Linear, weight (C, H V)
@@ -83,11 +74,9 @@ class Mamba2(nn.Module):
     Examples
     --------
     >>> layer = rwkv_jit.nn.Mamba2(96, head_size=32, state_size=16, device="cuda")
-    >>> x = torch.randn(2, 10, 96, device="cuda")
-    >>> y, state = layer(x[:, :7])
-    >>> rest, state = layer(x[:, 7:], state)
-    >>> rest.shape, [each.shape for each in state]
-    (torch.Size([2, 3, 96]), [torch.Size([2, 224, 3]), torch.Size([2, 6, 32, 16])])
+    >>> y, state = layer(torch.randn(2, 10, 96, device="cuda"))
+    >>> y.shape, [each.shape for each in state]
+    (torch.Size([2, 10, 96]), [torch.Size([2, 224, 3]), torch.Size([2, 6, 32, 16])])
     """
 
     def __init__(
@@ -134,23 +123,17 @@ class Mamba2(nn.Module):
     def forward(
         self, x: Tensor, state: tuple[Tensor, Tensor] | None = None, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Mix the tokens of each sequence.
+        """Return what is added to the residual, and the state.
 
         Parameters
         ----------
         x : torch.Tensor, shape (B, T, C)
             The normed residual, u above.
         state : tuple of two torch.Tensor, shape (N, H V + 2 G K, W - 1) and (N, H, V, K), optional
-            What the call for the part before returned; zeros by default. Gradients reach both.
-        cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-            Bounds of N packed sequences: where each begins, and where the last one ends. B is then 1.
-
-        Returns
-        -------
-        y : torch.Tensor, shape of x
-            What is added to the residual.
-        state : tuple of two torch.Tensor
-            The last tokens that the convolution reads, and the state of `ssd`. It is not detached.
+            As `KimiDeltaAttention.forward` takes and returns it: the last tokens that the convolution reads, and the
+            state of `ssd`.
+        cu_seqlens : torch.Tensor, optional
+            As there.
         """
         x = common.under_autocast(common.check_tokens(x, self.width))
         inner, channels, _ = self.sizes

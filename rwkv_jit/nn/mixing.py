@@ -53,10 +53,7 @@ class Mix(nn.Module):
 
     @torch.no_grad()
     def reset_mixes(self, of_gates: float = 1.0) -> None:
-        """Set the mixes: more of the token itself in later channels, and in later layers.
-
-        It is a power of the index of a channel; exponents are `of_gates` times as large for r and g.
-        """
+        """Set mixes to powers of the channel, less in later layers; those of r and g to `of_gates` times the power."""
         for letter in self.letters:
             parameter = getattr(self, f"{self.prefix}_{letter}")
             power = (of_gates if letter in "rg" else 1) * (1 - self.layer / self.layers)
@@ -102,26 +99,12 @@ class ChannelMix(Mix):
     def forward(
         self, x: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None, shard: Any = None
     ) -> tuple[Tensor, Tensor]:
-        """Mix the channels of each token.
+        """Return what is added to the residual, and the last token of each sequence.
 
         Parameters
         ----------
-        x : torch.Tensor, shape (B, T, C)
-            The normed residual.
-        state : torch.Tensor, shape (N, C), optional
-            What the call for the part before returned.
-        cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-            Bounds of N packed sequences: where each begins, and where the last one ends. B is then 1.
-        shard : rwkv_jit.parallel.Shard, optional
-            The part of the sequences that this process has. It has their bounds if they are packed. States and tokens
-            before them count only where sequences begin.
-
-        Returns
-        -------
-        y : torch.Tensor, shape of x
-            What is added to the residual.
-        state : torch.Tensor, shape (N, C)
-            The last token of each sequence; N is B where no sequences are packed.
+        x, state, cu_seqlens, shard
+            As `RWKV5TimeMix.forward` takes them; the state is the last token, (N, C).
         """
         x, last, cu_seqlens = before_texts(*self.under_autocast(x, state), cu_seqlens, shard)
         for_key, for_receptance = token_shift(x, self.mixes("kr"), first=last, cu_seqlens=cu_seqlens)
@@ -175,7 +158,7 @@ class TimeMixOfHeads(Mix):
 
 
 class Layer(nn.Module):
-    """What a layer is made of: time mixing and channel mixing, each behind a norm."""
+    """What a layer consists of: time mixing and channel mixing, each behind a norm."""
 
     _kinds: ClassVar[tuple[Any, Any]]  # of its time mixing and its channel mixing
 
@@ -210,7 +193,7 @@ class Block(Layer):
     def forward(
         self, x: Tensor, state: Any = None, cu_seqlens: Tensor | None = None, shard: Any = None
     ) -> tuple[Tensor, Any]:
-        """Return what the next layer reads.
+        """Return what the next layer reads, and the state after the last tokens, which is not detached.
 
         Parameters
         ----------
@@ -218,17 +201,8 @@ class Block(Layer):
             The residual; of the first layer the embedding.
         state : RWKV5State or RWKV6State, optional
             The state before this part of the sequences; zeros by default.
-        cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-            Bounds of N packed sequences: where each begins, and where the last one ends. B is then 1.
-        shard : rwkv_jit.parallel.Shard, optional
-            The part of the sequences that this process has. It has their bounds if they are packed. States and tokens
-            before them count only where sequences begin.
-
-        Returns
-        -------
-        x : torch.Tensor, shape (B, T, C)
-        state : RWKV5State or RWKV6State
-            That after the last tokens. It is not detached.
+        cu_seqlens, shard
+            As `RWKV5TimeMix.forward` takes them.
         """
         if self.ln0 is not None:
             x = self.ln0(x)
@@ -240,10 +214,7 @@ class Block(Layer):
         return x + y, self._State(wkv, time_shift, channel_shift)
 
     def step(self, x: Tensor, states: Any, slots: Tensor | None, null_index: int) -> Tensor:
-        """Return the input of the next layer for one token of each sequence; states change in place.
-
-        x is [B, C], states are the layer's part of a pool, and a slot at or below `null_index` is none.
-        """
+        """Return the next layer's input, [B, C], of a token each; pool `states` change at slots above `null_index`."""
         if self.ln0 is not None:
             x = self.ln0(x)
         where: dict[str, Any] = {"state_indices": slots, "null_index": null_index}

@@ -24,16 +24,12 @@ class RWKV4TimeMix(Mix):
         x'_m = x_t time_mix_m + x_{t-1} (1 - time_mix_m)   for m = k, v, r
         y = output(sigmoid(receptance(x'_r)) wkv(key(x'_k), value(x'_v)))
 
-    with wkv the recurrence of `wkv4`. B is the batch, T the tokens, C the width, N the sequences.
+    with wkv the recurrence of `wkv4`. The letters are those of `RWKV7TimeMix`.
 
     Parameters
     ----------
-    width : int
-        C.
-    layer, layers : int
-        The place of the layer, from 0, and how many there are: initial values depend on both.
-    device, dtype : optional
-        Of the parameters.
+    width, layer, layers, device, dtype
+        As `RWKV7TimeMix` takes them.
 
     Attributes
     ----------
@@ -42,7 +38,6 @@ class RWKV4TimeMix(Mix):
     time_mix_k, time_mix_v, time_mix_r : torch.nn.Parameter, shape (1, 1, C)
         How much of the token itself is in each mix.
     key, value, receptance, output : torch.nn.Linear, C to C
-        The matrices.
 
     Raises
     ------
@@ -61,11 +56,9 @@ class RWKV4TimeMix(Mix):
     Examples
     --------
     >>> layer = rwkv_jit.nn.RWKV4TimeMix(96, layer=0, layers=12, device="cuda")
-    >>> x = torch.randn(2, 10, 96, device="cuda")
-    >>> y, state = layer(x[:, :7])
-    >>> rest, state = layer(x[:, 7:], state)
-    >>> rest.shape, [each.shape for each in state]
-    (torch.Size([2, 3, 96]), [torch.Size([2, 96]), torch.Size([2, 3, 96])])
+    >>> y, state = layer(torch.randn(2, 10, 96, device="cuda"))
+    >>> y.shape, [each.shape for each in state]
+    (torch.Size([2, 10, 96]), [torch.Size([2, 96]), torch.Size([2, 3, 96])])
     """
 
     def __init__(
@@ -95,23 +88,12 @@ class RWKV4TimeMix(Mix):
     def forward(
         self, x: Tensor, state: tuple[Tensor, Tensor] | None = None, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Mix the tokens of each sequence.
+        """Return what is added to the residual, and the state.
 
         Parameters
         ----------
-        x : torch.Tensor, shape (B, T, C)
-            The normed residual.
-        state : tuple of torch.Tensor, optional
-            What the call for the part before returned.
-        cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-            Bounds of N packed sequences: where each begins, and where the last one ends. B is then 1.
-
-        Returns
-        -------
-        y : torch.Tensor, shape of x
-            What is added to the residual.
-        state : tuple of torch.Tensor, shapes (N, C) and (N, 3, C)
-            The last token of each sequence, and the state of `wkv4`; N is B where no sequences are packed.
+        x, state, cu_seqlens
+            As `RWKV5TimeMix.forward` takes them, with the state of `wkv4`, (N, 3, C).
         """
         last, recurrent = tensors_of(state)
         x, last = self.under_autocast(x, last)
@@ -142,25 +124,18 @@ class RWKV4ChannelMix(ChannelMix):
         x'_m = x_t time_mix_m + x_{t-1} (1 - time_mix_m)   for m = k, r
         y = sigmoid(receptance(x'_r)) value(max(key(x'_k), 0)^2)
 
-    C is the width, F the hidden size, N the sequences.
+    F is the hidden size; the other letters are those of `RWKV7TimeMix`.
 
     Parameters
     ----------
-    width : int
-        C.
-    layer, layers : int
-        The place of the layer, from 0, and how many there are: initial values depend on both.
-    hidden : int, optional
-        F; 4 C by default.
-    device, dtype : optional
-        Of the parameters.
+    width, layer, layers, hidden, device, dtype
+        As `RWKV7ChannelMix` takes them.
 
     Attributes
     ----------
     time_mix_k, time_mix_r : torch.nn.Parameter, shape (1, 1, C)
         How much of the token itself is in each mix.
     key, receptance, value : torch.nn.Linear, C to F, C to C and F to C
-        The matrices.
 
     Raises
     ------

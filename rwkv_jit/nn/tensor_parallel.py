@@ -130,7 +130,6 @@ def _cuts(module: nn.Module) -> dict[str, int] | None:
 
 
 def _check(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
-    """Check that a module can be spread."""
     cuts, size = _cuts(module), mesh.size()
     if cuts is None:
         raise TypeError(f"model: expected modules that can be spread over ranks, got {type(module).__name__} ({name})")
@@ -204,12 +203,11 @@ class _Part(nn.Module):
     names: list[str]  # of what its forward takes
 
     def forward(self, *given: Any, **more: Any) -> Any:
-        """Run the module of one rank."""
         local = {name: self.local(x) for name, x in self.named_parameters()}
         return torch.func.functional_call(self.part[0], local, given, more)
 
     def local(self, x: Any) -> Tensor:
-        """Return what this rank holds of a parameter, which others use in the same way."""
+        """Return what this rank holds of a parameter, which others use too."""
         return x.to_local()  # type: ignore[no-any-return]
 
     def shared(self, x: Tensor) -> Tensor:
@@ -242,8 +240,6 @@ class _Head(_Part):
 
 
 class _Mix(_Part):
-    """Time mixing or channel mixing."""
-
     def local(self, x: Any) -> Tensor:
         """Return what this rank holds of a parameter; one that is whole has a gradient of its part from every rank."""
         local: Tensor = x.to_local()

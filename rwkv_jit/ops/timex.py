@@ -47,10 +47,7 @@ def _spectrum(x: Tensor) -> Tensor:
 
 
 def _mirrored(x: Tensor) -> Tensor:
-    """Return the spectrum of `x` backwards in time.
-
-    Not by `conj`, which leaves a mark that what runs below torch's dispatcher may not look at.
-    """
+    """Return the spectrum of `x` backwards in time; not by `conj`, whose mark the code below torch must not see."""
     return _spectrum(x).conj_physical()
 
 
@@ -79,7 +76,7 @@ def _fft_backward(g: Tensor, w: Tensor, k: Tensor, want_w: bool, want_k: bool) -
 def _in_order(x: Tensor) -> Tensor:
     """Return `x` with the strides that its fake promises: `contiguous` leaves any where a dimension has size 1.
 
-    DTensors of torch 2.6 make gradients by the strides, and ranks that differ in them wait for each other for ever.
+    With strides that differ, ranks that make gradients of DTensors by torch 2.6 wait for each other for ever.
     """
     return x.reshape(-1).view(x.shape)
 
@@ -124,8 +121,6 @@ def _problem(backend: str, w: Tensor, k: Tensor, vectors: tuple[int, ...], eps: 
 
 
 class _Backward(NamedTuple):
-    """A prepared backward, and which arrays it is for."""
-
     plan: Plan
     vectors: tuple[int, ...]
     are_alike: Callable[..., bool]
@@ -134,8 +129,6 @@ class _Backward(NamedTuple):
 def _find_backward(
     g: Tensor, w: Tensor, k: Tensor, vectors: tuple[int, ...], backend: str, wanted: tuple[str, ...]
 ) -> Plan:
-    """Return the plan of a backward."""
-
     def prepare() -> Plan:
         problem = _problem(backend, w, k, vectors)._replace(wanted=wanted)
         return Plan(directions.backward(problem), problem, {"w": w, "k": k, "dy": g})
@@ -145,10 +138,7 @@ def _find_backward(
 
 
 class _Known:
-    """A call that has passed all checks. Its directions are prepared for the addresses that come.
-
-    `backward` is the backend of the other direction, None without gradients; `wanted` are the inputs that have one.
-    """
+    """A checked call, with the backend of its `backward` or None, and the inputs that have a gradient."""
 
     def __init__(self, eps: float, backend: str, backward: str | None, wanted: tuple[str, ...] = ()):
         self.backward = backward
@@ -163,7 +153,6 @@ class _Known:
         self._latest = None
 
     def run(self, w: Tensor, k: Tensor) -> Tensor:
-        """Return the output."""
         vectors = _vectors(w, k)
         plan = self._forwards.get(vectors)
         if plan is None:
@@ -184,7 +173,6 @@ class _Known:
         return (self.run(*arrays),), arrays, ()
 
     def differentiate(self, saved: Sequence[Any], grads: Sequence[Any]) -> Sequence[Tensor | None]:
-        """Return the gradients that are wanted."""
         assert self.backward is not None
         (w, k), (g,) = saved, grads
         vectors, latest = _vectors(w, k, g), self._latest
@@ -195,7 +183,6 @@ class _Known:
         return made if len(made) == 2 else (*made, None) if "w" in self._wanted else (None, *made)
 
     def differentiate_by_op(self, saved: Sequence[Any], grads: Sequence[Any]) -> Sequence[Tensor | None]:
-        """Return the same by the torch op."""
         assert self.backward is not None
         (w, k), (g,) = saved, grads
         return _gradients(g, w, k, self.backward, "w" in self._wanted, "k" in self._wanted)
@@ -209,7 +196,7 @@ def _wanted(want_w: bool, want_k: bool) -> tuple[str, ...]:
 
 
 def _forward(w: Tensor, k: Tensor, eps: float, backend: str, save: bool) -> Tensor:
-    """Choose by the device and run; the kernels of the one that will run the backward compile beside its own."""
+    """Choose by the device and run; the kernels of the one that will run the backward compile beside these."""
     backward = _taken(backend, k, "backward") if save else None
     backend = _taken(backend, k, "forward")
     if backend in _OWN and k.numel():
@@ -276,7 +263,6 @@ def _keep(ctx: Any, w: Tensor, k: Tensor, backward: str) -> None:
 def _gradients(
     g: Tensor, w: Tensor, k: Tensor, backend: str, want_w: bool, want_k: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients that are wanted, by the torch op."""
     gw, gk = _differentiate(g, w, k, backend, want_w, want_k)
     return gw if want_w else None, gk if want_k else None
 
@@ -308,13 +294,7 @@ registry.implement("timex_bwd", _backward, _backward_fake, _record_backward)
 def choose(
     backend: str, dtype: torch.dtype, batch: int, tokens: int, gpu: Callable[[], Gpu], direction: str = "forward"
 ) -> str:
-    """Return the backend that a direction of a call on CUDA tensors takes, for the dtype of k.
-
-    Raises
-    ------
-    UnsupportedConfigError
-        The one that was asked for cannot do it.
-    """
+    """Return the backend that a direction of a call on CUDA tensors takes, for the dtype of k; or raise."""
     if backend in _OWN:
         obstacle = _OWN[backend].obstacle(batch, tokens, gpu())
         if obstacle is not None:
@@ -384,10 +364,8 @@ def timex(w: Array, k: Array, eps: float = 0.0, backend: TimexBackend = "auto", 
     ------
     TypeError, ValueError
         An argument does not fit; the message has its name, what was expected and what came. Nothing has been launched.
-    UnsupportedConfigError
-        A call that the `backend` cannot do.
-    NvrtcNotFoundError
-        CUDA tensors without CuPy or NVRTC; with the command that installs them.
+    UnsupportedConfigError, NvrtcNotFoundError
+        As `wkv7`.
 
     Notes
     -----
@@ -415,8 +393,7 @@ def timex(w: Array, k: Array, eps: float = 0.0, backend: TimexBackend = "auto", 
     derivatives (`torch.func.jvp`, `jacfwd`) are there for "fft" and "reference"; of the other kernels they are an
     error. DTensors may be replicated or sharded over the batch or the channels.
 
-    The first call with a dtype and a range of lengths compiles for this GPU and stores the result on disk. CPU tensors
-    run the reference, with one notice.
+    The first call with a dtype and a range of lengths compiles for this GPU and stores the result on disk.
 
     References
     ----------

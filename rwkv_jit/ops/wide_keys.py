@@ -1,8 +1,8 @@
 """Keys longer than a block holds: parts of a head's channels, whose outputs are added.
 
 Without the delta term channels do not need each other: a state is a matrix of value rows and channels, each channel
-has its own decay, and y_t is a sum over channels. So a call whose keys are too long for tensor cores is the sum of
-calls with a part of the channels each. Gradients come by way of autograd: those of q, k and the decays part by part,
+has a separate decay, and y_t is a sum over channels. So a call whose keys are too long for tensor cores is the sum of
+calls with a part of the channels each. Gradients come by autograd: those of q, k and the decays part by part,
 and that of v as a sum.
 """
 

@@ -18,7 +18,6 @@ def _reference(
     w: Tensor, u: Tensor, k: Tensor, v: Tensor, initial_state: Tensor | None, output_final_state: bool,
     cu_seqlens: None, scale: float, state_layout: str, decay: Wkv4Decay,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Run the reference, which has no options but the decay."""
     return wkv4_ref(w, u, k, v, initial_state, output_final_state, decay)
 
 
@@ -45,14 +44,11 @@ def wkv4(
 
     Parameters
     ----------
-    w : torch.Tensor, shape (C,), dtype of k or float32
-        Decay (`time_decay` of the models), read as `decay` says. Arrays of other libraries come in through DLPack.
-    u : torch.Tensor, shape (C,), dtype of k or float32
-        Bonus of the current token (`time_first`).
-    k : torch.Tensor, shape (B, T, C), float16, bfloat16 or float32
-        Key, of any size. Any strides; where the last one is not 1, a copy is made.
-    v : torch.Tensor, shape (B, T, C), dtype of k
-        Value.
+    w, u : torch.Tensor, shape (C,), dtype of k or float32
+        Decay (`time_decay` of the models), read as `decay` says, and bonus of the current token (`time_first`). Arrays
+        of other libraries come in through DLPack.
+    k, v : torch.Tensor, shape (B, T, C), float16, bfloat16 or float32
+        Key, of any size, and value. Any strides; if the last one is not 1, the input is copied.
     initial_state : torch.Tensor, shape (B, 3, C) or (3, C), float32, optional
         num, den and max before the first token: the sums are e^max num and e^max den. 0, 0 and -1e38 by default. den
         must not be negative, and num be 0 where den is. Without B the same for every row.
@@ -78,10 +74,8 @@ def wkv4(
         An argument does not fit; the message has its name, what was expected and what came. Nothing has been launched.
     UnsupportedConfigError
         A call that the `backend` cannot do.
-    RwkvJitError
-        The first call of its kind is inside the capture of a CUDA graph, where nothing can be compiled.
-    NvrtcNotFoundError
-        CUDA tensors without CuPy or NVRTC; with the command that installs them.
+    RwkvJitError, NvrtcNotFoundError
+        As `shift_mix`.
 
     Notes
     -----
@@ -94,11 +88,10 @@ def wkv4(
     over rows and parts in float32. The gradient of max is that of num times num and of den times den, and of the final
     max where it comes from the initial one.
 
-    Results have the same bits in every run. A second derivative is an error.
-
-    Under `torch.autocast` k and v are cast to its dtype like the inputs of torch's ops; w and u may stay float32,
-    and the state keeps its dtype. Forward-mode derivatives (`torch.func.jvp`, `jacfwd`) work for CPU tensors and
-    backend="reference"; kernels raise an error. DTensors may be replicated or sharded over the batch or the channels.
+    Results have the same bits in every run. A second derivative is an error. Under `torch.autocast` k and v are cast to
+    its dtype like the inputs of torch's ops; w and u may stay float32, and the state keeps its dtype. Forward-mode
+    derivatives (`torch.func.jvp`, `jacfwd`) work for CPU tensors and backend="reference"; kernels raise an error.
+    DTensors may be replicated or sharded over the batch or the channels.
 
     The first call with a dtype and decay compiles for this GPU and stores the result on disk. CPU tensors run the
     reference, with one notice.

@@ -1,7 +1,7 @@
 """An op over one part of its sequences, in two phases: what the part does to any state is known before all else.
 
 Both directions call `at_summary` once with that, and go on from the state, or its gradient, that it returns. Kernels
-pause for it where they cut sequences into segments. All other calls run the op itself more than once.
+pause for it if they cut sequences into segments; other calls run more than once.
 """
 
 from __future__ import annotations
@@ -50,10 +50,7 @@ class Call(NamedTuple):
         self, saved: Sequence[Tensor | None], options: Options, dy: Tensor, grad_final: Tensor | None,
         wanted: Sequence[str],
     ) -> list[Tensor | None]:  # fmt: skip
-        """Return the gradients of the inputs and of the state, of those by these names.
-
-        `saved` are the inputs, the state, cu_seqlens and what the forward has left.
-        """
+        """Return the gradients of the inputs and of the state, by name, from what the forward has `saved`, and dy."""
         run, names = registry.find(f"{self.op.name}_bwd"), (*self.op.names, STATE)
         if not wanted:
             return [None] * len(names)
@@ -69,7 +66,7 @@ class Call(NamedTuple):
         return lead.new_zeros(sequences, sizes["H"], sizes["V"] if rows is None else rows, sizes["K"], dtype=dtype)
 
     def wanted(self, wants: Sequence[bool]) -> tuple[str, ...]:
-        """Return the names of those whose gradients are wanted: inputs, and last the state."""
+        """Return the names of those whose gradients are needed: inputs, and last the state."""
         return tuple(name for name, is_wanted in zip((*self.op.names, STATE), wants, strict=True) if is_wanted)
 
 
@@ -82,10 +79,7 @@ class Way(NamedTuple):
 
 
 def way_of(call: Call, inputs: Sequence[Tensor], wants: Sequence[bool]) -> Way:
-    """Return how calls run with inputs of this signature.
-
-    `wants` says of which inputs, and last whether of the state, gradients are wanted.
-    """
+    """Return how calls of this signature run; `wants` says which inputs need gradients, and last if the state does."""
     problem = _problem(call, inputs, any(wants))
     if problem is None:
         return _by_calls(call, inputs, wants)
@@ -115,7 +109,6 @@ class _Kernels:
         forget_with(self)
 
     def forget(self) -> None:
-        """Drop what was prepared; a graph may hold this call after a fork."""
         self._plans.clear()
 
     def _plan(self, direction: Any, make: Callable[[], Plan]) -> Plan:

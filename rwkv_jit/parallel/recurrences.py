@@ -1,8 +1,7 @@
 """The recurrences over sequences that many processes share, each with a part of every one.
 
-A process finds what its part does to any state, S -> S P + Q. One exchange brings those of all parts to every process,
-which joins the ones before its own to the state that its part begins with. Gradients go the other way in the same
-manner.
+A process finds what its part does to any state, S -> S P + Q. One exchange brings all to every process, which joins
+those before its part to the state at its start. Gradients pass backwards in the same manner.
 """
 
 from __future__ import annotations
@@ -121,13 +120,9 @@ def summary(op: str, *inputs: Any, **options: Any) -> Tensor:
 
     Parameters
     ----------
-    op : {"wkv5", "wkv6", "wkv7", "gla", "linear_attention"}
-        The recurrence.
-    *inputs : torch.Tensor
-        Its inputs, in the order and with the shapes, dtypes and meanings of `rwkv_jit`'s function of this name. None of
-        them gets a gradient.
-    **options
-        By name, as that function takes them. Summaries are [V, K] whatever `state_layout` is.
+    op, *inputs, **options
+        "wkv5", "wkv6", "wkv7", "gla" or "linear_attention", and what `rwkv_jit`'s function of this name takes, without
+        gradients. Summaries are [V, K] whatever `state_layout` is.
 
     Returns
     -------
@@ -193,10 +188,8 @@ def wkv7(
 
     Raises
     ------
-    TypeError, ValueError, RuntimeError
-        An argument does not fit; the message has its name, what was expected and what came. Nothing has been sent.
-    RwkvJitError
-        As `rwkv_jit.wkv7`.
+    TypeError, ValueError, RuntimeError, RwkvJitError
+        As `rwkv_jit.wkv7`, and where an argument does not fit the shard. Nothing has been sent.
 
     Notes
     -----
@@ -231,35 +224,24 @@ def wkv6(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     r"""RWKV-6 time mixing over sequences that many processes share, with gradients.
 
-        y_t = scale (S_{t-1} + v_t (u k_t)^T) r_t;   S_t = S_{t-1} diag(d(w_t)) + v_t k_t^T
-
-    per head, with S [V, K]. The letters are those of `rwkv_jit.parallel.wkv7`, which also says what is exchanged.
+        y_t = scale (S_{t-1} + v_t (u k_t)^T) r_t;   S_t = S_{t-1} diag(d(w_t)) + v_t k_t^T        per head, S [V, K]
 
     Parameters
     ----------
-    r, k, v, w : torch.Tensor, shape (B, T, H, K), and (B, T, H, V) of v
-        This part of the inputs of `rwkv_jit.wkv6`, with the same dtypes, strides and meanings.
-    u : torch.Tensor, shape (H, K)
-        Bonus, the same in every process. Its gradient is that of this part: the sum over the processes is the whole.
-    shard, initial_state, output_final_state
-        As in `rwkv_jit.parallel.wkv7`.
-    **options
-        By name, as `rwkv_jit.wkv6` takes them.
+    r, k, v, w, u : torch.Tensor, shape (B, T, H, K), and (B, T, H, V) of v, (H, K) of u
+        This part of the inputs of `rwkv_jit.wkv6`. u is the same in every process; its gradient is that of this part:
+        the sum over the processes is the whole.
+    shard, initial_state, output_final_state, **options
+        As `rwkv_jit.parallel.wkv7` takes them, which says what is exchanged, and `rwkv_jit.wkv6`.
 
     Returns
     -------
-    y : torch.Tensor, shape (B, T, H, V), dtype of v
-    final_state : torch.Tensor, shape (N, H, V, K), or None
-        As in `rwkv_jit.parallel.wkv7`.
+    y, final_state : as `rwkv_jit.parallel.wkv7` returns them
 
     Raises
     ------
     TypeError, ValueError, RuntimeError, RwkvJitError
-        As `rwkv_jit.parallel.wkv7`.
-
-    References
-    ----------
-    Peng et al., Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence, arXiv:2404.05892.
+        As there.
 
     Examples
     --------
@@ -274,36 +256,24 @@ def wkv5(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     r"""RWKV-5 time mixing over sequences that many processes share, with gradients.
 
-        y_t = scale (S_{t-1} + v_t (u k_t)^T) r_t;   S_t = S_{t-1} diag(d(w)) + v_t k_t^T
-
-    per head, with S [V, K]. The letters are those of `rwkv_jit.parallel.wkv7`, which also says what is exchanged.
+        y_t = scale (S_{t-1} + v_t (u k_t)^T) r_t;   S_t = S_{t-1} diag(d(w)) + v_t k_t^T        per head, S [V, K]
 
     Parameters
     ----------
-    r, k, v : torch.Tensor, shape (B, T, H, K), and (B, T, H, V) of v
-        This part of the inputs of `rwkv_jit.wkv5`, with the same dtypes, strides and meanings.
-    w, u : torch.Tensor, shape (H, K)
-        Decay and bonus, the same in every process. Their gradients are those of this part: the sum over the processes
-        is the whole.
-    shard, initial_state, output_final_state
-        As in `rwkv_jit.parallel.wkv7`.
-    **options
-        By name, as `rwkv_jit.wkv5` takes them.
+    r, k, v, w, u : torch.Tensor, shape (B, T, H, K), and (B, T, H, V) of v, (H, K) of w and u
+        This part of the inputs of `rwkv_jit.wkv5`. w and u are the same in every process; their gradients are those of
+        this part, as that of u in `rwkv_jit.parallel.wkv6`.
+    shard, initial_state, output_final_state, **options
+        As `rwkv_jit.parallel.wkv7` takes them, which says what is exchanged, and `rwkv_jit.wkv5`.
 
     Returns
     -------
-    y : torch.Tensor, shape (B, T, H, V), dtype of v
-    final_state : torch.Tensor, shape (N, H, V, K), or None
-        As in `rwkv_jit.parallel.wkv7`.
+    y, final_state : as `rwkv_jit.parallel.wkv7` returns them
 
     Raises
     ------
     TypeError, ValueError, RuntimeError, RwkvJitError
-        As `rwkv_jit.parallel.wkv7`.
-
-    References
-    ----------
-    Peng et al., Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence, arXiv:2404.05892.
+        As there.
 
     Examples
     --------
@@ -318,33 +288,24 @@ def gla(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     r"""Gated linear attention over sequences that many processes share, with gradients.
 
-        S_t = S_{t-1} diag(d(g_t)) + v_t k_t^T;   y_t = scale S_t q_t
-
-    per head, with S [V, K]. The letters are those of `rwkv_jit.parallel.wkv7`, which also says what is exchanged.
+        S_t = S_{t-1} diag(d(g_t)) + v_t k_t^T;   y_t = scale S_t q_t        per head, S [V, K]
 
     Parameters
     ----------
     q, k, v, g : torch.Tensor, shape (B, T, H, K), and (B, T, H, V) of v
-        This part of the inputs of `rwkv_jit.gla`, with the same dtypes, strides and meanings.
-    shard, initial_state, output_final_state
-        As in `rwkv_jit.parallel.wkv7`; states are [K, V] by default.
-    **options
-        By name, as `rwkv_jit.gla` takes them.
+        This part of the inputs of `rwkv_jit.gla`.
+    shard, initial_state, output_final_state, **options
+        As `rwkv_jit.parallel.wkv7` takes them, which says what is exchanged, and `rwkv_jit.gla`; states are [K, V] by
+        default.
 
     Returns
     -------
-    y : torch.Tensor, shape (B, T, H, V), dtype of v
-    final_state : torch.Tensor, shape (N, H, K, V), or None
-        As in `rwkv_jit.parallel.wkv7`.
+    y, final_state : as `rwkv_jit.parallel.wkv7` returns them
 
     Raises
     ------
     TypeError, ValueError, RuntimeError, RwkvJitError
-        As `rwkv_jit.parallel.wkv7`.
-
-    References
-    ----------
-    Yang et al., Gated Linear Attention Transformers with Hardware-Efficient Training, arXiv:2312.06635.
+        As there.
 
     Examples
     --------
@@ -359,34 +320,23 @@ def linear_attention(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     r"""Linear attention over sequences that many processes share, with gradients.
 
-        S_t = S_{t-1} + v_t k_t^T;   y_t = scale S_t q_t
-
-    per head, with S [V, K]. The letters are those of `rwkv_jit.parallel.wkv7`, which also says what is exchanged.
+        S_t = S_{t-1} + v_t k_t^T;   y_t = scale S_t q_t        per head, S [V, K]
 
     Parameters
     ----------
     q, k, v : torch.Tensor, shape (B, T, H, K), and (B, T, H, V) of v
-        This part of the inputs of `rwkv_jit.linear_attention`, with the same dtypes, strides and meanings.
-    shard, initial_state, output_final_state
-        As in `rwkv_jit.parallel.wkv7`; states are [K, V] by default.
-    **options
-        By name, as `rwkv_jit.linear_attention` takes them. There is no `normalize`.
+        This part of the inputs of `rwkv_jit.linear_attention`.
+    shard, initial_state, output_final_state, **options
+        As `rwkv_jit.parallel.gla` takes them, and `rwkv_jit.linear_attention`, without `normalize`.
 
     Returns
     -------
-    y : torch.Tensor, shape (B, T, H, V), dtype of v
-    final_state : torch.Tensor, shape (N, H, K, V), or None
-        As in `rwkv_jit.parallel.wkv7`.
+    y, final_state : as `rwkv_jit.parallel.wkv7` returns them
 
     Raises
     ------
     TypeError, ValueError, RuntimeError, RwkvJitError
-        As `rwkv_jit.parallel.wkv7`.
-
-    References
-    ----------
-    Katharopoulos et al., Transformers are RNNs: Fast Autoregressive Transformers with Linear Attention,
-    arXiv:2006.16236.
+        As there.
 
     Examples
     --------

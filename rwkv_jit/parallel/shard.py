@@ -45,17 +45,15 @@ class Shard:
         The index of this process among them, and their number.
     bounds : tuple of int or None
         Where the sequences of this part begin in it, and where the last one ends; None where no sequences are packed.
-    is_continued : bool
-        Whether the first sequence of this part began in an earlier one.
-    is_to_be_continued : bool
-        Whether the last sequence of this part continues in a later one.
+    is_continued, is_to_be_continued : bool
+        Whether the first sequence of this part began in an earlier one, and whether the last one continues in a later
+        one.
 
     Raises
     ------
-    TypeError, ValueError
-        An argument does not fit; the message has its name, what was expected and what came.
-    RuntimeError
-        There is no process group.
+    TypeError, ValueError, RuntimeError
+        An argument does not fit; the message has its name, what was expected and what came. Or there is no process
+        group.
 
     Notes
     -----
@@ -135,13 +133,7 @@ class Shard:
         return known
 
     def check(self, name: str, x: Tensor) -> None:
-        """Check the batch and the tokens of an input.
-
-        Raises
-        ------
-        ValueError
-            They are not those of the part.
-        """
+        """Raise ValueError if the batch and the tokens of an input are not those of the part."""
         if self.bounds is not None and tuple(x.shape[:2]) != (1, self.bounds[-1]):
             raise ValueError(
                 f"{name}: expected a batch of 1 and the {self.bounds[-1]} tokens of rank {self.rank}'s part, "
@@ -149,13 +141,7 @@ class Shard:
             )
 
     def agree(self, call: str, device: torch.device) -> None:
-        """Check that all processes make the same call.
-
-        Raises
-        ------
-        ValueError
-            Another one makes another call. All of them raise it, before anything else is sent.
-        """
+        """Raise ValueError, in all processes before anything else is sent, if they do not make the same call."""
         known = _known.setdefault(self.group, set())
         if self.size == 1 or (call, self._layout) in known:
             return
@@ -179,7 +165,7 @@ class Shard:
 
 
 class Gathered:
-    """Tensors of all processes, which may still be on their way."""
+    """Tensors of all processes, which may still be underway."""
 
     def __init__(self, own: Tensor, shard: Shard):
         own = own.contiguous()
@@ -199,7 +185,7 @@ class Gathered:
 
 
 def of(given: Any) -> Shard:
-    """Return the shard that was given, or that of a process group or mesh."""
+    """Return the shard itself, or that of a process group or mesh."""
     return given if isinstance(given, Shard) else Shard(given)
 
 

@@ -26,8 +26,8 @@ def of_texts(
 ) -> tuple[Tensor, Tensor]:
     """Return y and the states behind all sequences of a part with the end of one and the beginning of another.
 
-    What begins here runs first, for its state is awaited. The rest of a sequence that began elsewhere runs when all
-    processes have got so far. `wants` says of which inputs, and last whether of the states, gradients are wanted.
+    What begins here runs first, as others wait for its state, and the rest when its state is there. `wants` says of
+    which inputs, and last whether of the states, there are gradients.
     """
     made: tuple[Tensor, Tensor] = _Texts.apply(call, shard, wants, initial, *inputs)  # type: ignore[no-untyped-call]
     return made

@@ -25,10 +25,8 @@ def token_shift(x: Array, mixes: Array, amounts: Array | None = None, *, shard: 
 
     Parameters
     ----------
-    x : torch.Tensor, shape (B, T, C), float16, bfloat16 or float32
-        This part of what is mixed.
-    mixes, amounts
-        As in `rwkv_jit.token_shift`; of the amounts this part too.
+    x, mixes, amounts : x a torch.Tensor, shape (B, T, C)
+        As `rwkv_jit.token_shift` takes them; of x and amounts this part.
     shard : Shard, ProcessGroup or DeviceMesh
         Which part it is.
 
@@ -43,7 +41,7 @@ def token_shift(x: Array, mixes: Array, amounts: Array | None = None, *, shard: 
 
     Notes
     -----
-    One message of B C numbers goes each way. All processes of the group call it, forwards and backwards.
+    One message of B C numbers goes in each direction. All processes of the group call it, forwards and backwards.
 
     Examples
     --------
@@ -67,10 +65,7 @@ def with_last(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def token_before(last: Tensor, shard: Shard, first: Tensor | None = None) -> Tensor:
-    """Return the token before each sequence of this part, from the last token of every part.
-
-    Where a sequence begins it is that of `first`, [B, C] or [N, C], or zeros.
-    """
+    """Return the token before each sequence of this part; where one begins that of `first`, [B or N, C], or zeros."""
     before: Tensor = _TokenBefore.apply(last, shard)  # type: ignore[no-untyped-call]
     if first is None:
         first = before.new_zeros(before.shape[0] if shard.bounds is None else shard.texts, before.shape[1])

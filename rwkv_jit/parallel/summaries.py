@@ -1,7 +1,4 @@
-"""What a part of a sequence does to any state, S -> S P + Q, as one tensor: the rows of Q, and those of P behind them.
-
-Products are made in float64, as ranks of a long sequence follow one another with rounding at each.
-"""
+"""What a part does to any state, S -> S P + Q, as rows of Q and of P in one tensor; products are float64."""
 
 from __future__ import annotations
 
@@ -22,10 +19,8 @@ def neutral(
         The sizes before the last two, such as the sequences and the heads.
     head_size, value_size : int
         K and V.
-    dtype : torch.dtype, default torch.float32
+    dtype, device : default torch.float32 and "cpu"
         Of the summary.
-    device : torch.device or str, default "cpu"
-        Where it is.
 
     Returns
     -------
@@ -45,10 +40,8 @@ def compose(first: Tensor, *others: Tensor) -> Tensor:
 
     Parameters
     ----------
-    first : torch.Tensor, shape (..., V + K, K)
-        The summary of the first part.
-    *others : torch.Tensor, shape (..., V + K, K)
-        Those of the parts behind it, in their order.
+    first, *others : torch.Tensor, shape (..., V + K, K)
+        The summaries of the parts, in their order.
 
     Returns
     -------
@@ -79,10 +72,8 @@ def merge(state: Tensor, summary: Tensor) -> Tensor:
 
     Parameters
     ----------
-    state : torch.Tensor, shape (..., V, K)
-        S before the part.
-    summary : torch.Tensor, shape (..., V + K, K)
-        Of the part.
+    state, summary : torch.Tensor, shapes (..., V, K) and (..., V + K, K)
+        S before the part, and what the part does to it.
 
     Returns
     -------
@@ -105,7 +96,6 @@ def merge(state: Tensor, summary: Tensor) -> Tensor:
 
 
 def _values(name: str, summary: Tensor) -> int:
-    """Return V of a summary."""
     values = summary.shape[-2] - summary.shape[-1] if summary.dim() > 1 else 0
     if values < 1:
         raise ValueError(f"{name}: expected shape [..., V + K, K], got {list(summary.shape)}")

@@ -21,19 +21,18 @@ def kda_ref(
     dt_bias: Tensor | None = None, lower_bound: float | None = None, qk_norm: bool = False,
     beta_map: BetaMap = "identity", scale: float | None = None, state_layout: StateLayout = "kv",
 ) -> Result:  # fmt: skip
-    """Kimi Delta Attention in plain torch; see `rwkv_jit.kda` for the recurrence and the arguments.
+    """Kimi Delta Attention: `rwkv_jit.kda` in plain torch, in float64 where the inputs are.
 
     Parameters
     ----------
-    q, k, v, g, beta, initial_state, output_final_state, cu_seqlens, A_log, dt_bias, lower_bound, qk_norm, beta_map
-        As in the op, float64 too: arithmetic is float64 then, and float32 otherwise.
-    scale, state_layout
-        As in the op.
+    q, k, v, g, beta, initial_state, output_final_state, cu_seqlens
+        As the op takes them.
+    A_log, dt_bias, lower_bound, qk_norm, beta_map, scale, state_layout
+        As the op takes them.
 
     Returns
     -------
-    y : torch.Tensor, shape (B, T, H, V), dtype of v
-    final_state : torch.Tensor or None, shape (N, H, K, V) or (N, H, V, K)
+    y, final_state : as the op returns them
     """
     dtype, heads = torch.promote_types(v.dtype, torch.float32), v.shape[-2]
     decays = _log_decays(g.to(dtype), A_log, dt_bias, lower_bound)
@@ -55,19 +54,18 @@ def gated_delta_rule_ref(
     dt_bias: Tensor | None = None, qk_norm: bool = False, beta_map: BetaMap = "identity", scale: float | None = None,
     state_layout: StateLayout = "kv",
 ) -> Result:  # fmt: skip
-    """The gated delta rule in plain torch; see `rwkv_jit.gated_delta_rule` for the recurrence and the arguments.
+    """The gated delta rule: `rwkv_jit.gated_delta_rule` in plain torch, in float64 where the inputs are.
 
     Parameters
     ----------
-    q, k, v, g, beta, initial_state, output_final_state, cu_seqlens, A_log, dt_bias, qk_norm, beta_map
-        As in the op, float64 too: arithmetic is float64 then, and float32 otherwise.
-    scale, state_layout
-        As in the op.
+    q, k, v, g, beta, initial_state, output_final_state, cu_seqlens
+        As the op takes them.
+    A_log, dt_bias, qk_norm, beta_map, scale, state_layout
+        As the op takes them.
 
     Returns
     -------
-    y : torch.Tensor, shape (B, T, H, V), dtype of v
-    final_state : torch.Tensor or None, shape (N, H, K, V) or (N, H, V, K)
+    y, final_state : as the op returns them
     """
     g = g.unsqueeze(-1)
     dt_bias = None if dt_bias is None else dt_bias.unsqueeze(-1)
@@ -82,17 +80,16 @@ def delta_rule_ref(
     output_final_state: bool = False, cu_seqlens: Tensor | None = None, qk_norm: bool = False,
     beta_map: BetaMap = "identity", scale: float | None = None, state_layout: StateLayout = "kv",
 ) -> Result:  # fmt: skip
-    """The delta rule in plain torch; see `rwkv_jit.delta_rule` for the recurrence and the arguments.
+    """The delta rule: `rwkv_jit.delta_rule` in plain torch, in float64 where the inputs are.
 
     Parameters
     ----------
     q, k, v, beta, initial_state, output_final_state, cu_seqlens, qk_norm, beta_map, scale, state_layout
-        As in the op, float64 too: arithmetic is float64 then, and float32 otherwise.
+        As the op takes them.
 
     Returns
     -------
-    y : torch.Tensor, shape (B, T, H, V), dtype of v
-    final_state : torch.Tensor or None, shape (N, H, K, V) or (N, H, V, K)
+    y, final_state : as the op returns them
     """
     return gated_delta_rule_ref(
         q, k, v, torch.zeros_like(beta), beta, initial_state, output_final_state, cu_seqlens, qk_norm=qk_norm,
@@ -106,19 +103,18 @@ def gated_delta_rule2_ref(
     A_log: Tensor | None = None, dt_bias: Tensor | None = None, lower_bound: float | None = None,
     qk_norm: bool = False, scale: float | None = None, state_layout: StateLayout = "kv",
 ) -> Result:  # fmt: skip
-    """The gated delta rule by channels in plain torch; see `rwkv_jit.gated_delta_rule2` for the arguments.
+    """The gated delta rule by channels: `rwkv_jit.gated_delta_rule2` in plain torch, in float64 where the inputs are.
 
     Parameters
     ----------
-    q, k, v, g, beta, write_gate, initial_state, output_final_state, cu_seqlens, A_log, dt_bias, lower_bound, qk_norm
-        As in the op, float64 too: arithmetic is float64 then, and float32 otherwise.
-    scale, state_layout
-        As in the op.
+    q, k, v, g, beta, write_gate, initial_state, output_final_state, cu_seqlens
+        As the op takes them.
+    A_log, dt_bias, lower_bound, qk_norm, scale, state_layout
+        As the op takes them.
 
     Returns
     -------
-    y : torch.Tensor, shape (B, T, H, V), dtype of v
-    final_state : torch.Tensor or None, shape (N, H, K, V) or (N, H, V, K)
+    y, final_state : as the op returns them
     """
     dtype, heads = torch.promote_types(v.dtype, torch.float32), v.shape[-2]
     decays = _log_decays(g.to(dtype), A_log, dt_bias, lower_bound)
@@ -141,17 +137,16 @@ def simple_gla_ref(
     output_final_state: bool = False, cu_seqlens: Tensor | None = None, scale: float | None = None,
     state_layout: StateLayout = "kv",
 ) -> Result:  # fmt: skip
-    """Scalar-gated linear attention in plain torch; see `rwkv_jit.simple_gla` for the recurrence and the arguments.
+    """Scalar-gated linear attention: `rwkv_jit.simple_gla` in plain torch, in float64 where the inputs are.
 
     Parameters
     ----------
     q, k, v, g, initial_state, output_final_state, cu_seqlens, scale, state_layout
-        As in the op, float64 too: arithmetic is float64 then, and float32 otherwise.
+        As the op takes them.
 
     Returns
     -------
-    y : torch.Tensor, shape (B, T, H, V), dtype of v
-    final_state : torch.Tensor or None, shape (N, H, K, V) or (N, H, V, K)
+    y, final_state : as the op returns them
     """
     dtype, heads = torch.promote_types(v.dtype, torch.float32), v.shape[-2]
     q, k = (_of_value_heads(x.to(dtype), heads) for x in (q, k))
@@ -163,17 +158,16 @@ def hgrn2_ref(
     q: Tensor, g: Tensor, v: Tensor, initial_state: Tensor | None = None, output_final_state: bool = False,
     cu_seqlens: Tensor | None = None, scale: float = 1.0, state_layout: StateLayout = "kv",
 ) -> Result:  # fmt: skip
-    """HGRN2 in plain torch; see `rwkv_jit.hgrn2` for the recurrence and the arguments.
+    """HGRN2: `rwkv_jit.hgrn2` in plain torch, in float64 where the inputs are.
 
     Parameters
     ----------
     q, g, v, initial_state, output_final_state, cu_seqlens, scale, state_layout
-        As in the op, float64 too: arithmetic is float64 then, and float32 otherwise.
+        As the op takes them.
 
     Returns
     -------
-    y : torch.Tensor, shape (B, T, H, V), dtype of v
-    final_state : torch.Tensor or None, shape (N, H, K, V) or (N, H, V, K)
+    y, final_state : as the op returns them
     """
     decays = g.to(torch.promote_types(v.dtype, torch.float32))
     streams = q, 1 - decays.exp(), v, decays
@@ -186,19 +180,18 @@ def ssd_ref(
     z: Tensor | None = None, dt_bias: Tensor | None = None, dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, math.inf), scale: float = 1.0, state_layout: StateLayout = "vk",
 ) -> Result:  # fmt: skip
-    """The state space of Mamba-2 in plain torch; see `rwkv_jit.ssd` for the recurrence and the arguments.
+    """The state space of Mamba-2: `rwkv_jit.ssd` in plain torch, in float64 where the inputs are.
 
     Parameters
     ----------
-    x, dt, A, B, C, initial_state, output_final_state, cu_seqlens, D, z, dt_bias, dt_softplus, dt_limit
-        As in the op, float64 too: arithmetic is float64 then, and float32 otherwise.
-    scale, state_layout
-        As in the op.
+    x, dt, A, B, C, initial_state, output_final_state, cu_seqlens
+        As the op takes them.
+    D, z, dt_bias, dt_softplus, dt_limit, scale, state_layout
+        As the op takes them.
 
     Returns
     -------
-    y : torch.Tensor, shape (B, T, H, V), dtype of x
-    final_state : torch.Tensor or None, shape (N, H, V, K) or (N, H, K, V)
+    y, final_state : as the op returns them
     """
     dtype, heads = torch.promote_types(x.dtype, torch.float32), x.shape[-2]
     step = dt.to(dtype) if dt_bias is None else dt.to(dtype) + dt_bias

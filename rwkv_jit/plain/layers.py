@@ -1,7 +1,4 @@
-"""The small work of a layer in plain torch: what CPU tensors run.
-
-Arithmetic is float32, or float64 where the inputs are.
-"""
+"""The small work of a layer in plain torch, which CPU tensors run, in float32 or in float64 where the inputs are."""
 
 from __future__ import annotations
 
@@ -55,7 +52,7 @@ def shift_mix(inputs: Sequence[Any], written: Sequence[Tensor], null_index: int,
 
 
 def prepare_keys(inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> list[Tensor]:
-    """Return k, v where there is a first one, a and b, and the bonus where there is r; or what is asked for by name."""
+    """Return k, v where there is a first one, a and b, and the bonus where there is r; or some of these by name."""
     k, v, rate, v_first, v_gate, k_k, k_a, a0, v0, r, r_k = inputs
     rate_map, *asked = kinds
     shape, heads = k.shape, k.shape[-2:]
@@ -112,7 +109,7 @@ def _bonus(r: Tensor, k: Tensor, v: Tensor, r_k: Tensor) -> Tensor:
 
 
 def gated_norm(inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> list[Tensor]:
-    """Return the norm of the heads behind its gate; or what is asked for by name."""
+    """Return the norm of the heads behind its gate; or some of these by name."""
     wide: list[Any] = [None if x is None else _wide(x) for x in inputs]
     y, g, weight, bias, r, k, v, r_k, bonus = wide
     gate, norm, *asked = kinds
@@ -188,10 +185,7 @@ def _tokens_before(x: Tensor, first: Tensor | None, cu_seqlens: Tensor | None) -
 
 
 def last_tokens(x: Tensor, first: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    """Return the last token of every sequence of x [B, T, C]; of one without tokens, what came before it, or zeros.
-
-    It is a copy, as a view would keep all of x in memory for as long as there is the state.
-    """
+    """Return a copy of each sequence's last token of x [B, T, C]; without tokens, what came before, or zeros."""
     if cu_seqlens is None:
         if x.shape[1]:
             return x[:, -1].clone()
@@ -241,10 +235,7 @@ def _convolved(own: Tensor, seen: Tensor, weight: Tensor, bias: Tensor | None) -
 
 
 def last_windows(x: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, count: int) -> Tensor:
-    """Return the last `count` tokens of each sequence as [N, C, count], in memory of their own.
-
-    Of a sequence that has fewer, tokens before it stand first.
-    """
+    """Return each sequence's last `count` tokens, those before it too, as a new [N, C, count]."""
     tokens = x.shape[1]
     if cu_seqlens is None:
         if tokens >= count:

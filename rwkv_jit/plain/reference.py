@@ -1,7 +1,6 @@
-"""The recurrences in plain torch: one token after another, differentiable, in float64 when the inputs are.
+"""The recurrences in plain torch, token after token, differentiable: what kernels and blocks are tested against.
 
-What the kernels and the computation by blocks, `ops.plain`, are tested against. Tokens are taken by `unbind`: the
-backward of a slice fills a tensor as large as the whole input, for every token.
+Tokens are taken by `unbind`: the backward of a slice fills a tensor as large as the whole input, for every token.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def decay_factor(w: Tensor, decay: str) -> Tensor:
 
 
 def gated_log_decays(x: Tensor, a_log: Tensor, lower_bound: float | None) -> Tensor:
-    """Return log-decays, made in float64: else a gradient times e^a_log may be infinite before it meets a slope."""
+    """Return log-decays, computed in float64: else a gradient times e^a_log may be infinite before it meets a slope."""
     wide, speed = x.double(), a_log.double().clamp(max=STRONGEST_RAW).exp().unsqueeze(-1)
     made = -speed * F.softplus(wide) if lower_bound is None else lower_bound * torch.sigmoid(speed * wide)
     return made.to(x.dtype)
@@ -108,23 +107,18 @@ def wkv7_ref(
     decay_bound: float | None = None,
     state_layout: StateLayout = "vk",
 ) -> tuple[Tensor, Tensor | None]:
-    """RWKV-7 time mixing in plain torch; see `rwkv_jit.wkv7` for the arguments.
+    """RWKV-7 time mixing in plain torch, in float64 where the inputs are: `rwkv_jit.wkv7` says the arguments.
 
         sa = S a;  S = S diag(d(w)) + sa b^T + v k^T;  y = scale S r        per head, S [V, K]
 
     Parameters
     ----------
-    r, w, k, a, b : torch.Tensor, shape (B, T, H, K)
-        As in the op, float64 too: arithmetic is float64 then, and float32 otherwise.
-    v : torch.Tensor, shape (B, T, H, V)
-        Value.
-    initial_state, output_final_state, cu_seqlens, scale, decay, decay_bound, state_layout
-        As in the op; `decay_bound` changes nothing here.
+    r, w, k, v, a, b, initial_state, output_final_state, cu_seqlens, scale, decay, decay_bound, state_layout
+        As the op takes them; `decay_bound` changes nothing here.
 
     Returns
     -------
-    y : torch.Tensor, shape (B, T, H, V), dtype of v
-    final_state : torch.Tensor or None, shape (N, H, V, K) or (N, H, K, V)
+    y, final_state : as the op returns them
     """
     dtype = torch.promote_types(r.dtype, torch.float32)
     d = decay_factor(w.to(dtype), decay)
@@ -150,7 +144,7 @@ def _gated(
     scale: float,
     layout: str,
 ) -> tuple[Tensor, Tensor]:
-    """Run gated linear attention; with a bonus u, y sees the state before the update, without the one after it.
+    """Run gated linear attention; with a bonus u, y sees the state before the update, else the one after it.
 
     `d` are the factors of the state, [B, T, H, K], or [H, K] for every token; None where nothing decays.
     """
@@ -184,25 +178,18 @@ def wkv6_ref(
     decay_bound: float | None = None,
     state_layout: StateLayout = "vk",
 ) -> tuple[Tensor, Tensor | None]:
-    """RWKV-6 time mixing in plain torch; see `rwkv_jit.wkv6` for the arguments.
+    """RWKV-6 time mixing in plain torch, in float64 where the inputs are: `rwkv_jit.wkv6` says the arguments.
 
         y = scale (S r + (sum_j u_j r_j k_j) v);  S = S diag(d(w)) + v k^T        per head, S [V, K]
 
     Parameters
     ----------
-    r, k, w : torch.Tensor, shape (B, T, H, K)
-        As in the op, float64 too: arithmetic is float64 then, and float32 otherwise.
-    v : torch.Tensor, shape (B, T, H, V)
-        Value.
-    u : torch.Tensor, shape (H, K)
-        Bonus of the current token.
-    initial_state, output_final_state, cu_seqlens, scale, decay, decay_bound, state_layout
-        As in the op; `decay_bound` changes nothing here.
+    r, k, v, w, u, initial_state, output_final_state, cu_seqlens, scale, decay, decay_bound, state_layout
+        As the op takes them; `decay_bound` changes nothing here.
 
     Returns
     -------
-    y : torch.Tensor, shape (B, T, H, V), dtype of v
-    final_state : torch.Tensor or None, shape (N, H, V, K) or (N, H, K, V)
+    y, final_state : as the op returns them
     """
     dtype = torch.promote_types(r.dtype, torch.float32)
     d = decay_factor(w.to(dtype), decay)
@@ -224,25 +211,18 @@ def wkv5_ref(
     decay_bound: float | None = None,
     state_layout: StateLayout = "vk",
 ) -> tuple[Tensor, Tensor | None]:
-    """RWKV-5 time mixing in plain torch; see `rwkv_jit.wkv5` for the arguments.
+    """RWKV-5 time mixing in plain torch, in float64 where the inputs are: `rwkv_jit.wkv5` says the arguments.
 
         y = scale (S r + (sum_j u_j r_j k_j) v);  S = S diag(d(w)) + v k^T        per head, S [V, K]
 
     Parameters
     ----------
-    r, k : torch.Tensor, shape (B, T, H, K)
-        As in the op, float64 too: arithmetic is float64 then, and float32 otherwise.
-    v : torch.Tensor, shape (B, T, H, V)
-        Value.
-    w, u : torch.Tensor, shape (H, K)
-        Decay, the same for every token, and bonus of the current token.
-    initial_state, output_final_state, cu_seqlens, scale, decay, decay_bound, state_layout
-        As in the op; `decay_bound` changes nothing here.
+    r, k, v, w, u, initial_state, output_final_state, cu_seqlens, scale, decay, decay_bound, state_layout
+        As the op takes them; `decay_bound` changes nothing here.
 
     Returns
     -------
-    y : torch.Tensor, shape (B, T, H, V), dtype of v
-    final_state : torch.Tensor or None, shape (N, H, V, K) or (N, H, K, V)
+    y, final_state : as the op returns them
     """
     return wkv6_ref(
         r, k, v, w, u, initial_state, output_final_state, cu_seqlens, scale, decay, decay_bound, state_layout
@@ -262,23 +242,18 @@ def gla_ref(
     decay_bound: float | None = None,
     state_layout: StateLayout = "kv",
 ) -> tuple[Tensor, Tensor | None]:
-    """Gated linear attention in plain torch; see `rwkv_jit.gla` for the arguments.
+    """Gated linear attention in plain torch, in float64 where the inputs are: `rwkv_jit.gla` says the arguments.
 
         S = S diag(d(g)) + v k^T;  y = scale S q        per head, S [V, K]
 
     Parameters
     ----------
-    q, k, g : torch.Tensor, shape (B, T, H, K)
-        As in the op, float64 too: arithmetic is float64 then, and float32 otherwise.
-    v : torch.Tensor, shape (B, T, H, V)
-        Value.
-    initial_state, output_final_state, cu_seqlens, scale, decay, decay_bound, state_layout
-        As in the op; `decay_bound` changes nothing here.
+    q, k, v, g, initial_state, output_final_state, cu_seqlens, scale, decay, decay_bound, state_layout
+        As the op takes them; `decay_bound` changes nothing here.
 
     Returns
     -------
-    y : torch.Tensor, shape (B, T, H, V), dtype of v
-    final_state : torch.Tensor or None, shape (N, H, K, V) or (N, H, V, K)
+    y, final_state : as the op returns them
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     d = decay_factor(g.to(torch.promote_types(q.dtype, torch.float32)), decay)
@@ -297,25 +272,18 @@ def linear_attention_ref(
     state_layout: StateLayout = "kv",
     normalize: bool = False,
 ) -> tuple[Tensor, Any]:
-    """Linear attention in plain torch; see `rwkv_jit.linear_attention` for the arguments.
+    """Linear attention in plain torch, in float64 where the inputs are: `rwkv_jit.linear_attention` says the arguments.
 
-        S = S + v k^T;  z = z + k;  y = scale S q,  normalized y = scale S q / (scale z . q + 1e-10)
-
-    per head, S [V, K]. Arithmetic is float64 for float64 inputs and float32 otherwise.
+        S = S + v k^T;  z = z + k;  y = scale S q,  normalized y = scale S q / (scale z . q + 1e-10)        S [V, K]
 
     Parameters
     ----------
-    q, k : torch.Tensor, shape (B, T, H, K)
-        As in the op, float64 too.
-    v : torch.Tensor, shape (B, T, H, V)
-        Value.
-    initial_state, output_final_state, cu_seqlens, scale, state_layout, normalize
-        As in the op.
+    q, k, v, initial_state, output_final_state, cu_seqlens, scale, state_layout, normalize
+        As the op takes them.
 
     Returns
     -------
-    y : torch.Tensor, shape (B, T, H, V), dtype of v
-    final_state : torch.Tensor or None, shape (N, H, K, V) or (N, H, V, K); normalized a pair, with z (N, H, K)
+    y, final_state : as the op returns them
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if not normalize:
@@ -340,25 +308,18 @@ def wkv4_ref(
     output_final_state: bool = False,
     decay: Wkv4Decay = "raw",
 ) -> tuple[Tensor, Tensor | None]:
-    """RWKV-4 time mixing in plain torch; see `rwkv_jit.wkv4` for the arguments.
+    """RWKV-4 time mixing in plain torch, in float64 where the inputs are: `rwkv_jit.wkv4` says the arguments.
 
         y = (e^max num + e^(u + k) v) / (e^max den + e^(u + k));  the sums decay by e^w and gain e^k v, e^k
 
-    Arithmetic is float64 for float64 inputs and float32 otherwise. Of two exponents the larger one is taken out.
-
     Parameters
     ----------
-    w, u : torch.Tensor, shape (C,)
-        Decay and bonus.
-    k, v : torch.Tensor, shape (B, T, C)
-        As in the op, float64 too.
-    initial_state, output_final_state, decay
-        As in the op.
+    w, u, k, v, initial_state, output_final_state, decay
+        As the op takes them.
 
     Returns
     -------
-    y : torch.Tensor, shape (B, T, C), dtype of v
-    final_state : torch.Tensor or None, shape (B, 3, C)
+    y, final_state : as the op returns them
     """
     if decay not in ("raw", "log"):
         raise ValueError(f"decay: expected raw or log, got {decay!r}")
@@ -407,26 +368,22 @@ def _from_before(before: Tensor, weights: Tensor, count: int) -> Tensor:
 
 
 def timex_ref(w: Tensor, k: Tensor, eps: float = 0.0) -> Tensor:
-    """TimeX in plain torch; see `rwkv_jit.timex` for the arguments.
+    """TimeX in plain torch, in float64 where the inputs are: `rwkv_jit.timex` says the arguments.
 
         out[b, c, t] = eps + sum_{s <= t} w[c, T-1-(t-s)] k[b, c, s]
 
-    Arithmetic is float64 for float64 inputs and float32 otherwise. Tokens get what tokens before them give as products
-    with Toeplitz matrices: within a block, which is split in two again and again, and from all blocks before. No
-    product holds a later token, so that one that is not finite spoils nothing before it.
+    Tokens get what tokens before them give as products with Toeplitz matrices: within a block, which is split in two
+    again and again, and from all blocks before. No product holds a later token: one that is not finite spoils nothing
+    before it.
 
     Parameters
     ----------
-    w : torch.Tensor, shape (C, T)
-        As in the op, float64 too.
-    k : torch.Tensor, shape (B, C, T)
-        Input.
-    eps : float, default 0.0
-        Added to every output.
+    w, k, eps
+        As the op takes them.
 
     Returns
     -------
-    out : torch.Tensor, shape (B, C, T), dtype of k
+    out : as the op returns it
     """
     batch, channels, tokens = k.shape
     wide = torch.promote_types(torch.promote_types(w.dtype, k.dtype), torch.float32)

@@ -1,4 +1,4 @@
-"""Rounding at random, as the kernels do it bit for bit: what plain torch takes, and what the kernels are held against.
+"""Rounding at random, bit for bit as the kernels do it.
 
 Source of the generator: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011.
 """
@@ -13,7 +13,7 @@ _WORD = 2**32 - 1
 
 
 def _products(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """Return the high and the low 32 bits of products of 32 bits, in int64: by halves, as they have 64 without sign."""
+    """Return the high and the low 32 bits of products of 32 bits, in int64: in parts, as they have 64 without sign."""
     low, high = x * (factor & 0xFFFF), x * (factor >> 16)
     middle = (low >> 16) + (high & 0xFFFF)
     return (high >> 16) + (middle >> 16), (middle << 16 & _WORD) | (low & 0xFFFF)

@@ -1,7 +1,4 @@
-"""The checks of arguments that all calls over a pool of states have in common.
-
-Each raises TypeError or ValueError: the argument, what was expected and what came.
-"""
+"""The checks of arguments that calls over a pool share; errors name the argument, what was expected and came."""
 
 from __future__ import annotations
 
@@ -53,13 +50,7 @@ def scale(op: Op, options: Mapping[str, Any], sizes: Mapping[str, int]) -> float
 
 
 def refuse_gradients(op: Op, name: str, given: Sequence[Any]) -> None:
-    """Check that no gradient is wanted of tensors, or of lists of them.
-
-    Raises
-    ------
-    RuntimeError
-        One is, which states changed in place cannot give.
-    """
+    """Raise RuntimeError if a tensor, or one of a list, needs a gradient, which states changed in place cannot give."""
     if not torch.is_grad_enabled():
         return
     several = [x for each in given for x in (each if isinstance(each, (list, tuple)) else (each,))]
@@ -159,7 +150,7 @@ def check_alike(given: Mapping[str, Tensor | None]) -> None:
 
 
 def may_look_at(given: Iterable[Tensor | None]) -> bool:
-    """Return whether values may be looked at: where that costs nothing, on the CPU, or the user has asked for it."""
+    """Return whether values may be looked at: where that costs nothing, on the CPU, or with RWKVJIT_CHECK=1."""
     present = [x for x in given if x is not None]
     if not present or torch.compiler.is_compiling() or not tensors.are_plain(present):
         return False
@@ -179,7 +170,7 @@ def check_slots(
     given: Mapping[str, Tensor | None], slots: int, null_index: int, more_written: Tensor | None = None,
     begun: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Check the values of slots: those that are read, and behind them those that are written where there are such.
+    """Check the values of slots that are read, and behind them of those that are written, where there are such.
 
     `more_written` are slots of checkpoints [rows, checkpoints], `begun` says which rows read theirs.
     """

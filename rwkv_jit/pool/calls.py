@@ -66,7 +66,7 @@ class Kind(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """A call that has come before: what tells whether another one is like it, its plan, and what its y is made of."""
+    """A call that has come before: what tells whether another one is like it, its plan, and the memory of its y."""
 
     options: list[tuple[str, Any]]  # that are no tensors
     tensors: list[str]  # those that are
@@ -82,10 +82,7 @@ def call(
     kind: Kind, op: Op, state: Any, arrays: Sequence[Any], options: Mapping[str, Any], ring: ReplayRing | None = None,
     traits: Traits = (),
 ) -> Tensor:  # fmt: skip
-    """Run a call: at once where it is known, else after all checks; return y, which kinds without one do not have.
-
-    Of the inputs those that are optional may be None. `traits` are all switches of the op.
-    """
+    """Run a call, at once if it is known; return y, or None. Optional inputs may be None, `traits` are all switches."""
     if "out" in options:
         out = tensors.apart(options["out"], arrays)
         if out is not options["out"]:
@@ -167,10 +164,7 @@ def traits_of(op: Op, named: Mapping[str, Any]) -> Traits:
 
 
 def fitted(op: Op, arrays: Sequence[Any]) -> tuple[Op, list[Any]]:
-    """Return an op with the dimensions that inputs have, of those that `Op.also` allows, and the inputs.
-
-    What has two dimensions side by side is split, where another input says how.
-    """
+    """Return an op with dimensions of the inputs that `Op.also` allows, and the inputs, split if two are in one."""
     inputs = list(arrays)
     for name, dims in op.also.items():
         place = op.names.index(name)

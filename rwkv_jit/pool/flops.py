@@ -22,7 +22,7 @@ def _count_replay(op: str, phase: str, state: Tensor, y: Tensor | None, *_: Any,
 
 
 def _count_wkv4(op: str, state: Tensor, y: Tensor, *_: Any, **__: Any) -> int:
-    """Count two sums that gain a term each, and the output, which is made of the sums and a term more of each."""
+    """Count two sums that gain a term each, and the output, of the sums and a term more of each."""
     return 8 * y.numel()
 
 

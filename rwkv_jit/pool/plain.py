@@ -26,7 +26,7 @@ _REFERENCES: dict[str, Callable[..., Any]] = {
 
 
 def _with_w0(op: Op, inputs: Sequence[Tensor], w0: Tensor) -> list[Tensor]:
-    """Return the inputs with w + w0 in the place of w, in float32 at least."""
+    """Return the inputs with w + w0 for w, in float32 at least."""
     place = op.names.index("w")
     w = inputs[place]
     summed = w + w0.view(w.shape[-2:]).to(torch.promote_types(w.dtype, torch.float32))
@@ -36,7 +36,7 @@ def _with_w0(op: Op, inputs: Sequence[Tensor], w0: Tensor) -> list[Tensor]:
 def _run(
     op: Op, inputs: Sequence[Tensor], begun: Tensor, scale: float, decay: str, state_layout: str, traits: Any
 ) -> tuple[Tensor, Tensor]:
-    """Return y and the final states of some rows, of an op or by way of the op below."""
+    """Return y and the final states of some rows, of an op or through the op below."""
     if op.through is None:
         return plain.loop(_REFERENCES[op.name], inputs, begun, None, scale, decay, state_layout)
     below = operands.operands(op, inputs, dict(traits))

@@ -1,11 +1,10 @@
 """Decoding that reads states and the tokens since they were written, and writes them once in a while.
 
-What a state would be after tokens i = 1 ... n is a sum that can be read without it, with p_i the product of the decays
-behind token i, and u_i = S_{i-1} a_i:
+A state after tokens i = 1 ... n is read by a sum, with p_i the product of the decays behind token i, u_i = S_{i-1} a_i:
 
     S_n x = S_0 (p_0 x) + sum_i ((b_i . (p_i x)) u_i + (k_i . (p_i x)) v_i)
 
-So a step reads the state and its entries, and adds an entry. Drafts are entries that do not count yet.
+So a step reads the state and its entries, and adds an entry. Speculative tokens are entries that do not count yet.
 """
 
 from __future__ import annotations
@@ -35,22 +34,17 @@ def wkv7_replay(
 ) -> Tensor:  # fmt: skip
     r"""RWKV-7 time mixing of one or a few tokens, which reads states and writes them once in `ring.length` + 1 tokens.
 
-        sa = S a;   S <- S diag(d(w)) + sa b^T + v k^T;   y = scale S r
+        sa = S a;   S <- S diag(d(w)) + sa b^T + v k^T;   y = scale S r        per row and head, S [V, K]
 
-    per row and head, token by token, as `wkv7_update`. S [V, K] is the state in the pool with the entries of its slot,
-    as `ReplayRing` says. The tokens become entries. Where there would be more than `ring.length`, the state is written
-    with all of them, and the slot has none from then on.
+    S is the state in the pool with the entries of its slot, as `ReplayRing` says. The tokens become entries. Where
+    there would be more than `ring.length`, the state is written with all of them, and the slot has none from then on.
 
     Parameters
     ----------
     state, ring, **options
         As `PoolOptions` and `ReplayOptions` say, errors and precision too.
-    r, k, a, b : torch.Tensor, shape (B, H, K), or (B, T, H, K) for T tokens, float16, bfloat16 or float32
+    r, w, k, v, a, b : torch.Tensor, shape (B, H, K) or (B, T, H, K), v with V for K
         As `wkv7` takes them, T from 1 to 8.
-    w : torch.Tensor, shape and dtype of r, or float32
-        Decay before the map that `decay` names.
-    v : torch.Tensor, shape (B, H, V) or (B, T, H, V), dtype of r
-        Value.
 
     Returns
     -------
@@ -58,8 +52,7 @@ def wkv7_replay(
 
     References
     ----------
-    Peng et al., RWKV-7 "Goose" with Expressive Dynamic State Evolution, arXiv:2503.14456. Entries in the place of a
-    state are also what Albatross calls a delta log.
+    As `wkv7`. Entries instead of a state are also what Albatross calls a delta log.
 
     Examples
     --------
@@ -77,7 +70,7 @@ def wkv7_verify(
     state: Array, ring: ReplayRing, r: Array, w: Array, k: Array, v: Array, a: Array, b: Array,
     **options: Unpack[ReplayOptions],
 ) -> Tensor:  # fmt: skip
-    """RWKV-7 time mixing of drafted tokens in one pass over the states, none of which counts until `replay_commit`.
+    """RWKV-7 time mixing of speculative tokens in one pass over the states; none counts until `replay_commit`.
 
     y is that of `wkv7_replay`. The speculative tokens are written behind the entries of each slot; cursors and states
     stay as they are. The next call of `wkv7_verify` or `wkv7_replay` writes over what was not committed.
@@ -93,7 +86,7 @@ def wkv7_verify(
 
     References
     ----------
-    As `wkv7_replay`.
+    As `wkv7`.
 
     Examples
     --------
@@ -110,22 +103,16 @@ def wkv7_verify(
 def wkv6_replay(
     state: Array, ring: ReplayRing, r: Array, k: Array, v: Array, w: Array, u: Array, **options: Unpack[ReplayOptions]
 ) -> Tensor:
-    r"""RWKV-6 time mixing of one or a few tokens, which reads states and writes them once in a while.
+    r"""RWKV-6 time mixing of one or a few tokens, with few writes of states, as `wkv7_replay`.
 
-        y = scale (S r + (sum_j u_j r_j k_j) v);   S <- S diag(d(w)) + v k^T
-
-    per row and head, token by token, with S [V, K] the state in the pool with the entries of its slot.
+        y = scale (S r + (sum_j u_j r_j k_j) v);   S <- S diag(d(w)) + v k^T        per row and head, S [V, K]
 
     Parameters
     ----------
     state, ring, **options
         As `PoolOptions` and `ReplayOptions` say, errors and precision too.
-    r, k, v : torch.Tensor, shape (B, H, K) and (B, H, V), or (B, T, H, K) and (B, T, H, V) for T tokens
+    r, k, v, w, u : torch.Tensor, shape (B, H, K) or (B, T, H, K), v with V for K, u (H, K)
         As `wkv6` takes them, T from 1 to 8.
-    w : torch.Tensor, shape and dtype of r, or float32
-        Decay before the map that `decay` names.
-    u : torch.Tensor, shape (H, K), dtype of r or float32
-        Bonus of the current token.
 
     Returns
     -------
@@ -133,7 +120,7 @@ def wkv6_replay(
 
     References
     ----------
-    As `wkv6_update`.
+    As `wkv6`.
 
     Examples
     --------
@@ -150,9 +137,7 @@ def wkv6_replay(
 def wkv6_verify(
     state: Array, ring: ReplayRing, r: Array, k: Array, v: Array, w: Array, u: Array, **options: Unpack[ReplayOptions]
 ) -> Tensor:
-    r"""RWKV-6 time mixing of drafted tokens, none of which counts until `replay_commit`.
-
-    It is to `wkv6_replay` what `wkv7_verify` is to `wkv7_replay`.
+    r"""RWKV-6 time mixing of speculative tokens, none of which counts until `replay_commit`, as `wkv7_verify`.
 
     Parameters
     ----------
@@ -165,7 +150,7 @@ def wkv6_verify(
 
     References
     ----------
-    As `wkv6_update`.
+    As `wkv6`.
 
     Examples
     --------
@@ -182,20 +167,16 @@ def wkv6_verify(
 def wkv5_replay(
     state: Array, ring: ReplayRing, r: Array, k: Array, v: Array, w: Array, u: Array, **options: Unpack[ReplayOptions]
 ) -> Tensor:
-    r"""RWKV-5 time mixing of one or a few tokens, which reads states and writes them once in a while.
+    r"""RWKV-5 time mixing of one or a few tokens, with few writes of states, as `wkv7_replay`.
 
-        y = scale (S r + (sum_j u_j r_j k_j) v);   S <- S diag(d(w)) + v k^T
-
-    per row and head, token by token, with S [V, K] the state in the pool with the entries of its slot.
+        y = scale (S r + (sum_j u_j r_j k_j) v);   S <- S diag(d(w)) + v k^T        per row and head, S [V, K]
 
     Parameters
     ----------
     state, ring, **options
         As `PoolOptions` and `ReplayOptions` say, errors and precision too.
-    r, k, v : torch.Tensor, shape (B, H, K) and (B, H, V), or (B, T, H, K) and (B, T, H, V) for T tokens
+    r, k, v, w, u : torch.Tensor, shape (B, H, K) or (B, T, H, K), v with V for K, w and u (H, K)
         As `wkv5` takes them, T from 1 to 8.
-    w, u : torch.Tensor, shape (H, K), dtype of r or float32
-        Decay before the map that `decay` names, and bonus of the current token.
 
     Returns
     -------
@@ -203,7 +184,7 @@ def wkv5_replay(
 
     References
     ----------
-    As `wkv5_update`.
+    As `wkv5`.
 
     Examples
     --------
@@ -220,9 +201,7 @@ def wkv5_replay(
 def wkv5_verify(
     state: Array, ring: ReplayRing, r: Array, k: Array, v: Array, w: Array, u: Array, **options: Unpack[ReplayOptions]
 ) -> Tensor:
-    r"""RWKV-5 time mixing of drafted tokens, none of which counts until `replay_commit`.
-
-    It is to `wkv5_replay` what `wkv7_verify` is to `wkv7_replay`.
+    r"""RWKV-5 time mixing of speculative tokens, none of which counts until `replay_commit`, as `wkv7_verify`.
 
     Parameters
     ----------
@@ -235,7 +214,7 @@ def wkv5_verify(
 
     References
     ----------
-    As `wkv5_update`.
+    As `wkv5`.
 
     Examples
     --------
@@ -252,20 +231,16 @@ def wkv5_verify(
 def gla_replay(
     state: Array, ring: ReplayRing, q: Array, k: Array, v: Array, g: Array, **options: Unpack[ReplayOptions]
 ) -> Tensor:
-    r"""Gated linear attention of one or a few tokens, which reads states and writes them once in a while.
+    r"""Gated linear attention of one or a few tokens, with few writes of states, as `wkv7_replay`.
 
-        S <- S diag(d(g)) + v k^T;   y = scale S q
-
-    per row and head, token by token, with S [V, K] the state in the pool with the entries of its slot.
+        S <- S diag(d(g)) + v k^T;   y = scale S q        per row and head, S [V, K]
 
     Parameters
     ----------
     state, ring, **options
         As `PoolOptions` and `ReplayOptions` say, errors and precision too.
-    q, k, v : torch.Tensor, shape (B, H, K) and (B, H, V), or (B, T, H, K) and (B, T, H, V) for T tokens
+    q, k, v, g : torch.Tensor, shape (B, H, K) or (B, T, H, K), v with V for K
         As `gla` takes them, T from 1 to 8.
-    g : torch.Tensor, shape and dtype of q, or float32
-        Decay before the map that `decay` names; by default its logarithm.
 
     Returns
     -------
@@ -273,7 +248,7 @@ def gla_replay(
 
     References
     ----------
-    As `gla_update`.
+    As `gla`.
 
     Examples
     --------
@@ -290,9 +265,7 @@ def gla_replay(
 def gla_verify(
     state: Array, ring: ReplayRing, q: Array, k: Array, v: Array, g: Array, **options: Unpack[ReplayOptions]
 ) -> Tensor:
-    r"""Gated linear attention of drafted tokens, none of which counts until `replay_commit`.
-
-    It is to `gla_replay` what `wkv7_verify` is to `wkv7_replay`.
+    r"""Gated linear attention of speculative tokens, none of which counts until `replay_commit`, as `wkv7_verify`.
 
     Parameters
     ----------
@@ -305,7 +278,7 @@ def gla_verify(
 
     References
     ----------
-    As `gla_update`.
+    As `gla`.
 
     Examples
     --------
@@ -322,17 +295,15 @@ def gla_verify(
 def linear_attention_replay(
     state: Array, ring: ReplayRing, q: Array, k: Array, v: Array, **options: Unpack[ReplayOptions]
 ) -> Tensor:
-    r"""Linear attention of one or a few tokens, which reads states and writes them once in a while.
+    r"""Linear attention of one or a few tokens, with few writes of states, as `wkv7_replay`.
 
-        S <- S + v k^T;   y = scale S q
-
-    per row and head, token by token, with S [V, K] the state in the pool with the entries of its slot.
+        S <- S + v k^T;   y = scale S q        per row and head, S [V, K]
 
     Parameters
     ----------
     state, ring, **options
         As `PoolOptions` and `ReplayOptions` say, errors and precision too.
-    q, k, v : torch.Tensor, shape (B, H, K) and (B, H, V), or (B, T, H, K) and (B, T, H, V) for T tokens
+    q, k, v : torch.Tensor, shape (B, H, K) or (B, T, H, K), v with V for K
         As `linear_attention` takes them, T from 1 to 8.
 
     Returns
@@ -341,7 +312,7 @@ def linear_attention_replay(
 
     References
     ----------
-    As `linear_attention_update`.
+    As `linear_attention`.
 
     Examples
     --------
@@ -357,9 +328,7 @@ def linear_attention_replay(
 def linear_attention_verify(
     state: Array, ring: ReplayRing, q: Array, k: Array, v: Array, **options: Unpack[ReplayOptions]
 ) -> Tensor:
-    r"""Linear attention of drafted tokens, none of which counts until `replay_commit`.
-
-    It is to `linear_attention_replay` what `wkv7_verify` is to `wkv7_replay`.
+    r"""Linear attention of speculative tokens, none of which counts until `replay_commit`, as `wkv7_verify`.
 
     Parameters
     ----------
@@ -372,7 +341,7 @@ def linear_attention_verify(
 
     References
     ----------
-    As `linear_attention_update`.
+    As `linear_attention`.
 
     Examples
     --------
@@ -400,8 +369,8 @@ def replay_commit(state: Array, ring: ReplayRing, accept_lens: Array, **options:
 
     Notes
     -----
-    Nothing is copied beforehand, and nothing waits for the GPU. On a GPU `accept_lens` are taken for numbers from 0 to
-    `ring.drafts`; with RWKVJIT_CHECK=1 they are looked at.
+    Nothing waits for the GPU, where `accept_lens` are taken for numbers from 0 to `ring.drafts`; with RWKVJIT_CHECK=1
+    they are looked at.
 
     Examples
     --------

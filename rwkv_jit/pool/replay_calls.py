@@ -1,4 +1,4 @@
-"""Steps, drafts, commits and flushes of a pool with its ring: their checks, their kernel, and the torch op."""
+"""Steps, commits and flushes of a pool with its ring: their checks, their kernel, and the torch op."""
 
 from __future__ import annotations
 
@@ -74,7 +74,6 @@ class _Step(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Return how many rows there are."""
         rows = next((x for x in (*self.inputs[:1], self.accept_lens, self.state_indices) if x is not None), self.state)
         return rows.shape[0]
 
@@ -138,13 +137,7 @@ class _Step(NamedTuple):
 def _check_step(
     op: Op, name: str, state: Any, arrays: Sequence[Any], options: dict[str, Any], ring: Any = None
 ) -> _Step:
-    """Check a step, and return it with all options.
-
-    Raises
-    ------
-    TypeError, ValueError, RuntimeError
-        Naming the argument, what was expected and what came.
-    """
+    """Check a step as `update.check` does, and return it with all options."""
     is_draft = name.endswith("_verify")
     unfit = ("decay", "w0") * (op.decay == "none") + ("rounding", "seed") * is_draft
     arguments.check_names(name, options, [option for option in ReplayOptions.__annotations__ if option not in unfit])
@@ -175,13 +168,7 @@ def _check_sizes(ring: ReplayRing, state: Tensor, layout: str, dtype: torch.dtyp
 
 
 def _check_commit(op: Op, name: str, state: Any, arrays: Sequence[Any], options: dict[str, Any], ring: Any) -> _Step:
-    """Check a commit, or a flush where there are no arrays, and return it with all options.
-
-    Raises
-    ------
-    TypeError, ValueError, RuntimeError
-        Naming the argument, what was expected and what came.
-    """
+    """Check a commit, or a flush where there are no arrays, and return it with all options."""
     arguments.check_names(name, options, [*FlushOptions.__annotations__])
     _, layout, rounds = arguments.names(op, options)
     null_index = arguments.null_index(options.get("null_index", -1))

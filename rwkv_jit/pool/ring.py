@@ -34,16 +34,10 @@ class ReplayRing:
 
     Parameters
     ----------
-    slots : int
-        How many slots the pool has.
-    op : {"wkv7", "wkv6", "wkv5", "gla", "linear_attention"}
-        The op of the tokens.
-    heads : int
-        Heads of a state, H.
-    head_size : int
-        K.
-    value_size : int, optional
-        V; K by default.
+    slots, op : int, and {"wkv7", "wkv6", "wkv5", "gla", "linear_attention"}
+        How many slots the pool has, and the op of the tokens.
+    heads, head_size, value_size : int, value_size optional
+        H, K and V of a state; V is K by default.
     length : int, from 1 to 16, optional
         The most entries: the state is written once in `length` + 1 tokens. The default minimizes the time of a token,
         which is its share of that write and the entries that it reads: 4 for wkv7 with heads of 64 and float32 states,
@@ -51,29 +45,19 @@ class ReplayRing:
     drafts : int, default 0
         The most speculative tokens of a call such as `wkv7_verify`; there is always memory for them behind the cursor.
         `length` and it together are at most 16.
-    dtype : torch.dtype, default torch.bfloat16
-        Of r, k and v in the calls: float16, bfloat16 or float32; float64 too on the CPU.
-    state_dtype : torch.dtype, default torch.float32
-        Of the states; the default of `length` depends on it.
+    dtype, state_dtype : torch.dtype, default torch.bfloat16 and torch.float32
+        Of r, k and v in the calls, which may be float64 on the CPU, and of the states.
     device : torch.device or str, default "cuda"
         Where the memory is.
 
     Attributes
     ----------
-    slots, heads, head_size, value_size, length, drafts : int
-        The arguments.
-    op : str
-        The argument.
-    dtype, state_dtype : torch.dtype
-        The arguments.
+    slots, op, heads, head_size, value_size, length, drafts, dtype, state_dtype : the arguments
     d : torch.Tensor, shape (slots, H, length + drafts, K), float32, or None
         The factors of decay.
     b, k : torch.Tensor, shape (slots, H, length + drafts, K), dtype; b may be None
-        The keys of u and v.
-    v : torch.Tensor, shape (slots, H, length + drafts, V), dtype
-        Values.
-    u : torch.Tensor, shape (slots, H, length + drafts, V), float32, or None
-        S a, the product of state and a.
+    u, v : torch.Tensor, shape (slots, H, length + drafts, V), float32 and dtype; u may be None
+        The keys of u and v, the products S a of state and a, and values.
     cursors : torch.Tensor, shape (slots,), int32
         How many entries each slot has.
     arrivals : torch.Tensor, shape (slots,), int32
@@ -82,7 +66,7 @@ class ReplayRing:
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit; the message has its name, what was expected and what came.
+        An argument does not fit, of `reset` too; the message has its name, what was expected and what came.
 
     Notes
     -----
@@ -168,17 +152,8 @@ class ReplayRing:
     def pays(self, rows: int) -> bool:
         """Return whether a step of so many rows takes less time than an update.
 
-        Parameters
-        ----------
-        rows : int
-            The rows of a call.
-
-        Returns
-        -------
-        bool
-            Whether the states of the rows have 16 MiB or more, and are not those of wkv7 in 16 bits. So it was measured
-            on an H100: below that the entries cost more time than the writes, and an entry of wkv7 is large beside a
-            state of 16 bits.
+        On an H100 that is where their states have 16 MiB or more, and are not those of wkv7 in 16 bits: below that the
+        entries cost more time than the writes, and an entry of wkv7 is large beside a state of 16 bits.
 
         Examples
         --------
@@ -202,11 +177,6 @@ class ReplayRing:
         slots : int, several ints or torch.Tensor of them, optional
             The slots; all by default. In a tensor those below 0 are none, as in calls. Those of a tensor on a GPU are
             not looked at, unless RWKVJIT_CHECK=1: what is no slot is left out there.
-
-        Raises
-        ------
-        TypeError, ValueError
-            `slots` are no ints, or there are no such slots.
 
         Examples
         --------

@@ -48,7 +48,7 @@ class StateSpec(NamedTuple):
 
 
 def check_spec(name: str, spec: Any) -> None:
-    """Check what is given for one name."""
+    """Check the spec of one name."""
     here = f"specs[{name!r}]"
     if not isinstance(spec, StateSpec):
         raise TypeError(f"{here}: expected a StateSpec, got {brief(spec)}")
@@ -133,7 +133,6 @@ def _plain(dtype: torch.dtype) -> str:
 
 
 def _safetensors(method: str) -> ModuleType:
-    """Import what only files need."""
     try:
         import safetensors.torch
     except ImportError as error:

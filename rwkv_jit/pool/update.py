@@ -33,20 +33,14 @@ def wkv7_update(
 ) -> Tensor:
     r"""RWKV-7 time mixing of one or a few tokens, which changes states of a pool in place: for decoding.
 
-        sa = S a;   S <- S diag(d(w)) + sa b^T + v k^T;   y = scale S r
-
-    per row and head, token by token, with S [V, K].
+        sa = S a;   S <- S diag(d(w)) + sa b^T + v k^T;   y = scale S r        per row and head, S [V, K]
 
     Parameters
     ----------
     state, **options
         As `PoolOptions` and `DecayUpdateOptions` say, errors and precision too.
-    r, k, a, b : torch.Tensor, shape (B, H, K), or (B, T, H, K) for T tokens of each row, float16, bfloat16 or float32
+    r, w, k, v, a, b : torch.Tensor, shape (B, H, K) or (B, T, H, K), v with V for K
         As `wkv7` takes them.
-    w : torch.Tensor, shape and dtype of r, or float32
-        Decay before the map that `decay` names.
-    v : torch.Tensor, shape (B, H, V) or (B, T, H, V), dtype of r
-        Value.
 
     Returns
     -------
@@ -54,7 +48,7 @@ def wkv7_update(
 
     References
     ----------
-    Peng et al., RWKV-7 "Goose" with Expressive Dynamic State Evolution, arXiv:2503.14456.
+    As `wkv7`.
 
     Examples
     --------
@@ -72,22 +66,14 @@ def wkv6_update(
 ) -> Tensor:
     r"""RWKV-6 time mixing of one or a few tokens, which changes states of a pool in place: for decoding.
 
-        y = scale (S r + (sum_j u_j r_j k_j) v);   S <- S diag(d(w)) + v k^T
-
-    per row and head, token by token, with S [V, K].
+        y = scale (S r + (sum_j u_j r_j k_j) v);   S <- S diag(d(w)) + v k^T        per row and head, S [V, K]
 
     Parameters
     ----------
     state, **options
         As `PoolOptions` and `DecayUpdateOptions` say, errors and precision too.
-    r, k : torch.Tensor, shape (B, H, K), or (B, T, H, K) for T tokens of each row, float16, bfloat16 or float32
-        Receptance and key, as `wkv6` takes them.
-    v : torch.Tensor, shape (B, H, V) or (B, T, H, V), dtype of r
-        Value.
-    w : torch.Tensor, shape and dtype of r, or float32
-        Decay before the map that `decay` names.
-    u : torch.Tensor, shape (H, K), dtype of r or float32
-        Bonus of the current token.
+    r, k, v, w, u : torch.Tensor, shape (B, H, K) or (B, T, H, K), v with V for K, u (H, K)
+        As `wkv6` takes them.
 
     Returns
     -------
@@ -95,7 +81,7 @@ def wkv6_update(
 
     References
     ----------
-    Peng et al., Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence, arXiv:2404.05892.
+    As `wkv6`.
 
     Examples
     --------
@@ -112,20 +98,14 @@ def wkv5_update(
 ) -> Tensor:
     r"""RWKV-5 time mixing of one or a few tokens, which changes states of a pool in place: for decoding.
 
-        y = scale (S r + (sum_j u_j r_j k_j) v);   S <- S diag(d(w)) + v k^T
-
-    per row and head, token by token, with S [V, K] and one decay for all tokens.
+        y = scale (S r + (sum_j u_j r_j k_j) v);   S <- S diag(d(w)) + v k^T        per row and head, S [V, K]
 
     Parameters
     ----------
     state, **options
         As `PoolOptions` and `DecayUpdateOptions` say, errors and precision too.
-    r, k : torch.Tensor, shape (B, H, K), or (B, T, H, K) for T tokens of each row, float16, bfloat16 or float32
-        Receptance and key, as `wkv5` takes them.
-    v : torch.Tensor, shape (B, H, V) or (B, T, H, V), dtype of r
-        Value.
-    w, u : torch.Tensor, shape (H, K), dtype of r or float32
-        Decay before the map that `decay` names, and bonus of the current token.
+    r, k, v, w, u : torch.Tensor, shape (B, H, K) or (B, T, H, K), v with V for K, w and u (H, K)
+        As `wkv5` takes them.
 
     Returns
     -------
@@ -133,7 +113,7 @@ def wkv5_update(
 
     References
     ----------
-    Peng et al., Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence, arXiv:2404.05892.
+    As `wkv5`.
 
     Examples
     --------
@@ -149,20 +129,14 @@ def wkv5_update(
 def gla_update(state: Array, q: Array, k: Array, v: Array, g: Array, **options: Unpack[DecayUpdateOptions]) -> Tensor:
     r"""Gated linear attention of one or a few tokens, which changes states of a pool in place: for decoding.
 
-        S <- S diag(d(g)) + v k^T;   y = scale S q
-
-    per row and head, token by token, with S [V, K].
+        S <- S diag(d(g)) + v k^T;   y = scale S q        per row and head, S [V, K]
 
     Parameters
     ----------
     state, **options
         As `PoolOptions` and `DecayUpdateOptions` say, errors and precision too.
-    q, k : torch.Tensor, shape (B, H, K), or (B, T, H, K) for T tokens of each row, float16, bfloat16 or float32
-        Query and key, as `gla` takes them.
-    v : torch.Tensor, shape (B, H, V) or (B, T, H, V), dtype of q
-        Value.
-    g : torch.Tensor, shape and dtype of q, or float32
-        Decay before the map that `decay` names; by default its logarithm.
+    q, k, v, g : torch.Tensor, shape (B, H, K) or (B, T, H, K), v with V for K
+        As `gla` takes them.
 
     Returns
     -------
@@ -170,7 +144,7 @@ def gla_update(state: Array, q: Array, k: Array, v: Array, g: Array, **options: 
 
     References
     ----------
-    Yang et al., Gated Linear Attention Transformers with Hardware-Efficient Training, arXiv:2312.06635.
+    As `gla`.
 
     Examples
     --------
@@ -186,18 +160,14 @@ def gla_update(state: Array, q: Array, k: Array, v: Array, g: Array, **options: 
 def linear_attention_update(state: Array, q: Array, k: Array, v: Array, **options: Unpack[UpdateOptions]) -> Tensor:
     r"""Linear attention of one or a few tokens, which changes states of a pool in place: for decoding.
 
-        S <- S + v k^T;   y = scale S q
-
-    per row and head, token by token, with S [V, K].
+        S <- S + v k^T;   y = scale S q        per row and head, S [V, K]
 
     Parameters
     ----------
     state, **options
         As `PoolOptions` and `UpdateOptions` say, errors and precision too.
-    q, k : torch.Tensor, shape (B, H, K), or (B, T, H, K) for T tokens of each row, float16, bfloat16 or float32
-        Query and key, as `linear_attention` takes them.
-    v : torch.Tensor, shape (B, H, V) or (B, T, H, V), dtype of q
-        Value.
+    q, k, v : torch.Tensor, shape (B, H, K) or (B, T, H, K), v with V for K
+        As `linear_attention` takes them.
 
     Returns
     -------
@@ -205,7 +175,7 @@ def linear_attention_update(state: Array, q: Array, k: Array, v: Array, **option
 
     References
     ----------
-    Katharopoulos et al., Transformers are RNNs, arXiv:2006.16236.
+    As `linear_attention`.
 
     Examples
     --------
@@ -221,8 +191,6 @@ def linear_attention_update(state: Array, q: Array, k: Array, v: Array, **option
 
 
 class _Step(NamedTuple):
-    """A call that has been checked."""
-
     op: Op
     state: Tensor
     y: Tensor
@@ -272,13 +240,7 @@ class _Step(NamedTuple):
 def check(
     op: Op, name: str, state: Any, arrays: Sequence[Any], options: dict[str, Any], traits: calls.Traits = ()
 ) -> _Step:
-    """Check a call, and return it with all options.
-
-    Raises
-    ------
-    TypeError, ValueError, RuntimeError
-        Naming the argument, what was expected and what came.
-    """
+    """Check a call, and return it with all options; errors name the argument, what was expected and what came."""
     has_decay = op.decay != "none" and op.through is None
     legal = [x for x in DecayUpdateOptions.__annotations__ if has_decay or x not in ("decay", "w0")]
     arguments.check_names(name, options, legal)

@@ -35,20 +35,14 @@ def wkv7_varlen(
 ) -> Tensor:
     r"""RWKV-7 time mixing of sequences of any lengths, which changes states of a pool in place: prompts beside decodes.
 
-        sa = S a;   S <- S diag(d(w)) + sa b^T + v k^T;   y = scale S r
-
-    per sequence and head, token by token, with S [V, K].
+        sa = S a;   S <- S diag(d(w)) + sa b^T + v k^T;   y = scale S r        per sequence and head, S [V, K]
 
     Parameters
     ----------
     state, **options
         As `PoolOptions` and `DecayVarlenOptions` say, errors and precision too.
-    r, k, a, b : torch.Tensor, shape (T, H, K) or (1, T, H, K), float16, bfloat16 or float32
+    r, w, k, v, a, b : torch.Tensor, shape (T, H, K) or (1, T, H, K), v with V for K
         As `wkv7` takes them.
-    w : torch.Tensor, shape and dtype of r, or float32
-        Decay before the map that `decay` names.
-    v : torch.Tensor, shape (T, H, V) or (1, T, H, V), dtype of r
-        Value.
 
     Returns
     -------
@@ -56,7 +50,7 @@ def wkv7_varlen(
 
     References
     ----------
-    Peng et al., RWKV-7 "Goose" with Expressive Dynamic State Evolution, arXiv:2503.14456.
+    As `wkv7`.
 
     Examples
     --------
@@ -75,22 +69,14 @@ def wkv6_varlen(
 ) -> Tensor:
     r"""RWKV-6 time mixing of sequences of any lengths, which changes states of a pool in place.
 
-        y = scale (S r + (sum_j u_j r_j k_j) v);   S <- S diag(d(w)) + v k^T
-
-    per sequence and head, token by token, with S [V, K].
+        y = scale (S r + (sum_j u_j r_j k_j) v);   S <- S diag(d(w)) + v k^T        per sequence and head, S [V, K]
 
     Parameters
     ----------
     state, **options
         As `PoolOptions` and `DecayVarlenOptions` say, errors and precision too.
-    r, k : torch.Tensor, shape (T, H, K) or (1, T, H, K), float16, bfloat16 or float32
-        Receptance and key, as `wkv6` takes them.
-    v : torch.Tensor, shape (T, H, V) or (1, T, H, V), dtype of r
-        Value.
-    w : torch.Tensor, shape and dtype of r, or float32
-        Decay before the map that `decay` names.
-    u : torch.Tensor, shape (H, K), dtype of r or float32
-        Bonus of the current token.
+    r, k, v, w, u : torch.Tensor, shape (T, H, K) or (1, T, H, K), v with V for K, u (H, K)
+        As `wkv6` takes them.
 
     Returns
     -------
@@ -98,7 +84,7 @@ def wkv6_varlen(
 
     References
     ----------
-    Peng et al., Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence, arXiv:2404.05892.
+    As `wkv6`.
 
     Examples
     --------
@@ -116,20 +102,14 @@ def wkv5_varlen(
 ) -> Tensor:
     r"""RWKV-5 time mixing of sequences of any lengths, which changes states of a pool in place.
 
-        y = scale (S r + (sum_j u_j r_j k_j) v);   S <- S diag(d(w)) + v k^T
-
-    per sequence and head, token by token, with S [V, K] and one decay for all tokens.
+        y = scale (S r + (sum_j u_j r_j k_j) v);   S <- S diag(d(w)) + v k^T        per sequence and head, S [V, K]
 
     Parameters
     ----------
     state, **options
         As `PoolOptions` and `DecayVarlenOptions` say, errors and precision too.
-    r, k : torch.Tensor, shape (T, H, K) or (1, T, H, K), float16, bfloat16 or float32
-        Receptance and key, as `wkv5` takes them.
-    v : torch.Tensor, shape (T, H, V) or (1, T, H, V), dtype of r
-        Value.
-    w, u : torch.Tensor, shape (H, K), dtype of r or float32
-        Decay before the map that `decay` names, and bonus of the current token.
+    r, k, v, w, u : torch.Tensor, shape (T, H, K) or (1, T, H, K), v with V for K, w and u (H, K)
+        As `wkv5` takes them.
 
     Returns
     -------
@@ -137,7 +117,7 @@ def wkv5_varlen(
 
     References
     ----------
-    Peng et al., Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence, arXiv:2404.05892.
+    As `wkv5`.
 
     Examples
     --------
@@ -154,20 +134,14 @@ def wkv5_varlen(
 def gla_varlen(state: Array, q: Array, k: Array, v: Array, g: Array, **options: Unpack[DecayVarlenOptions]) -> Tensor:
     r"""Gated linear attention of sequences of any lengths, which changes states of a pool in place.
 
-        S <- S diag(d(g)) + v k^T;   y = scale S q
-
-    per sequence and head, token by token, with S [V, K].
+        S <- S diag(d(g)) + v k^T;   y = scale S q        per sequence and head, S [V, K]
 
     Parameters
     ----------
     state, **options
         As `PoolOptions` and `DecayVarlenOptions` say, errors and precision too.
-    q, k : torch.Tensor, shape (T, H, K) or (1, T, H, K), float16, bfloat16 or float32
-        Query and key, as `gla` takes them.
-    v : torch.Tensor, shape (T, H, V) or (1, T, H, V), dtype of q
-        Value.
-    g : torch.Tensor, shape and dtype of q, or float32
-        Decay before the map that `decay` names; by default its logarithm.
+    q, k, v, g : torch.Tensor, shape (T, H, K) or (1, T, H, K), v with V for K
+        As `gla` takes them.
 
     Returns
     -------
@@ -175,7 +149,7 @@ def gla_varlen(state: Array, q: Array, k: Array, v: Array, g: Array, **options: 
 
     References
     ----------
-    Yang et al., Gated Linear Attention Transformers with Hardware-Efficient Training, arXiv:2312.06635.
+    As `gla`.
 
     Examples
     --------
@@ -191,18 +165,14 @@ def gla_varlen(state: Array, q: Array, k: Array, v: Array, g: Array, **options: 
 def linear_attention_varlen(state: Array, q: Array, k: Array, v: Array, **options: Unpack[VarlenOptions]) -> Tensor:
     r"""Linear attention of sequences of any lengths, which changes states of a pool in place.
 
-        S <- S + v k^T;   y = scale S q
-
-    per sequence and head, token by token, with S [V, K].
+        S <- S + v k^T;   y = scale S q        per sequence and head, S [V, K]
 
     Parameters
     ----------
     state, **options
         As `PoolOptions` and `VarlenOptions` say, errors and precision too.
-    q, k : torch.Tensor, shape (T, H, K) or (1, T, H, K), float16, bfloat16 or float32
-        Query and key, as `linear_attention` takes them.
-    v : torch.Tensor, shape (T, H, V) or (1, T, H, V), dtype of q
-        Value.
+    q, k, v : torch.Tensor, shape (T, H, K) or (1, T, H, K), v with V for K
+        As `linear_attention` takes them.
 
     Returns
     -------
@@ -210,7 +180,7 @@ def linear_attention_varlen(state: Array, q: Array, k: Array, v: Array, **option
 
     References
     ----------
-    Katharopoulos et al., Transformers are RNNs, arXiv:2006.16236.
+    As `linear_attention`.
 
     Examples
     --------
@@ -328,13 +298,7 @@ class _Step(NamedTuple):
 def _check(
     op: Op, name: str, state: Any, arrays: Sequence[Any], options: dict[str, Any], traits: calls.Traits = ()
 ) -> _Step:
-    """Check a call, and return it with all options.
-
-    Raises
-    ------
-    TypeError, ValueError, RuntimeError
-        Naming the argument, what was expected and what came.
-    """
+    """Check a call as `update.check` does, and return it with all options."""
     has_decay = op.decay != "none" and op.through is None
     legal = [x for x in DecayVarlenOptions.__annotations__ if has_decay or x not in ("decay", "decay_bound", "w0")]
     arguments.check_names(name, options, legal)

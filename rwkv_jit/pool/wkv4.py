@@ -54,7 +54,7 @@ def wkv4_update(
     w, u : torch.Tensor, shape (C,), dtype of k or float32
         Decay and bonus.
     k, v : torch.Tensor, shape (B, C), or (B, T, C) for T tokens of each row, float16, bfloat16 or float32
-        Key and value. Any strides; where the last one is not 1, a copy is made.
+        Key and value. Any strides; if the last one is not 1, the input is copied.
     decay : {"raw", "log"}, default "raw"
         Whether the log-decay d is -exp(w) or w.
     state_indices, write_indices, null_index, out
@@ -92,8 +92,6 @@ def wkv4_update(
 
 
 class _Step(NamedTuple):
-    """A call that has been checked."""
-
     op: Op
     state: Tensor
     y: Tensor
@@ -142,13 +140,7 @@ class _Step(NamedTuple):
 
 
 def check(op: Op, name: str, state: Any, arrays: Sequence[Any], options: dict[str, Any]) -> _Step:
-    """Check a call, and return it with all options.
-
-    Raises
-    ------
-    TypeError, ValueError, RuntimeError
-        Naming the argument, what was expected and what came.
-    """
+    """Check a call as `update.check` does, and return it with all options."""
     decay, null_index = options["decay"], arguments.null_index(options["null_index"])
     checks.check_name("decay", decay, op.decays)
     k, asked_v, w, u = checks.as_tensors(op, arrays)

@@ -64,7 +64,6 @@ def _layer_sizes(p: Problem, step: Step) -> dict[str, Any]:
 
 
 def _options(p: Problem) -> dict[str, Any]:
-    """Return the options of an op."""
     storage, has_states = p.types[p.op.names[p.op.lead]], p.op.name in ALL and p.op.has_heads
     return {
         "decay": p.op.name in ALL and p.decay not in ("none", p.op.decay) and p.decay,

@@ -1,7 +1,4 @@
-"""Kimi Delta Attention on the tensor cores: 64 tokens at once, in blocks of warp groups that hold a head each.
-
-Key heads may be fewer than value heads. Any decay is right.
-"""
+"""Kimi Delta Attention on the tensor cores: 64 tokens at once, a block for a head of values; any decay is right."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ _FIXED = ("a_log", "dt_bias")  # inputs that are the same for every token
 
 
 def why_not(case: Case, gpu: Callable[[], Gpu]) -> Obstacle | None:
-    """Return why these kernels cannot do a call; None where they can. The GPU is asked for where all else is right."""
+    """Return why these kernels cannot do a call; None where they can. The GPU is needed where all else is right."""
     obstacle = common.obstacle(case, gpu, HEAD_SIZE, (CHUNK_LEN,), str(CHUNK_LEN), holds_heads=True)
     if obstacle is not None:
         return obstacle
@@ -56,7 +53,6 @@ def default_chunk_len(case: Case, gpu: Gpu) -> int:
 
 
 def _types(p: Problem) -> dict[str, Parameter]:
-    """Return the types that the templates are made for, and what tells calls apart."""
     gate = 0 if "a_log" not in p.types else 1 if p.trait("lower_bound") is None else 2  # as the templates count them
     return {
         "T_IO": p.types["v"], "T_STATE": p.state_type, "STATE_LAYOUT": p.state_layout, "DECAY": "log",
@@ -66,7 +62,6 @@ def _types(p: Problem) -> dict[str, Parameter]:
 
 
 def _given(p: Problem) -> dict[str, Any]:
-    """Return what the arguments of all kernels are bound to."""
     return {**common.given(p), "lower_bound": float(p.trait("lower_bound") or 0.0)}
 
 

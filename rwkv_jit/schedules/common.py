@@ -69,10 +69,10 @@ def obstacle(
     case: Case, gpu: Callable[[], Gpu], largest_head: int, chunk_lens: Sequence[int], lengths: str,
     holds_heads: bool = False,
 ) -> Obstacle | None:  # fmt: skip
-    """Return why no kernels on the tensor cores can do a call; the GPU is asked for where all else is right.
+    """Return why no kernels on the tensor cores can do a call; the GPU is needed where all else is right.
 
-    `lengths` is what the message calls the chunk lengths. Where blocks hold a head, keys may not be too long beside
-    the values.
+    `lengths` is what messages call the chunk lengths. Where blocks hold a head, keys may not be too long beside the
+    values.
     """
     head_size, value_size, chunk_len = case.head_size, case.value_size, case.chunk_len
     if case.dtype not in ("fp16", "bf16"):
@@ -103,13 +103,7 @@ def framed_lengths(case: Case, lengths: Sequence[int]) -> list[int]:
 
 
 def check_heads(p: Problem, backend: str) -> None:
-    """Check that a grid has room for all heads.
-
-    Raises
-    ------
-    UnsupportedConfigError
-        It has not.
-    """
+    """Raise UnsupportedConfigError if a grid has no room for all heads."""
     if p.H > MOST_HEADS:
         raise UnsupportedConfigError(f"backend: {backend!r} takes up to {MOST_HEADS} heads, got {p.H}; use 'recurrent'")
 
@@ -178,7 +172,7 @@ def _of_pool(p: Problem) -> dict[str, Any]:
 
 
 def types(p: Problem, *without: str) -> dict[str, Parameter]:
-    """Return the types that templates are made for, and what tells the op from others that take the same templates."""
+    """Return the types of the templates, and what tells the op from others that take the same templates."""
     chosen: dict[str, Parameter] = {
         "T_IO": p.types["v"], "T_STATE": p.state_type, "DECAY": p.decay, "STATE_LAYOUT": p.state_layout,
         **{f"T_{name.upper()}": p.types[name] for name in p.op.wide if name in p.types}, **p.op.constants,
@@ -192,7 +186,7 @@ def bias(p: Problem) -> dict[str, Parameter]:
 
 
 def forward_results(p: Problem) -> dict[str, Result]:
-    """Return y, and the final state where it is wanted."""
+    """Return y, and the final state where it is needed."""
     y = Result((p.B, p.T, p.H, p.V), p.types["v"])
     return {"y": y, "final_state": Result(p.state_shape, p.state_type)} if p.has_final_state else {"y": y}
 
@@ -224,15 +218,15 @@ def chunk_gradients(p: Problem, chunk_len: int) -> dict[str, Any]:
 
 
 def largest_decay(p: Problem) -> int:
-    """Return what half a chunk may decay in its frame, for kernels that take others by halves; else 0."""
+    """Return what half a chunk may decay in its frame, for kernels that halve the others; else 0."""
     return LARGEST_DECAY[p.types["v"]] if p.has_halves else 0
 
 
 def level_tiles(p: Problem, tile_bytes: int, shared_bytes: int, blocks: int) -> dict[str, Parameter]:
-    """Return the parameters of a kernel that takes chunks by halves: the tiles for rows of levels, shared memory.
+    """Return the parameters of a kernel that halves chunks: the tiles for rows of levels, and shared memory.
 
-    There is a tile for each level, so that all are multiplied at once, where a multiprocessor has room for as many
-    blocks then. Otherwise levels take turns in those of the operands, which are two.
+    One for each level, so that all are multiplied at once, where an SM has room for as many blocks then; else two, as
+    levels take turns in those of the operands.
     """
     levels = p.chunk_len.bit_length() - 1
     most = shared_bytes + (levels - 2) * tile_bytes
@@ -265,7 +259,7 @@ OVERLAPS_SINCE = 90  # of the architectures, on which a launch may begin beside 
 
 
 def ways(p: Problem) -> tuple[bool, ...]:
-    """Return the launches of a kernel that meets decays: in frames and, where decays may leave these, by halves."""
+    """Return the launches of a kernel that meets decays: in frames and, where decays may leave these, halved."""
     return (False, True) if p.has_halves else (False,)
 
 
@@ -273,7 +267,7 @@ def step_of_places(
     name: str, parameters: Mapping[str, Parameter], grid: tuple[Any, Any, Any], bind: Mapping[str, Any],
     by_halves: bool, arch: str | None = None,
 ) -> Step:  # fmt: skip
-    """Return the launch of a kernel for all places at once, or for those by halves, which blocks look for."""
+    """Return the launch of a kernel for all places at once, or for halved ones, which blocks look for."""
     if by_halves:
         grid = (math.prod(grid), 1, 1)
     return Step(name, name, parameters, grid, bind, arch, is_resident=by_halves)
@@ -314,7 +308,7 @@ def sum_rows(
 ) -> Step:  # fmt: skip
     """Return the step that adds up rows of floats, group by group in a fixed order.
 
-    Groups have `group_rows` each, or where sequences are packed a row for each chunk that there can be. Threads share a
+    Groups have `group_rows`, or where sequences are packed a row for each chunk that there can be. Threads share a
     column; but where rows are few and long, a thread has `thread_columns`, which divide the width.
     """
     columns, vector = (_SUM_THREADS, thread_columns) if thread_columns else (_SUM_COLUMNS, 1)
@@ -332,10 +326,7 @@ def copy_states(
     p: Problem, source: str, target: str, source_type: str, target_type: str, source_layout: str, target_layout: str,
     row_step: Any = 1, first_row: Any = 0,
 ) -> Step:  # fmt: skip
-    """Return the step that copies states to another type or layout: of every sequence row i * row_step + first_row.
-
-    Of calls over a pool the initial states are read there, and the final ones written.
-    """
+    """Return the step that copies states to another type or layout: of a sequence row i * row_step + first_row."""
     parameters: dict[str, Parameter] = {
         "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "T_FROM": source_type, "T_TO": target_type, "NUM_THREADS": _COPY_THREADS,
         "FROM_VK": source_layout == "vk", "TO_VK": target_layout == "vk", "RAGGED": False,
@@ -365,16 +356,13 @@ class Candidate(NamedTuple):
 
 
 def candidates_of_blocks(direction: str, chunk_len: int, threads: int, shared_bytes: int, gpu: Gpu) -> list[Candidate]:
-    """Return blocks of so many threads and so much shared memory, with each number of them that is worth measuring.
-
-    It matters by the registers that it leaves to a thread.
-    """
+    """Return blocks of so many threads, with each number of them on an SM: it matters by the registers of a thread."""
     several = {gpu.resident_blocks(threads, resident, shared_bytes) for resident in _RESIDENT_THREADS}
     return [Candidate(direction, chunk_len, threads, blocks) for blocks in sorted(several)]
 
 
 def blocks_of(p: Problem, direction: str, by_rule: int) -> int:
-    """Return how many blocks a multiprocessor shall have room for: as tuned, or by the rule."""
+    """Return how many blocks fit on an SM: as tuned, or by the rule."""
     return (p.forward_blocks if direction == "forward" else p.backward_blocks) or by_rule
 
 

@@ -1,7 +1,4 @@
-"""The kernels of the short causal convolution: how tokens and channels are cut, and their launches.
-
-A token has the same result in any batch. The gradients of weight and bias are sums over blocks, in a fixed order.
-"""
+"""The kernels of the short causal convolution; a token has the same result in any batch, and sums a fixed order."""
 
 from __future__ import annotations
 
@@ -42,10 +39,7 @@ def forward(given: Given, texts: Sequences, activation: str) -> Schedule:
 
 
 def backward(given: Given, texts: Sequences, activation: str, wanted: Sequence[str]) -> Schedule:
-    """Return the launches for the gradients that are wanted, by the names of their inputs.
-
-    The results of `given` are those of all inputs that are there, by their names with a "d" before.
-    """
+    """Return the launches for these gradients, by the names of inputs; `given` has all results with a "d" before."""
     most = _HALF_ACCESS_BYTES // BYTES[given.types["x"]]
     parameters, slices = _cut(given, min(_vector(given, _MOST_SUMS), most), _NUM_THREADS, activation)
     parameters |= _of_texts(given, texts, parameters)
@@ -96,7 +90,7 @@ def _vector(given: Given, most: int, columns: int = 0, accessed: Iterable[str] =
 
 
 def _cut(given: Given, vector: int, most_threads: int, activation: str) -> tuple[dict[str, Parameter], int]:
-    """Return what all kernels are made for, and how many blocks share a token."""
+    """Return what all kernels are compiled for, and how many blocks share a token."""
     channels, width = given.sizes
     threads = min(most_threads, 32 * ceil(channels / (32 * vector)))
     parameters: dict[str, Parameter] = {
@@ -108,7 +102,7 @@ def _cut(given: Given, vector: int, most_threads: int, activation: str) -> tuple
 
 
 def _of_texts(given: Given, texts: Sequences, parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
-    """Return what kernels of whole sequences are made for beside that."""
+    """Return what kernels of whole sequences are compiled for beside that."""
     has_state = "initial_state" in given.types
     threads = _FEW_THREADS if has_state or given.sizes[1] > _USUAL_WIDTH else _MANY_THREADS
     return {

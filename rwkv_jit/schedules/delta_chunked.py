@@ -21,7 +21,7 @@ _TUNED_THREADS = (64, 128, 256, 512)  # of the forward's blocks, that are worth 
 
 
 def why_not(case: Case, gpu: Callable[[], Gpu]) -> Obstacle | None:
-    """Return why these kernels cannot do a call; None where they can. The GPU is asked for where all else is right."""
+    """Return why these kernels cannot do a call; None where they can. The GPU is needed where all else is right."""
     obstacle = parts.obstacle(case, gpu, LARGEST_HEAD, CHUNK_LENS, "16 or 32", holds_heads=True)
     if obstacle is not None:
         return obstacle
@@ -56,10 +56,7 @@ def shared_bytes(direction: str, head_size: int, value_size: int, chunk_len: int
 
 
 def _takes_warp_groups(direction: str, head_size: int, value_size: int, chunk_len: int, gpu: Gpu) -> bool:
-    """Return whether four warps multiply together: where there are such products, and tiles that they fit.
-
-    Keys that are longer than values would take more registers than a thread has.
-    """
+    """Return whether four warps multiply together; for keys longer than values a thread has too few registers."""
     fits = head_size % 64 == value_size % 64 == 0 and head_size <= value_size
     return direction == "backward" and chunk_len == 32 and gpu.has_warp_groups and fits
 
@@ -105,8 +102,8 @@ def most_shared_bytes(head_size: int, value_size: int, chunk_len: int) -> int:
 def default_chunk_len(case: Case, gpu: Gpu) -> int:
     """Return the chunk length that is fastest on an H200, of those that fit in both directions.
 
-    With large heads the forward alone prefers short chunks; a forward for gradients saves a state per chunk, and so
-    does not. The forward's checkpoints are the backward's, hence one length for both.
+    A forward alone prefers short chunks with large heads; one for gradients saves a state per chunk, which the backward
+    reads: hence one length for both.
     """
     sizes = case.head_size, case.value_size
     prefers_long = case.training or max(map(padded, sizes)) <= 64
@@ -117,10 +114,7 @@ def default_chunk_len(case: Case, gpu: Gpu) -> int:
 
 
 def _most_threads(direction: str, head_size: int, value_size: int, gpu: Gpu) -> int:
-    """Return the threads that registers shall leave room for on a multiprocessor.
-
-    More blocks hide more waiting, until the registers of the state spill: with larger heads that takes 255 a thread.
-    """
+    """Return the most threads on an SM: more blocks hide more waiting, until the registers of the state spill."""
     is_small = max(head_size, value_size) <= 64
     return gpu.many_threads if direction == "forward" and is_small and 90 <= gpu.number < 120 else 256
 
@@ -184,21 +178,18 @@ def backward(p: Problem) -> Schedule:
 
 
 def _skips_zeros(p: Problem) -> bool:
-    """Return whether states of zeros are worth a kernel of their own: in sequences of a chunk or two.
-
-    Both directions have to say the same, and warp groups know nothing of it.
-    """
+    """Return whether zero states have a kernel, in both directions: for a chunk or two, not in warp groups."""
     is_short = not (p.is_batch_invariant or p.has_initial_state) and p.tokens <= 2 * p.chunk_len
     return is_short and (p.chunk_len == min(CHUNK_LENS) or not p.training)
 
 
 def _carried(p: Problem) -> dict[str, Any]:
-    """Return the bytes of the states that pass from chunks in frames to those by halves, or back."""
+    """Return the bytes of the states that pass from chunks in frames to halved ones, or back."""
     return {"carried": p.state_bytes} if p.has_halves else {}
 
 
 def _step(p: Problem, direction: str, bind: dict[str, Any], by_halves: bool) -> Step:
-    """Return a launch: a block per sequence and head, for chunks in frames or for those that are taken by halves."""
+    """Return a launch: a block per sequence and head, for chunks in frames or for halved ones."""
     parts.check_heads(p, "chunked")
     keeps_many = p.training and (p.is_batch_invariant or p.tokens > _FEW_CHUNKS * p.chunk_len)
     threads = _threads(direction, p.K, p.V, p.chunk_len, p.num_threads, keeps_many)

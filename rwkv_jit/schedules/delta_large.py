@@ -1,9 +1,8 @@
 """wkv7 for heads above 128: up to 1024 channels, taken apart into kernels for the chunks and a scan over them.
 
-What a chunk's tokens do to a state does not depend on the state, so one kernel prepares it for all chunks at once. A
-second one walks over the chunks with the state, a block for some of its value rows; backwards, with the gradient of the
-state. What the keys' gradients need of both states it leaves behind, and two more kernels make these gradients for all
-chunks at once.
+What a chunk does to a state does not depend on it, so one kernel prepares it for all chunks at once. A second one walks
+over the chunks with the state, or backwards with its gradient, a block for some value rows. Two more make the keys'
+gradients for all chunks at once, from what the walks leave behind.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _MATRICES = 4  # token matrices of a chunk that pass from kernel to kernel
 
 
 def why_not(case: Case, gpu: Callable[[], Gpu]) -> Obstacle | None:
-    """Return why these kernels cannot do a call; None where they can. The GPU is asked for where all else is right."""
+    """Return why these kernels cannot do a call; None where they can. The GPU is needed where all else is right."""
     obstacle = parts.obstacle(case, gpu, LARGEST_HEAD, CHUNK_LENS, f"32 or 64 at head sizes above {parts.LARGEST_HEAD}")
     if obstacle is not None:
         return obstacle
@@ -51,10 +50,10 @@ def why_not(case: Case, gpu: Callable[[], Gpu]) -> Obstacle | None:
 
 
 def default_chunk_len(case: Case, gpu: Gpu) -> int:
-    """Return the longest chunk that shared memory allows, whatever the threads: what is left behind goes by the chunk.
+    """Return the longest chunk that shared memory allows, whatever the threads.
 
-    A shorter one where the bound of the decays asks for it, and the shortest for sequences that it holds. In float16
-    the shortest where nothing is known of the decays, as usual ones leave the frames of longer chunks.
+    A shorter one where the decays' bound asks for it, and the shortest for sequences that it holds; in float16 also
+    where nothing is known of the decays, as usual ones leave the frames of longer chunks.
     """
     fitting = [length for length in CHUNK_LENS if _fits(case.head_size, length, gpu)]
     if case.tokens <= min(CHUNK_LENS):
@@ -120,8 +119,6 @@ def _halves_shared_bytes(chunk_len: int) -> int:
 
 
 class _GroupCut(NamedTuple):
-    """How a block of the scan with products of warp groups is cut."""
-
     value_rows: int
     cluster: int  # blocks that fetch operands for each other
     stages: int
@@ -133,11 +130,7 @@ def _has_groups(chunk_len: int, gpu: Gpu) -> bool:
 
 
 def _group_cut(head_size: int, value_size: int, gpu: Gpu, has_few_rows: bool) -> _GroupCut:
-    """Return what such a block is in both directions.
-
-    Two blocks of a cluster halve what is read of the operands; more of them, and of small ones two, wait for each other
-    longer than that saves.
-    """
+    """Return such a block of both directions: two of a cluster halve the reads, more wait for each other too long."""
     largest = next(rows for rows in _ROWS if _channels(head_size) * rows <= _GROUP_STATE)
     rows = _ROWS[-1] if has_few_rows else largest
     cluster = 2 if rows == _ROWS[0] and -(-value_size // rows) % 2 == 0 else 1
@@ -160,23 +153,17 @@ def _group_state_bytes(parameters: Mapping[str, Parameter]) -> int:
 
 
 class _Cut(NamedTuple):
-    """How a block of the scan without such products is cut."""
-
     key_warps: int  # that share the channels of the same rows
     num_threads: int
     stages: int
 
     @property
     def value_rows(self) -> int:
-        """Return the value rows of a block."""
         return 16 * (self.num_threads // 32 // self.key_warps)
 
 
 def _cuts(head_size: int, chunk_len: int, gpu: Gpu, few_heads: bool = False) -> list[_Cut]:
-    """Return what a block of the scan may be in both directions, the fastest on an H200 first.
-
-    Many rows for a block read the operands least often, and few make more blocks; as do more warps for the same rows.
-    """
+    """Return the blocks of the scan, the fastest on an H200 first: many rows read less often, few make more blocks."""
     warps = _key_warps(head_size, few_heads)
     several = [
         _Cut(warps, 2 * rows * warps, stages) for rows in (_ROWS[-1:] if few_heads else _ROWS) for stages in _STAGES
@@ -206,13 +193,7 @@ def _scan_shared_bytes(head_size: int, chunk_len: int, is_backward: bool, cut: _
 
 
 def _cut(p: Problem, few_heads: bool) -> _Cut:
-    """Return how a block of the scan is cut, `num_threads` alone deciding where it is given.
-
-    Raises
-    ------
-    UnsupportedConfigError
-        No block has so many threads.
-    """
+    """Return how a block of the scan is cut, by `num_threads` if it is set; UnsupportedConfigError if no block fits."""
     cuts = _cuts(p.K, p.chunk_len, p.gpu)
     if few_heads and p.num_threads is None:
         cuts = _cuts(p.K, p.chunk_len, p.gpu, True) or cuts
@@ -245,8 +226,8 @@ class _Walk(NamedTuple):
 def _walk(p: Problem, direction: str) -> _Walk:
     """Return how to go over the chunks of all sequences; how many a packed one has is not known.
 
-    A scan that leaves half of the GPU free goes on in parts, and the other kernels of a direction have the other half
-    meanwhile: results are the same. Forwards that is worth it only where its blocks have few rows anyway.
+    A scan that leaves half of the GPU free goes on in parts, while other kernels take the other half: results are the
+    same. Forwards that is worth it only where its blocks have few rows anyway.
     """
     heads, multiprocessors = p.N * p.H, p.multiprocessors
     if multiprocessors is None:
@@ -277,10 +258,7 @@ class _Part(NamedTuple):
 
 
 def _parts(p: Problem, direction: str, count: int) -> list[_Part]:
-    """Return the parts of a walk.
-
-    Forwards they are equal. Backwards, where what follows a part takes longer than the next one, they double.
-    """
+    """Return the parts of a walk: equal, or backwards doubling, as what follows one takes longer than the next."""
     if count == 1:
         places = p.slots(p.chunk_len)
         return [_Part(0, places, 0, places)]
@@ -345,7 +323,7 @@ def forward(p: Problem) -> Schedule:
 
 
 def backward(p: Problem) -> Schedule:
-    """Return the backward: E' and dX take as much room as S' and U, and the token matrices' gradients as these."""
+    """Return the backward: E' and dX take as much memory as S' and U, and the token matrices' gradients as these."""
     parts.check_heads(p, "split")
     walk = _walk(p, "backward")
     given = {**parts.given(p), "halved": parts.halved(p)}
@@ -436,7 +414,7 @@ def _chunk_step(
 
 
 def _halves_step(p: Problem, bind: Mapping[str, Any]) -> Step:
-    """Return the launch for the gradients of the keys' side of slabs by halves: a warp for 32 channels of 16 tokens."""
+    """Return the launch for the gradients of the keys' side of halved slabs: a warp for 32 channels of 16 tokens."""
     parameters: dict[str, Parameter] = {
         "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "CHUNK_LEN": p.chunk_len, "SLABS": _channels(p.K) // _SLAB,
         "STATE_ROWS": _values(p.V), **_key_types(p),

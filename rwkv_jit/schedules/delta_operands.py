@@ -1,15 +1,14 @@
 """Calls of delta rules that wkv7 runs: a kernel makes its inputs first, and another takes their gradients back.
 
 The delta rules share a key between reading, erasing and writing. `layer_delta_operands` makes r, w, k, a and b of
-`wkv7` from that key, the query, the rates and the gates. What it writes is scratch, or in training it is kept between
-the passes, as the backward of `wkv7` reads it.
+`wkv7` from that key, the query, the rates and the gates: in scratch, or in training kept for the backward of `wkv7`.
 
     forward   operands; [v times write_gate]; all launches of wkv7
     backward  all launches of wkv7; gradients of what operands are computed from; [those of v and write_gate]
 
-What needs no kernel is an input itself: queries without norms, of as many heads as values have, and log-decays of
-channels. A gradient of such a log-decay has two parts, as a is computed with it too. The last kernel adds them up, from
-float32, so in training log-decays of 16 bits are computed too.
+Queries without norms, of as many heads as values, and log-decays of channels are inputs themselves. A gradient of such
+a log-decay has two parts, as a is computed with it too, added up in float32: in training log-decays of 16 bits are
+computed too.
 """
 
 from __future__ import annotations
@@ -80,7 +79,6 @@ def _operands(p: Problem) -> dict[str, str]:
 
 
 def _types(p: Problem) -> dict[str, str]:
-    """Return the types of the inputs of wkv7."""
     inputs = {"r": p.types["r"], "w": p.types.get("w", p.types["v"]), "v": p.types["v"]}
     types = inputs | _operands(p)
     assert p.op.through is not None
@@ -96,7 +94,6 @@ def _gradient(name: str) -> str:
 
 
 def _sources(p: Problem) -> set[str]:
-    """Return the inputs that operands are computed from."""
     return {"k", "beta", "w", "a_log", "dt_bias", *(["r"] if _computes_queries(p) else [])} & set(p.types)
 
 
@@ -114,7 +111,6 @@ def _wanted(p: Problem) -> tuple[str, ...]:
 
 
 def _sizes(p: Problem) -> dict[str, Any]:
-    """Return the bytes of what is computed before."""
     rows = p.B * p.T * p.H
     sizes = {_buffer(name): aligned(BYTES[storage] * rows * p.K) for name, storage in _operands(p).items()}
     return sizes | ({_buffer("v"): aligned(BYTES[p.types["v"]] * rows * p.V)} if "write_gate" in p.types else {})
@@ -129,7 +125,6 @@ def _is_without_decays(p: Problem) -> bool:
 
 
 def _inputs(p: Problem) -> dict[str, str | None]:
-    """Return the inputs by the names that the kernels of operands have for them."""
     absent = set() if _computes_queries(p) else {"q"}
     return {name: source if source in p.types and name not in absent else None for name, source in _NAMES.items()}
 
@@ -285,7 +280,6 @@ def _rows(p: Problem, inner: Schedule) -> dict[str, str]:
 
 
 def _dense(p: Problem) -> tuple[str, ...]:
-    """Return the inputs that operands are computed from, which are read without gaps."""
     gated = ("v", "write_gate") if "write_gate" in p.types else ()
     return (*sorted(_sources(p)), *gated)
 

@@ -1,8 +1,4 @@
-"""The derived ops: what each one is.
-
-Key heads, G, are those of q and k; H are those of v, and a multiple of them. Kernels call q r, g w, and A_log a_log; of
-`ssd` x is v, dt beta, A a_log, B k, C r, and D own.
-"""
+"""The derived ops. Kernels call q r, g w, A_log a_log; of `ssd` x v, dt beta, A a_log, B k, C r and D own."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Gated linear attention and its kin on the tensor cores: up to 64 tokens at once, in blocks that hold a head.
+"""wkv5, wkv6, gla and linear_attention on the tensor cores: up to 64 tokens at once, in blocks that hold a head.
 
-These are wkv5, wkv6, gla and linear_attention. The forward is the template `gla_scan`, a block for some value rows of a
-head, which `diagonal_large` takes too. The backward is `gla_chunked_backward`, a block for a head; `gla_group_backward`
-for linear attention on sm_90 with heads of about 128.
+The forward is `gla_scan`, a block for some value rows of a head, as in `diagonal_large`. The backward is
+`gla_chunked_backward`, or `gla_group_backward` for linear attention on sm_90 with heads of about 128.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _GROUP_CHUNK_LEN = 64  # of the backward with products of warp groups
 
 
 def why_not(case: Case, gpu: Callable[[], Gpu]) -> Obstacle | None:
-    """Return why these kernels cannot do a call; None where they can. The GPU is asked for where all else is right."""
+    """Return why these kernels cannot do a call; None where they can. The GPU is needed where all else is right."""
     obstacle = common.obstacle(case, gpu, LARGEST_HEAD, CHUNK_LENS, "16, 32 or 64", holds_heads=True)
     if obstacle is not None:
         return obstacle
@@ -58,9 +57,8 @@ def _least_threads(head_size: int, value_size: int) -> int:
 def _forward_threads(p: Problem) -> int:
     """Return the threads of the forward: a warp for 16 value rows.
 
-    Or as few as can be, where these would not have registers enough: twice as many blocks hide as much waiting. With
-    still larger heads the state of 32 rows would not have them. Where every block has a multiprocessor of its own,
-    twice as many threads, half of which prepare operands alone, take up to 13 % less time.
+    Or the fewest, where these would lack registers: twice as many blocks hide as much waiting. Where every block has an
+    SM for itself, twice as many threads, half of which prepare operands alone, take up to 13 % less time.
     """
     is_crowded = 64 < padded(p.K) <= LARGEST_HEAD
     least = _least_threads(p.K, p.V)
@@ -69,7 +67,7 @@ def _forward_threads(p: Problem) -> int:
 
 
 def _has_room(p: Problem) -> bool:
-    """Return whether every block of a forward has a multiprocessor of its own."""
+    """Return whether every block of a forward has a whole SM."""
     if p.backend != "chunked" or p.multiprocessors is None:
         return False
     return bool(p.N * p.H * -(-p.V // _rows(p.V)) <= p.multiprocessors)
@@ -85,7 +83,6 @@ def _key_tile_bytes(head_size: int, chunk_len: int) -> int:
 
 
 def _common_shared_bytes(head_size: int, chunk_len: int, threads: int) -> int:
-    """Return what both directions hold."""
     keys, key_tile = padded(head_size), _key_tile_bytes(head_size, chunk_len)
     raw_keys, factor, own = 2 * chunk_len * keys, 4 * keys, 4 * keys // 32
     totals = chunk_len // segment_len(head_size, chunk_len, threads) * 4 * keys
@@ -113,16 +110,12 @@ def _backward_shared_bytes(head_size: int, value_size: int, chunk_len: int) -> i
 
 
 def _most_shared_bytes(head_size: int, value_size: int, chunk_len: int) -> int:
-    """Return what the larger of the two directions takes."""
     forward_bytes = forward_shared_bytes(head_size, value_size, chunk_len, MOST_THREADS)
     return max(forward_bytes, _backward_shared_bytes(head_size, value_size, chunk_len))
 
 
 def _takes_warp_groups(p: Problem) -> bool:
-    """Return whether four warps multiply together in the backward: where there are such products, and tiles they fit.
-
-    Its own chunks are longer than those of the forward, which a caller may choose; who chooses others gets them.
-    """
+    """Return whether four warps multiply together in the backward; not where a caller names other chunks."""
     if "w" in p.op.inputs or p.chunk_len != _DEFAULT_CHUNK_LEN or p.K % 8 or p.V % 8:
         return False
     return 64 < p.K <= 128 and padded(p.V) == 128 and p.gpu.has_warp_groups
@@ -145,11 +138,7 @@ def default_chunk_len(case: Case, gpu: Gpu) -> int:
 
 
 def candidates(direction: str, size: int, gpu: Gpu) -> list[Candidate]:
-    """Return what one direction may be launched with, for keys and values of one size; the rule's is among it.
-
-    The forward with its fewest threads, with twice and with four times as many: their warps hold fewer value rows, or
-    none and prepare operands alone.
-    """
+    """Return blocks for keys and values of one size: the rule's, and forwards of 1, 2, 4 times the fewest threads."""
     least = _least_threads(size, size)
     legal = [n * least for n in (1, 2, 4)] if direction == "forward" else [_backward_threads(size)]
     several = []
@@ -189,10 +178,7 @@ def forward(p: Problem) -> Schedule:
 
 
 def scan_forward(p: Problem, pieces: Mapping[str, Any], for_groups: bool = False) -> Schedule:
-    """Return a forward of one scan, which keeps these pieces.
-
-    One `for_groups` leaves states for the backward with products of warp groups.
-    """
+    """Return a forward of one scan, which keeps these pieces; `for_groups` those for products of warp groups."""
     left = pieces if p.training else {}
     bind = {"checkpoints": "checkpoints" if p.training else None, "framed": common.framed(p)}
     step = scan_step(p, "forward", bind, for_groups)
@@ -209,13 +195,7 @@ def scan_ends(p: Problem, direction: str) -> dict[str, str | None]:
 
 
 def scan_step(p: Problem, direction: str, bind: Mapping[str, Any], for_groups: bool = False) -> Step:
-    """Return the walk over chunks with some value rows of a state, or backwards with its gradient.
-
-    Raises
-    ------
-    UnsupportedConfigError
-        No block can have so many threads.
-    """
+    """Return the walk with some value rows of a state, or backwards with its gradient; it raises if no block fits."""
     least = _least_threads(p.K, p.V)
     threads = p.num_threads or _forward_threads(p)
     if threads % 32 or not least <= threads <= MOST_THREADS:

@@ -1,8 +1,7 @@
 """What `diagonal_large` does on sm_90, with products of warp groups.
 
-One kernel makes the operands of all chunks at once. A second one walks over the chunks with the state, a block for some
-of its value rows; backwards with the gradient of the state, from the same operands. A third one makes the gradients of
-the keys' side for all chunks, from the states that the second has left.
+One kernel makes the operands of all chunks at once. A second one walks over the chunks with the state, or its gradient,
+a block for some value rows. A third one makes the gradients of the keys' side, from the states that the second left.
 """
 
 from __future__ import annotations
@@ -151,6 +150,5 @@ def _key_step(p: Problem, by_halves: bool) -> Step:
 
 
 def _given(p: Problem) -> dict[str, Any]:
-    """Return what the arguments of all kernels are bound to."""
     given = common.given(p)
     return given if "w" in p.op.inputs else {**given, "frames": None}

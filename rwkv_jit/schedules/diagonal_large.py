@@ -1,9 +1,8 @@
-"""Gated linear attention and its kin on the tensor cores: heads with more value rows or channels than a block holds.
+"""wkv5, wkv6, gla and linear_attention on the tensor cores: heads with more rows or channels than a block holds.
 
-The forward is that of `diagonal_chunked`, a block for some value rows of a head. Backwards the same kernel walks over
-the chunks with the gradient of the state, makes dv and leaves behind what another one needs, which makes the other
-gradients for all chunks at once. On sm_90 `diagonal_groups` has kernels of its own for this. Callers say "split" for
-it.
+The forward is that of `diagonal_chunked`. Backwards the same kernel walks with the gradient of the state, makes dv and
+leaves behind what another one makes the other gradients of, for all chunks at once; on sm_90 `diagonal_groups` does.
+Callers say "split" for it.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ takes_groups = diagonal_groups.takes
 
 
 def why_not(case: Case, gpu: Callable[[], Gpu]) -> Obstacle | None:
-    """Return why these kernels cannot do a call; None where they can. The GPU is asked for where all else is right."""
+    """Return why these kernels cannot do a call; None where they can. The GPU is needed where all else is right."""
     obstacle = common.obstacle(case, gpu, diagonal_groups.LARGEST_HEAD, CHUNK_LENS, "16, 32 or 64")
     if obstacle is not None:
         return obstacle
@@ -63,8 +62,7 @@ def suits_few_heads(case: Case, gpu: Gpu) -> bool:
 def _legal_chunk_lens(head_size: int, gpu: Gpu, num_threads: int | None) -> list[int]:
     """Return the chunk lengths that shared memory allows, the fastest first; the shortest one where there are none.
 
-    64 tokens where warp groups take so many threads. Without these what is left behind would be half as much, but the
-    state spills.
+    64 tokens where warp groups take so many threads: without these half as much is left behind, but the state spills.
     """
     of_groups = [length for length in CHUNK_LENS if takes_groups(gpu, length, num_threads)]
     others = [length for length in CHUNK_LENS if head_size <= LARGEST_KEY and _fits(head_size, length, gpu)]
@@ -88,13 +86,7 @@ def _key_shared_bytes(chunk_len: int) -> int:
 
 
 def _is_for_groups(p: Problem) -> bool:
-    """Return whether warp groups take a call.
-
-    Raises
-    ------
-    UnsupportedConfigError
-        They do not, and they alone take such keys.
-    """
+    """Return whether warp groups take a call; UnsupportedConfigError if they do not, and only they take such keys."""
     if takes_groups(p.gpu, p.chunk_len, p.num_threads):
         return True
     if p.K > LARGEST_KEY:
@@ -141,7 +133,6 @@ def segment_walk(p: Problem, bind: Mapping[str, Any]) -> Step:
 
 
 def _backward_steps(p: Problem) -> tuple[Step, Step]:
-    """Return the launches of the backward, which pass "e" from one to the other."""
     return diagonal_chunked.scan_step(p, "backward", {"checkpoints": "e", "framed": common.framed(p)}), _key_step(p)
 
 

@@ -1,9 +1,8 @@
 """Calls that gla runs, with decays of heads, with forget gates, or with the steps of a state space.
 
-`diagonal_operands` makes r, k, w and v of `gla`: key heads are repeated for their value heads, decays of heads are
-spread over channels, forget gates make keys, and steps make decays and scale values. Behind the recurrence `skip_gate`
-adds D x and multiplies by the gate. The backward makes the operands again, as this costs less than to keep them; of
-what stands behind, it needs y as the recurrence left it, where there is a gate.
+`diagonal_operands` makes r, k, w and v of `gla`: it repeats key heads for their value heads, spreads decays of heads
+over channels, and makes keys of forget gates, and decays and values of steps. `skip_gate` behind the recurrence adds D
+x and multiplies by the gate. The backward makes the operands again, which costs less than to keep them.
 
     forward   operands; all launches of gla; [what stands behind]
     backward  [gradients of what stands behind]; operands; all launches of gla; gradients of inputs
@@ -39,7 +38,6 @@ def steps_of(p: Problem) -> Operands:
 
 
 def _operands(p: Problem) -> Operands:
-    """Return what the operands of gla come from."""
     if "k" not in p.op.inputs:
         return Operands("gates", g="w")
     how = steps_of(p)._replace(v="v") if "a_log" in p.op.inputs else Operands("heads", g="w")
@@ -55,7 +53,6 @@ def behind(p: Problem) -> Behind | None:
 
 
 def _sizes(p: Problem) -> dict[str, Any]:
-    """Return the bytes of what the first launch makes, by the names of buffers."""
     return {_BUFFERS[name]: aligned(size) for name, size in operands.operand_bytes(p, _operands(p)).items()}
 
 
@@ -179,10 +176,7 @@ def forward_behind(p: Problem, last: Behind, inner: Schedule) -> tuple[list[Step
 
 
 def backward_behind(p: Problem, last: Behind) -> tuple[list[Step], dict[str, Any], dict[str, int]]:
-    """Return the launches of the gradients behind a recurrence, their buffers, and what they read at once.
-
-    What the input itself has of them is added where the other gradients of it are computed.
-    """
+    """Return the launches of the gradients behind a recurrence, their buffers, and what they read at once."""
     y = INNER_Y if last.z else None
     part = operands.skip_gate_gradients(p, last, INNER_Y, names={"dx": None, "y": y})
     scratch = {**part.scratch, **({INNER_DY: _bytes_of_y(p)} if last.z else {})}

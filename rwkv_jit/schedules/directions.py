@@ -60,7 +60,7 @@ def kept(p: Problem) -> dict[str, Any]:
 
 
 def _kept(p: Problem) -> dict[str, Any]:
-    """Return what an algorithm keeps, with as much behind it as sequences may need that are cut another way."""
+    """Return what an algorithm keeps, with as much behind it as sequences may need that are cut differently."""
     left: dict[str, Any] = algorithm(p).kept(p)
     if p.leaves_cut_open:
         left["room"] = segments.most_kept(p) - sum(left.values())
@@ -78,10 +78,7 @@ def forward(p: Problem) -> Schedule:
 
 
 def backward(p: Problem) -> Schedule:
-    """Return the backward: gradients of sequences are added up, and those of states have the states' type.
-
-    What nobody wants is left out.
-    """
+    """Return the backward, of the gradients that are needed: those of states have the states' type."""
     if through.applies(p):
         schedule = through.backward(p, backward(through.below(p)))
     elif p.backend == through.DEDICATED:  # whose kernels sum, and take states of any type

@@ -1,7 +1,4 @@
-"""Ops with one decay for a head on the tensor cores: 16 or 32 tokens at once, in a block that holds a head.
-
-Key heads may be fewer than value heads. Nothing leaves a range whatever the decays are: they stand between two tokens.
-"""
+"""Ops with one decay for a head on the tensor cores: 16 or 32 tokens at once, a block for a head; for any decay."""
 
 from __future__ import annotations
 
@@ -43,10 +40,7 @@ Constants = Mapping[str, Parameter]  # of a call: what its kernels have and have
 
 
 def constants(of: Problem | Case) -> Constants:
-    """Return what the kernels of a call have and have not, by its inputs and by the switches of its op.
-
-    Of the steps of a state space they take raw ones with a softplus and without limits; others are computed before.
-    """
+    """Return what the kernels of a call have and have not; of steps, raw ones with a softplus and without limits."""
     assert of.op.through is not None
     has_step = bool(of.trait("dt_softplus")) and of.trait("least_step") is None and of.trait("most_step") is None
     is_raw = has_step or not _is_of_steps(of)
@@ -69,7 +63,7 @@ def _computes_steps(p: Problem) -> bool:
 
 
 def _types(p: Problem, has: Constants) -> dict[str, Parameter]:
-    """Return the types that the templates are made for, and what tells calls apart. Raw steps make decays too."""
+    """Return the types of the templates, and what tells calls apart. Raw steps make decays too."""
     storage = {name: "fp32" if _computes_steps(p) else p.types.get(name, "fp32") for name in ("w", "beta")}
     return {
         "T_IO": p.types["v"], "T_STATE": p.state_type, "STATE_LAYOUT": p.state_layout,
@@ -83,7 +77,7 @@ def _has_decays(p: Problem) -> bool:
 
 
 def why_not(case: Case, gpu: Callable[[], Gpu]) -> Obstacle | None:
-    """Return why these kernels cannot do a call; None where they can. The GPU is asked for where all else is right."""
+    """Return why these kernels cannot do a call; None where they can. The GPU is needed where all else is right."""
     obstacle = common.obstacle(case, gpu, LARGEST_HEAD, CHUNK_LENS, "16 or 32", holds_heads=True)
     if obstacle is not None:
         return obstacle
@@ -261,7 +255,6 @@ def _of_heads(p: Problem, rows: int, threads: int, shared: int, blocks: int) -> 
 def _by_warps(
     p: Problem, shared_bytes_of: Callable[[int, int, int, Constants], int]
 ) -> tuple[dict[str, Parameter], Extent]:
-    """Return the geometry of a launch whose warps multiply by themselves."""
     rows = rows_of_block(p.V, p.N * p.H * segments(p), p.multiprocessors)
     threads = max(rows, 128 if p.K > 64 else 64)
     shared = shared_bytes_of(p.K, rows, p.chunk_len, constants(p))
@@ -319,16 +312,12 @@ def _before(p: Problem) -> tuple[list[Step], dict[str, Any], dict[str, Any]]:
 
 
 def _given(p: Problem) -> dict[str, Any]:
-    """Return what the arguments of all kernels are bound to; decays are made of steps, where these are raw."""
     absent = {name: None for name in ("beta", *_OF_HEADS) if name not in p.types}
     return common.given(p) | absent | ({"w": "beta"} if _is_of_steps(p) else {})
 
 
 def widened(p: Problem, names: Sequence[str]) -> tuple[list[Step], dict[str, str], dict[str, Any]]:
-    """Return the steps that copy inputs without tokens to float32, where they are not, and what kernels take instead.
-
-    The last are the bytes of the copies.
-    """
+    """Return the steps that copy inputs without tokens to float32, what kernels take instead, and the copies' bytes."""
     narrow_ones = [name for name in names if p.types.get(name, "fp32") != "fp32"]
     copies = {name: f"wide_{name}" for name in narrow_ones}
     return (
@@ -387,10 +376,7 @@ def backward(p: Problem) -> Schedule:
 def sums_over_slots(
     p: Problem, summed: Mapping[str, tuple[str, int]], slots: int
 ) -> tuple[list[Zero], list[Step], dict[str, int]]:
-    """Return what gradients need that chunks have parts of: buffers to be zeroed, sums behind all else, and bytes.
-
-    By the buffer of the parts `summed` has the input, and how many numbers a slot has of its gradient.
-    """
+    """Return zeroed buffers for gradients of parts, their sums and bytes; `summed` has inputs and widths by buffer."""
     zeros = [Zero(buffer) for buffer in summed] if p.is_packed else []  # slots may belong to no chunk
     sums = [
         common.sum_rows(buffer, f"d{name}", 1, slots, width, p.types[name]) for buffer, (name, width) in summed.items()
@@ -401,7 +387,6 @@ def sums_over_slots(
 def _key_gradients(
     p: Problem, parameters: Mapping[str, Parameter], given: Mapping[str, Any], chunk_len: int
 ) -> Step:  # fmt: skip
-    """Return the launch that makes the gradients of keys, for chunks of this length."""
     name, slots, has = "head_decay_key_gradients", p.slots(chunk_len), constants(p)
     template, grid, threads, arch = name, (slots, p.G, 1), key_threads(p.K), None
     most_threads, shared = 2 * threads, key_gradient_bytes(p.K, p.V, chunk_len, threads, has)

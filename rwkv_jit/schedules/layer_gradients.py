@@ -1,7 +1,4 @@
-"""The kernels of the gradients of a layer's small work, and their launches.
-
-A block has a part of the rows, and adds up the gradients of parameters over these; a second launch adds up the blocks.
-"""
+"""Gradients of a layer's small work: blocks add up a part of the rows, and a second launch adds up the blocks."""
 
 from __future__ import annotations
 
@@ -48,10 +45,7 @@ class Options(NamedTuple):
 
 
 def backward(name: str, given: Given, options: Options, wanted: Sequence[str]) -> Schedule:
-    """Return the backward of an op, for the gradients that are wanted by the names of their inputs.
-
-    The results of `given` are those of all inputs that are there, by their names with a "d" before.
-    """
+    """Return the backward of an op, for these gradients by input names; `given` is as in `convolution`."""
     schedule = _SCHEDULES[name](given, options)
     unwanted = [result for result in given.results if result.removeprefix("d") not in wanted]
     return without(schedule, unwanted) if unwanted else schedule
@@ -149,7 +143,7 @@ _SCHEDULES: dict[str, Callable[[Given, Options], Schedule]] = {
 
 
 def _half_access(vector: int, storage: str) -> int:
-    """Return how many neighbours a thread takes at once in a kernel that lacks registers for more on their way."""
+    """Return how many neighbours a thread takes at once in a kernel that lacks registers for more at once."""
     return max(min(vector, _HALF_ACCESS_BYTES // BYTES[storage]), 1)
 
 
@@ -157,10 +151,7 @@ def _summing(
     name: str, given: Given, vector: int, parameters: Mapping[str, Any], slices: int, bind: Mapping[str, Any],
     summed: Sequence[str], entry: str = "",
 ) -> Schedule:  # fmt: skip
-    """Return the launch of blocks that each have a part of the rows, and those that add up what these have.
-
-    `slices` blocks are side by side for every row.
-    """
+    """Return the launch of blocks with a part of the rows each, `slices` side by side, and those that add them up."""
     block_rows = layers.rows_of_block(given, parameters, slices, _LEAST_ROWS)
     groups = ceil(given.rows / block_rows)
     step = _step(name, given, parameters, (groups, slices, 1), {**bind, "block_rows": block_rows}, entry, summed, entry)
@@ -188,6 +179,5 @@ def _step(
 
 
 def _vectors(name: str, given: Given, vector: int, parameters: Mapping[str, Any]) -> dict[str, int]:
-    """Return how many neighbours of each tensor are read at once."""
     present = [x for x in BACKWARDS[name].inputs if x in given.types]
     return layers.vectors_of(present, given, vector, parameters)

@@ -1,7 +1,4 @@
-"""The small ops of a layer: their inputs and results by name, with the dimensions of each.
-
-N is the rows, C the channels, H the heads, K their size, G the mixes, S the sequences.
-"""
+"""The small ops of a layer: inputs and results by name, of N rows, C channels, H heads, K, G mixes, S sequences."""
 
 from __future__ import annotations
 

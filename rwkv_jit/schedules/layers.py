@@ -1,8 +1,6 @@
 """The kernels of the small work of a layer: how each is cut, and its launch.
 
-Tensors that a call does not have are null: plans know their names all the same.
-
-None of them goes by how many rows there are: a row has the same result in any batch.
+What a call does not have is null. The number of rows decides nothing: a row has the same result in any batch.
 """
 
 from __future__ import annotations
@@ -156,10 +154,7 @@ def delta_parameters(given: Given, kinds: Sequence[str]) -> dict[str, Parameter]
 
 
 def times_shared(key_heads: int, value_heads: int) -> int:
-    """Return as how many heads a key head stands so that `delta_operands` has registers for the value heads of each.
-
-    Its gradient is the sum of those of all these heads.
-    """
+    """Return for how many heads a key head stands in `delta_operands`, as registers allow; its gradient is the sum."""
     group = max(value_heads // max(key_heads, 1), 1)
     return group // next(n for n in range(min(MOST_VALUE_HEADS, group), 0, -1) if group % n == 0)
 
@@ -283,10 +278,7 @@ def _of_heads(
 def head_parameters(
     given: Given, lead: str, vector: int, most_threads: int, blocks: int
 ) -> tuple[dict[str, Parameter], int]:
-    """Return the parameters of a kernel in which lanes share heads, and how many blocks share a row.
-
-    A multiprocessor has `blocks` of `most_threads` with a piece each, or as many threads in smaller ones.
-    """
+    """Return the parameters of a kernel whose lanes share heads, `blocks` of at most `most_threads` on an SM."""
     heads, head_size = given.sizes
     lanes = min(32, 1 << (ceil(head_size / vector) - 1).bit_length())
     threads = min(most_threads, 32 * ceil(heads * lanes / 32))
@@ -332,7 +324,7 @@ def vector_of(size: int, given: Given, *written: str) -> int:
 
 
 def _asked_for(asked: Sequence[str], names: Sequence[str]) -> dict[str, Parameter]:
-    """Return the parameters that tell which of these a call makes: what is made for nobody who does not ask."""
+    """Return the parameters that tell which of these results a call computes."""
     return {f"MAKES_{name.upper()}": name in asked for name in names}
 
 

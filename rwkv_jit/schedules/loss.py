@@ -1,7 +1,4 @@
-"""The kernels of the training loss: how rows of logits are cut, and their launches.
-
-Neither goes by how many rows there are: a row has the same loss and gradient in any batch.
-"""
+"""The kernels of the training loss, where a row has the same result in any batch: how rows are cut, and launches."""
 
 from __future__ import annotations
 
@@ -41,10 +38,7 @@ def problem(direction: str, given: Given) -> Problem:
 
 
 def forward(given: Given) -> Schedule:
-    """Return the launch that makes the losses of rows, and lse and argmax for their gradient.
-
-    argmax is bits of int32 in a tensor of float32, as plans make no others.
-    """
+    """Return the launch for losses of rows, and lse and argmax (bits of int32 in float32) for their gradient."""
     names = ("loss", "lse", "argmax") if given.l2_wrap else ("loss", "lse")
     results = {name: Result((given.rows,), "fp32") for name in names}
     return _schedule("forward", given, results, {} if given.l2_wrap else {"argmax": None})

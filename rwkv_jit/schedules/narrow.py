@@ -1,10 +1,10 @@
 """Rows of another type on the tensor cores: as float16 rows of another call, whose results have their type again.
 
-float32 rows go this way where `torch.set_float32_matmul_precision` allows products of numbers with eleven bits, which
-are summed in float32; bfloat16 rows where `set_bfloat16_precision` asks for it. float16 ends at 65504 and has fewer
-digits below 6e-5, so tensors pass times powers of two: v and dy always, q (or r) and k where their largest number is
-far from one. What is linear in them is divided again. Decays and u have the type they come in, states are float32. a
-and b of wkv7 pass as they are: of both, only the product could be scaled.
+float32 rows do so where `torch.set_float32_matmul_precision` allows products of numbers with eleven bits, summed in
+float32; bfloat16 rows where `set_bfloat16_precision` says so. float16 ends at 65504 and has fewer digits below 6e-5, so
+tensors pass times powers of two: v and dy always, q (or r) and k where their largest number is far from one. What is
+linear in them is divided again. Decays and u keep their type, and states are float32. a and b of wkv7 pass as they are:
+only their product could be scaled.
 """
 
 from __future__ import annotations
@@ -138,7 +138,6 @@ def _narrow(name: str) -> str:
 
 
 def _narrow_rows(p: Problem, name: str, factors: int, entry: str = "narrow_rows") -> Step:
-    """Return the step that makes float16 rows of an input."""
     more = {"largest": "largest_of_rows"} if entry == "narrow_as_they_are" else {}
     return _step(p, entry, name, name, (p.types[name], "fp16"), factors, {"to": _narrow(name), **more})
 
@@ -153,7 +152,6 @@ def _find_largest(p: Problem, source: str, like: str | None, slot: int, factors:
 def _copy(
     p: Problem, source: str, target: str, like: str | None, types: tuple[str, ...], factors: int, restores: bool = False
 ) -> Step:
-    """Return the step that copies a tensor to another type and scale."""
     return _step(p, "narrow_rows", source, like, types, factors, {"to": target}, restores=restores)
 
 

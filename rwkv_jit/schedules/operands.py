@@ -1,7 +1,6 @@
 """Launches around a recurrence: what it reads for other inputs, and what its output becomes; in both directions.
 
-A schedule around another one has these before and behind it. Inputs are read by their strides, and buffers between
-launches have no gaps. The names of arguments and of buffers are the same, unless `names` has another for a buffer.
+Inputs are read by their strides, and buffers have no gaps. Arguments and buffers have the same names, but for `names`.
 """
 
 from __future__ import annotations
@@ -79,10 +78,7 @@ class Part(NamedTuple):
 
 
 def operands(p: Problem, how: Operands, names: Mapping[str, str | None] = {}) -> Step:
-    """Return the launch that writes operands: those of r, new_k, w and new_v that there are.
-
-    One that `names` has None for is not written.
-    """
+    """Return the launch that writes operands: those of r, new_k, w and new_v that `names` has a name for."""
     vector, sizes = _vector_of_operands(p, how), _operand_sizes(p, how)
     part = _part(p, how)
     keys = p.H // part * (p.K // vector) if how.has_keys else 0
@@ -104,10 +100,9 @@ def operand_bytes(p: Problem, how: Operands) -> dict[str, Any]:
 def operand_gradients(
     p: Problem, how: Operands, behind: Behind | None = None, dy: str = "dy", names: Mapping[str, str | None] = {}
 ) -> Part:
-    """Return the launches that make the gradients of inputs, from grad_r, grad_new_k, grad_w and grad_new_v.
+    """Return the launches of the gradients "d..." of inputs, from grad_r, grad_new_k, grad_w and grad_new_v.
 
-    With a D `behind`, the gradient of v has D dy as well, of the `dy` that the recurrence has. Gradients are results by
-    the names of their inputs, with a "d" before.
+    With a D `behind`, the gradient of v has D dy as well, of the `dy` that the recurrence has.
     """
     vector, entry = _vector_of_operands(p, how, behind, dy), "diagonal_operands_backward"
     is_by_heads = how.source in ("heads", "steps")
@@ -150,7 +145,6 @@ def operand_vectors(p: Problem, how: Operands, behind: Behind | None = None, dy:
 
 
 def _operand_sizes(p: Problem, how: Operands) -> dict[str, tuple[tuple[Any, ...], str]]:
-    """Return the shapes and types of the operands that a launch writes."""
     keys, values = (p.B, p.T, p.H, p.K), (p.B, p.T, p.H, p.V)
     sizes = {"r": (keys, _io(p))} if how.q else {}
     sizes |= {"new_k": (keys, _io(p))} if how.k or how.source == "gates" else {}
@@ -186,7 +180,6 @@ def _decay_type(p: Problem, how: Operands) -> str:
 
 
 def _vector_of_operands(p: Problem, how: Operands, behind: Behind | None = None, dy: str = "dy") -> int:
-    """Return how many neighbours a thread takes at once."""
     sizes, names = [p.K], [how.q, how.k]
     if how.source == "steps":
         sizes, names = [*sizes, p.V], [*names, how.v]
@@ -245,8 +238,8 @@ def skip_gate_gradients(
 ) -> Part:
     """Return the launches that make the gradients of y, x, D and z from `grad`, which is that of the output.
 
-    Those of inputs are results by their names with a "d" before. That of y is "dy_inner", and there is none without a
-    gate, as it is `grad`. `names` may have another name for dy, dx or dz, and None for what nobody wants.
+    Those of inputs are results, "d" and their names. That of y is "dy_inner", or `grad` itself without a gate. `names`
+    may have another name for dy, dx or dz, and None for one that is not needed.
     """
     vector, width = _vector_behind(p, behind, y, grad), p.H * p.V
     resident = _FEW_RESIDENT_THREADS if behind.D and behind.z else _RESIDENT_THREADS
@@ -334,7 +327,6 @@ def _limits(how: Operands) -> dict[str, float]:
 
 
 def _io(p: Problem) -> str:
-    """Return the type of rows."""
     return p.types[p.op.names[p.op.lead]]
 
 
@@ -346,7 +338,6 @@ def _vector(p: Problem, sizes: Iterable[Any], names: Iterable[str]) -> int:
 
 
 def _vectors(p: Problem, names: Iterable[str], vector: int) -> dict[str, int]:
-    """Return how many neighbours of each of these inputs, or of dy, are read at once."""
     types = {**p.types, "dy": _io(p)}
     known = [name for name in names if name == "dy" or "V" in p.op.inputs.get(name, "") or _has_keys(p, name)]
     return {name: min(vector, _ACCESS_BYTES // BYTES[types[name]]) for name in known}
@@ -359,10 +350,7 @@ def _has_keys(p: Problem, name: str) -> bool:
 def _cut(
     p: Problem, vector: int, first: Any, others: Any, least_rows: int = 1, resident: int = _RESIDENT_THREADS
 ) -> tuple[dict[str, Parameter], tuple[Any, Any], Any]:
-    """Return the parameters of a kernel with two kinds of slots, how many blocks have these, and the rows of a block.
-
-    Blocks have slots of one kind alone. There are as many of them as run at once, if rows are many.
-    """
+    """Return the parameters of a kernel with blocks of two kinds, how many there are of each, and their rows."""
     threads = min(_THREADS, 32 * -(-max(first, others, 1) // 32))
     slices = -(-first // threads), -(-others // threads)
     blocks = min(resident // threads, _MOST_BLOCKS)
@@ -396,10 +384,7 @@ def _step(
 
 
 def _summed(p: Problem, step: Step, block_rows: Any, summed: Mapping[str, tuple[str, Any]]) -> Part:
-    """Return a launch and those that add up the rows of its blocks: by buffer the input, and the width of a row.
-
-    Of one number for a head, channels are added up behind the rows.
-    """
+    """Return a launch and those that add up its blocks' rows: `summed` has the input and the width by buffer."""
     blocks, sums, scratch = -(-p.B * p.T // block_rows), list[Step](), dict[str, Any]()
     for buffer, (name, width) in summed.items():
         scratch[buffer] = 4 * blocks * width

@@ -84,8 +84,8 @@ class Op:
     ) -> dict[str, str]:
         """Return the storage types of the inputs of a call, which has the optional ones that `chosen` has.
 
-        Rows are of `storage`, as is what may be float32 unless `wide` says another type. Parameters of heads, where an
-        op goes through another, are float32. `chosen` has other types by public names; None there is the default.
+        Rows, and what may be float32 unless `wide` names a type, are of `storage`; parameters of heads of an op through
+        another are float32; `chosen` has other types by public names, or None for the default.
         """
         several, types = dict(chosen or {}), dict[str, str]()
         for public, name, dims in zip(self.public_names, self.names, self.inputs.values(), strict=True):
@@ -178,7 +178,7 @@ class Problem(NamedTuple):
 
     @property
     def has_halves(self) -> bool:
-        """Return whether kernels take chunks by halves whose decays leave the range of the chunk's frame."""
+        """Return whether kernels halve chunks whose decays leave the range of the chunk's frame."""
         return not is_framed(self.types["v"], self.decay, None, self.chunk_len)
 
     @property

@@ -75,9 +75,8 @@ def geometry(
 ) -> dict[str, Parameter]:
     """Return CHUNK_LEN, NUM_THREADS, LANES_PER_ROW, ROWS_PER_THREAD and, for the backward, HELD_STATES.
 
-    A large rectangle reads shared memory least per multiply-add. With `few_heads` the forward takes small ones
-    instead, so that there are blocks enough. The lanes depend on the head size alone: sums are added in the same
-    order whatever else is chosen.
+    A large rectangle reads shared memory least; with `few_heads` small ones make enough blocks. The lanes depend on the
+    head size alone: sums have one order whatever else is chosen.
     """
     forward = direction == "forward"
     lanes = _lanes(head_size, ideal_columns=8 if forward else 4)
@@ -138,15 +137,12 @@ def why_not(case: Case, gpu: Callable[[], Gpu]) -> Obstacle | None:
 
 
 def default_chunk_len(case: Case, gpu: Gpu) -> int:
-    """Return 0: how many tokens a block stages goes by the direction."""
+    """Return 0: how many tokens a block stages depends on the direction."""
     return 0
 
 
 def kept(p: Problem) -> dict[str, Any]:
-    """Return what the forward keeps: a state per head and interval, and for wkv7 sa_t = S_{t-1} a_t [B, T, H, V].
-
-    The backward would have to repeat the sums of sa.
-    """
+    """Return what the forward keeps: a state per head and interval; of wkv7 the sums sa [B, T, H, V] too."""
     checkpoints = {"checkpoints": 4 * p.slots(p.checkpoint_interval) * p.H * p.V * p.K}
     return {**checkpoints, "sa": 4 * p.B * p.T * p.H * p.V} if p.op.family == "delta" else checkpoints
 
@@ -178,10 +174,7 @@ def forward(p: Problem) -> Schedule:
 
 
 def backward(p: Problem) -> Schedule:
-    """Return the backward.
-
-    A block takes the row blocks of a head one after another. A resident block owns a piece of scratch.
-    """
+    """Return the backward: a block takes row blocks of a head in turn, with a piece of scratch while resident."""
     name = p.op.stem
     cut = geometry(name, "backward", p.K, p.V, p.chunk_len, p.num_threads)
     # States come as fp32 here.
@@ -203,7 +196,6 @@ def backward(p: Problem) -> Schedule:
 
 
 def _names(p: Problem) -> list[str]:
-    """Return the inputs that the templates have, and their gradients."""
     inputs = {*p.op.inputs, "w", "u"}
     return [f"{prefix}{name}" for prefix in ("", "d") for name in sorted(inputs)]
 

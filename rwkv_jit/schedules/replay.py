@@ -1,7 +1,6 @@
 """The kernel of steps that read a state and the entries since it was written, and write it once in a while.
 
-The geometry is that of updates, but that a block has all values of a head where these are not many: blocks that share a
-head read its entries once each.
+The geometry is that of updates, but few values of a head are in one block, so that its entries are read once.
 """
 
 from __future__ import annotations
@@ -44,11 +43,7 @@ def entry_bytes(has_decay: bool, has_delta: bool, head_size: int, value_size: in
 
 
 def best_length(state_bytes: int, bytes_of_entry: int) -> int:
-    """Return how many entries to keep so that a token takes the least time, from 1 to 15.
-
-    With so many a token reads half of them on average, and the state is written once in one token more. The state is
-    read in every token.
-    """
+    """Return how many entries, 1 to 15, make a token fastest: it reads half of them, and writes once in one more."""
     of_entry = _TIME_OF_ENTRIES * bytes_of_entry / 2
     return min(range(1, 16), key=lambda length: state_bytes / (length + 1) + of_entry * length)
 

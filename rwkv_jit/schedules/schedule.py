@@ -1,7 +1,6 @@
 """A direction of a call as data: its launches by the names of their arguments, and the memory between them.
 
-A schedule is made from a `Problem` alone. It holds no tensors and needs neither CUDA nor torch, so that calls, fakes
-and those who compile ahead of calls read the same one.
+It follows from a `Problem` alone, without tensors, CUDA or torch: calls, fakes and those who compile ahead share it.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ class Stride(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One launch. An argument of the kernel takes the tensor, buffer or stride of its own name, or what `bind` says.
+    """One launch. An argument of the kernel takes the tensor, buffer or stride of its name, or what `bind` says.
 
-    `bind` gives a name, a number, a tuple of numbers, a `Stride`, or None for a null pointer. Names that the kernel
-    does not have do not matter.
+    `bind` gives a name, a number, a tuple of numbers, a `Stride`, or None for a null pointer; other names do not
+    matter.
     """
 
     template: str | Template
@@ -54,13 +53,7 @@ class Step(NamedTuple):
     optional: tuple[str, ...] = ()  # arguments that may be null: what the kernel does not write then
 
     def arguments(self) -> tuple[Argument, ...]:
-        """Return the arguments of the kernel, as its template declares them.
-
-        Raises
-        ------
-        RwkvJitError
-            The text does not show them.
-        """
+        """Return the arguments of the kernel, as its template declares them, else RwkvJitError."""
         source = self.source()
         declared = source.arguments(self.entry)
         if declared is None:
@@ -175,10 +168,7 @@ def renamed(steps: Sequence[Item], names: Mapping[str, Any]) -> list[Item]:
 
 
 def without(schedule: Schedule, unwanted: Collection[str]) -> Schedule:
-    """Return a schedule without some of its results, and without the launches and buffers that serve these alone.
-
-    What the other launches write in vain is scratch; or they do not write it, where that is optional.
-    """
+    """Return a schedule without some results, and without launches and buffers that serve these alone."""
     needed = {name for name in schedule.results if name not in unwanted}  # by a result, or by a launch that is left
     left: list[Item | None] = []
     for step in reversed(schedule.steps):

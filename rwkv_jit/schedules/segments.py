@@ -1,21 +1,19 @@
 """Segments of a sequence side by side in the chunked kernels, for few heads and long sequences.
 
 A segment takes the state S at its start to S P + Q. The forward finds both for all segments at once, joins them to the
-states at the starts, and runs the chunked kernels from these. The backward does the same with P^T. Segments are rows of
-the batch, so what is kept is P and what the chunked kernels keep. Without a delta term P is diagonal, and what is kept
-of it is its diagonal, a row for each head.
+states at the starts, and runs the chunked kernels from these; the backward does the same with P^T. Segments are rows of
+the batch; P is kept beside what the chunked kernels keep, and without a delta term it is a diagonal, a row for each
+head.
 
-Where sequences have equal segments, their strides say where these are. Ragged ones, of packed sequences and of lengths
-that cannot be shared equally, are packed sequences to the chunked kernels; a kernel finds their bounds.
+Strides say where equal segments are. Ragged ones, of packed sequences and of lengths that cannot be shared equally, are
+packed sequences to the chunked kernels; a kernel finds their bounds.
 
-Large heads go the same way with the kernels that they have. Their walk from zero leaves Q; without values, from the
-identity, it leaves P, and from a row of ones the diagonal of one.
+Large heads do so with their kernels. Their walk from zero leaves Q; without values, from the identity, it leaves P, and
+from a row of ones the diagonal of one. If only the gradient of the initial state is needed, what segments do is all
+that the backward takes: a sequence is then one of them.
 
-Where nobody wants a gradient but that of the initial state, what segments do is all that the backward takes: a whole
-sequence is one of them.
-
-Of a sequence that several processes share each has a shard. What its segments do is joined to what the shard does to
-any state, from which the processes find the states at the starts of all shards; from there a shard is a sequence.
+Of a sequence that several processes share each has a shard, to whose effect on any state the segments' are joined. From
+these the processes find the states at the starts of all shards; from there a shard is a sequence.
 """
 
 from __future__ import annotations
@@ -65,7 +63,6 @@ def _kind(p: Problem) -> str:
 
 
 def _kernels(p: Problem) -> Any:
-    """Return the module of the kernels that segments take."""
     return (_LARGE if _kind(p) == "large" else _CHUNKED)[p.op.family]
 
 
@@ -73,10 +70,10 @@ def _kernels(p: Problem) -> Any:
 
 
 def segments(kind: str, blocks: int, tokens: int, multiprocessors: int, least: int = 1) -> int:
-    """Return into how many segments to cut equal sequences, so that about two blocks a multiprocessor have work.
+    """Return into how many segments to cut equal sequences, so that about two blocks an SM have work.
 
-    `blocks` are sequences times heads. Fewer than the fewest that are worth it where it cannot be done; `least` are
-    made even where blocks suffice. Segments are equal where tokens allow it.
+    `blocks` are sequences times heads. Fewer than the fewest that are worth it where it cannot be done; at least
+    `least`.
     """
     lengths = _LENGTHS[kind]
     most = min(max(2 * multiprocessors // max(blocks, 1), least), tokens // lengths.least)
@@ -103,10 +100,7 @@ def why_not(case: Case, least: int = 1) -> Obstacle | None:
 
 
 def takes_large(case: Case) -> bool:
-    """Return whether sequences of large heads are cut: few ones, so long that three walks side by side end sooner.
-
-    A block of a walk has some value rows of a head, and a multiprocessor to itself.
-    """
+    """Return whether few sequences of large heads are so long that three walks side by side end sooner."""
     if case.is_packed or not _has_large_segments(case.op, case.head_size, case.value_size):
         return False
     multiprocessors = case.multiprocessors and case.multiprocessors()
@@ -133,10 +127,7 @@ def takes_shard(p: Problem) -> bool:
 
 
 def may_cut(backend: str, p: Problem) -> bool:
-    """Return whether sequences may be cut, whatever their lengths, for a backend as the caller has named it.
-
-    As in `why_not`, packed ones are not.
-    """
+    """Return whether unpacked sequences of any lengths may be cut, for a backend as the caller has named it."""
     if p.multiprocessors is None or p.is_packed or backend not in ("auto", "split"):
         return False
     if p.backend in ("large", "large_segments"):
@@ -153,8 +144,6 @@ def _packed_length(family: str, blocks_tokens: Any, multiprocessors: int) -> Any
 
 
 class _Cut(NamedTuple):
-    """How the sequences of a problem are cut."""
-
     problem: Problem  # of the segments, whose states are their own
     count: Any  # segments of a sequence, where these are equal
     length: Any = 0  # tokens of the longest ones, where they are ragged
@@ -166,10 +155,7 @@ class _Cut(NamedTuple):
 
 
 def _cut(p: Problem) -> _Cut:
-    """Return how sequences are cut: in the same way however many others there are, and so are their results.
-
-    Kernels that are compiled ahead of calls do not depend on the number of segments.
-    """
+    """Return how sequences are cut: the same whatever the number of others, so that results are the same."""
     kind, multiprocessors = _kind(p), p.multiprocessors
     if p.is_packed:
         shortest = _LENGTHS[kind].least
@@ -196,10 +182,7 @@ def _ragged(p: Problem, count: Any, length: Any) -> _Cut:
 
 
 def _of_segments(p: Problem, **sizes: Any) -> Problem:
-    """Return the problem that the kernels of segments have.
-
-    They choose as where heads are many: the segments of few heads fill the GPU.
-    """
+    """Return the problem that the kernels of segments have: they choose as for many heads, as segments fill the GPU."""
     gpu, backend = p.gpu._replace(multiprocessors=None), "large" if _kind(p) == "large" else "chunked"
     return p._replace(
         state_type="fp32", state_layout="vk", has_initial_state=True, backend=backend, gpu=gpu, is_pooled=False,
@@ -217,7 +200,6 @@ def _transitions(cut: _Cut) -> Any:
 
 
 def _bounds(cut: _Cut) -> dict[str, Any]:
-    """Return the bytes of what says where ragged segments are."""
     if not cut.is_ragged:
         return {}
     return {"bounds": aligned(8 * (cut.problem.N + 1)), "neighbours": aligned(4 * cut.problem.N)}
@@ -322,7 +304,6 @@ def _shard_transition(p: Problem, cut: _Cut, results: dict[str, Result], scratch
 
 
 def _unit_step(p: Problem, states: str) -> Step:
-    """Return the launch that fills states with unit ones."""
     parameters: dict[str, Parameter] = {"HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "NUM_THREADS": _UNIT_THREADS}
     return Step("unit_states", "unit_states", parameters, (p.N * p.H, p.V, 1), {"states": states})
 
@@ -344,7 +325,6 @@ def kept(p: Problem) -> dict[str, Any]:
 
 
 def _kept(cut: _Cut) -> dict[str, Any]:
-    """Return what the forward of segments keeps."""
     p = cut.problem
     return {**_bounds(cut), "transitions": _transitions(cut), **_kernels(p).kept(p)}
 
@@ -482,7 +462,7 @@ def _in_two_walks(
 ) -> tuple[list[Item], list[Item]]:
     """Return the same of large heads, from their steps.
 
-    From no state a walk leaves "additions". Forwards another one goes without values from unit states and leaves
+    From no state a walk leaves "additions". Forwards another one, without values from unit states, leaves
     "transitions", which the backward takes too. What either writes meanwhile nobody reads.
     """
     if backward:

@@ -48,6 +48,6 @@ OPS = {
 
 
 def takes(op: Op, template: str) -> bool:
-    """Return whether calls of an op may take kernels of a template of the library: its own, or one that ops share."""
+    """Return whether calls of an op may take kernels of a template of the library: for it alone, or shared."""
     stems = {other.stem for other in OPS.values()}
     return next((stem for stem in stems if template.startswith(f"{stem}_")), op.stem) == op.stem

@@ -1,7 +1,4 @@
-"""Calls that another op runs, the op below: its schedule stands within launches that make its inputs of others.
-
-An op may have dedicated kernels too, which the rule takes where they serve.
-"""
+"""Calls that another op runs, the op below: its schedule stands within launches that make its inputs of others."""
 
 from __future__ import annotations
 
@@ -52,10 +49,7 @@ def backward(p: Problem, inner: Schedule) -> Schedule:
 
 
 def over_pool(p: Problem, inner: Schedule, slots: Slots) -> Schedule:
-    """Return the launches over a pool, around those of the op below; y is memory of the caller's.
-
-    What stands behind the recurrence leaves zeros where a row has no slot.
-    """
+    """Return the launches over a pool, around those of the op below; rows without a slot get zeros for y."""
     schedule = forward(p, inner)
     several = [operands.over_slots(x, slots) if isinstance(x, Step) else x for x in schedule.steps]
     last = schedule.launches[-1]

@@ -21,7 +21,7 @@ _DIAGONALS = 32  # floats for each tile of lags, of the gradient of w
 
 
 def obstacle(batch: int, tokens: int, gpu: Gpu) -> str | None:
-    """Return what is in the way of such rows, for a sentence that begins with who they are for."""
+    """Return why such rows cannot be taken, for a sentence that begins with who they are for."""
     if tokens > LONGEST:
         return f"takes at most {LONGEST} tokens, got {tokens}"
     if batch > MOST_ROWS:
@@ -51,9 +51,8 @@ class Geometry(NamedTuple):
 def geometry(direction: str, batch: int, tokens: int, types: tuple[str, str], gpu: Gpu) -> Geometry:
     """Return how the convolution ("forward") or the gradient of the filter is cut, for the types of w and k.
 
-    As many rows as there are and as let two blocks be on a multiprocessor; of those that are streamed the least always
-    fit. Only the convolution of 16-bit rows takes 32 at once: of float32 ones 16 are faster (0.154 ms for 0.161 at
-    (32, 768, 768) on an H200).
+    As many rows as let two blocks be on an SM; the least always fit. Only the convolution of 16-bit rows takes 32 at
+    once: of float32 ones 16 are faster (0.154 ms for 0.161 at (32, 768, 768) on an H200).
     """
     largest = LARGEST_BATCH if direction == "forward" and BYTES[types[1]] == 2 else 16
     shared_bytes = _convolution_bytes if direction == "forward" else _gradient_bytes

@@ -1,7 +1,7 @@
 """TimeX by Fourier transforms that a block holds in shared memory, for rows too long for tiles.
 
-`timex_transform.cu` says how. What a filter multiplies spectra by is made first. A gradient of the filter is a sum over
-the batch, made in parts where the channels are too few for all blocks.
+`timex_transform.cu` says how. What a filter multiplies spectra by comes first. A gradient of the filter is a sum over
+the batch, in parts where the channels are too few for all blocks.
 """
 
 from __future__ import annotations
@@ -27,18 +27,13 @@ _ROUNDS = 4  # of groups of rows that blocks shall take, so that few of them wai
 
 
 class _Geometry(NamedTuple):
-    """How a transform is cut."""
-
     length: int
     threads: int
     shared_bytes: int
 
 
 def length(tokens: int) -> int:
-    """Return that of the shortest transform in which nothing comes round; of the longest if there is none.
-
-    A loop, as the compiler of torch 2.6 knows no `next` with a default.
-    """
+    """Return the shortest transform in which nothing comes round, or the longest; torch 2.6 can only compile a loop."""
     for each in _LENGTHS:
         if each >= tokens:
             return each
@@ -51,7 +46,7 @@ def _geometry(tokens: int) -> _Geometry:
 
 
 def obstacle(_batch: int, tokens: int, gpu: Gpu) -> str | None:
-    """Return what is in the way of such rows, for a sentence that begins with who they are for."""
+    """Return why such rows cannot be taken, for a sentence that begins with who they are for."""
     if tokens > max(_LENGTHS):
         return f"takes at most {max(_LENGTHS)} tokens, got {tokens}"
     needed, limit = _geometry(tokens).shared_bytes, gpu.shared_limit
@@ -90,7 +85,7 @@ def backward(p: Problem) -> Schedule:
 
 
 def _convolve(p: Problem, source: str, target: str) -> list[Step]:
-    """Return the convolution of k, or the correlation of dy, which is the gradient of k: first what rows are given."""
+    """Return the convolution of k, or the correlation of dy, which is the gradient of k: the rows first."""
     rows = p.B * p.C
     if rows > _MOST_BLOCKS:
         raise UnsupportedConfigError(f"k: 'transforms' take at most {_MOST_BLOCKS} rows, got {rows}; use 'fft'")

@@ -1,7 +1,4 @@
-"""The kernel of a few tokens over a pool of states: one pass over the state, whose sums are of the state as it was.
-
-The geometry is which part of a head's state each thread holds.
-"""
+"""The kernel of a few tokens over a pool: one pass over the state; the geometry is which part each thread holds."""
 
 from __future__ import annotations
 
@@ -47,10 +44,7 @@ class Pool(NamedTuple):
 
 
 def geometry(p: Problem, pool: Pool, is_packed: bool = False, held: int = 0) -> dict[str, Parameter]:
-    """Return VECTOR, KEY_LANES, KEY_WARPS, ROWS, NUM_THREADS and BLOCKS_PER_SM.
-
-    In the vk layout a thread has `held` numbers of the state, or as many as an update shall have.
-    """
+    """Return VECTOR, KEY_LANES, KEY_WARPS, ROWS, NUM_THREADS and BLOCKS_PER_SM; `held` is a thread's share in vk."""
     size = BYTES[p.state_type]
     if not held:
         # As many bytes as of float32, where nothing else needs the registers.
@@ -77,7 +71,7 @@ def power(value: float) -> int:
 
 
 def _spread_vk(p: Problem, vector: int, held: int, has_few_blocks: bool) -> dict[str, Parameter]:
-    """Return how warps hold values of their own: a lane has some keys of several of them."""
+    """Return how warps hold separate values: a lane has some keys of several of them."""
     key_lanes = min(power(p.K / vector), 32)
     keys = vector * math.ceil(p.K / (vector * key_lanes))
     most = held // 2 if has_few_blocks and key_lanes == 32 else held

@@ -1,9 +1,8 @@
-"""Sequences of any lengths over a pool of states: each goes the way that is fastest for its length.
+"""Sequences of any lengths over a pool of states: each takes the kernels that are fastest for its length.
 
-A first launch looks at the lengths, on the GPU. Sequences of a few tokens go token by token, all others by the
-algorithm that a call of `wkv7` and its like would take, beside them on another stream. Checkpoints cut a sequence into
-pieces, which that algorithm does in waves: each begins with the state that the one before has written. Few heads and
-long prompts go in segments, and then all sequences do.
+A first launch reads the lengths on the GPU. A few tokens go one by one; other sequences take the algorithm of `wkv7`
+and others beside them, on another stream. Checkpoints cut a sequence into pieces for waves of that algorithm, each from
+the state that the one before has written. Few heads and long prompts go in segments, and then all sequences do.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def forward(p: Problem) -> Schedule:
 
 
 def backward(p: Problem) -> Schedule:
-    """Return the backward. Every part leaves its share of the gradients of w and u, as a sequence of its own."""
+    """Return the backward. Every part leaves its share of the gradients of w and u, as a separate sequence."""
     results = common.backward_results(p)
     rows = _parts(p) * p.B if p.T else 0
     scratch = {f"{name}_sequences": 4 * rows * p.C for name in ("dw", "du")}
@@ -85,10 +85,7 @@ def backward(p: Problem) -> Schedule:
 
 
 def update(p: Problem, pool: Mapping[str, int], index_bytes: int = 4) -> Schedule:
-    """Return the launch of one or a few tokens; `pool` has the kernel's numbers about it: slots, strides, null_index.
-
-    The state is bound to the pool, y to memory of the caller's.
-    """
+    """Return the launch of a few tokens; `pool` has its slots, strides and null_index, and the state is bound to it."""
     parameters = {**_types(p, 1 if p.T == 1 else _UPDATE_LEN), "INDEX_BYTES": index_bytes}
     grid = (-(-p.B * p.C // NUM_THREADS), 1, 1)
     bind = {**common.given(p), "w_raw": "w", "bonus": "u", **pool}
@@ -103,7 +100,7 @@ def _types(p: Problem, chunk_len: int) -> dict[str, Parameter]:
 
 
 def _walks(p: Problem, direction: str, bind: Mapping[str, Any]) -> tuple[Step, ...]:
-    """Return the launches of a direction: where there are parts, first what each does on its own."""
+    """Return the launches of a direction: where there are parts, first what each does alone."""
     types = _types(p, CHUNK_LEN)
     count, blocks = _parts(p), -(-p.B * p.C // NUM_THREADS)
     given = {
@@ -118,7 +115,7 @@ def _walks(p: Problem, direction: str, bind: Mapping[str, Any]) -> tuple[Step, .
 
 
 def _summaries(p: Problem) -> dict[str, Any]:
-    """Return the bytes of what each part does on its own, where there are several."""
+    """Return the bytes of what each part does alone, where there are several."""
     count = _parts(p)
     return {"summaries": 4 * count * p.B * 3 * p.C} if count > 1 else {}
 

@@ -53,14 +53,22 @@ def parameters(name):
 
 
 def sections(name):
-    """The docstring's NumPy sections, by title."""
-    parts = re.split(r"^(\w+)\n-{3,}\n", inspect.getdoc(getattr(rwkv_jit, name)) + "\n", flags=re.MULTILINE)
+    """The NumPy sections of a public name's docstring, by title."""
+    return sections_of(getattr(rwkv_jit, name))
+
+
+def sections_of(public):
+    parts = re.split(r"^(\w+)\n-{3,}\n", inspect.getdoc(public) + "\n", flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
 def documented(name):
     """The names that the Parameters section describes."""
-    lines = re.findall(r"^(\S.*?)(?: :.*)?$", sections(name).get("Parameters", ""), flags=re.MULTILINE)
+    return documented_in(sections(name).get("Parameters", ""))
+
+
+def documented_in(parameters):
+    lines = re.findall(r"^(\S.*?)(?: :.*)?$", parameters, flags=re.MULTILINE)
     return [part.strip().lstrip("*") for line in lines for part in line.split(",")]
 
 
@@ -297,8 +305,7 @@ def test_docstring_of_a_module(name, monkeypatch):
     attributes = [x for line in described for x in line.split(", ")]
     assert sorted(attributes) == sorted({own.split(".")[0] for own, _ in made.named_parameters()})
     signature = inspect.signature(module.forward).parameters
-    text = inspect.getdoc(module.forward)
-    assert [x for x in signature if x != "self"] == re.findall(r"^(\w+) : ", text.partition("Returns")[0], re.MULTILINE)
+    assert [x for x in signature if x != "self"] == documented_in(sections_of(module.forward)["Parameters"])
 
 
 @pytest.mark.parametrize("name", parallel.__all__)

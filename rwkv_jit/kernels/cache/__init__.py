@@ -1,7 +1,7 @@
 """The cache of compiled kernels: the user's directory, imported bundles, RWKVJIT_CACHE_PATH, and what pip installed.
 
-Layers are asked in this order. Whatever does not read back exactly as it was written, or may have been written by
-someone else, is a miss with one warning; the next compile replaces it in the user's directory.
+In this order. What does not read back as written, or may be someone else's, is a miss with one warning; the next
+compile replaces it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Directory:
         return owned.named(self.path, owned.ENTRY)
 
     def compilers(self) -> list[str]:
-        """Return who made the kernels of a directory that somebody filled for others; the user's own asks NVRTC."""
+        """Return who compiled a directory's kernels that somebody filled for others; for the user's, NVRTC says it."""
         if self.is_users:
             return []
         notes = [read_note(self.path, path.name) for path in files.find(self.path, "nvrtc-*.json")]
@@ -70,7 +70,7 @@ def layers() -> tuple[Layer, ...]:
 
 
 def _in_turn() -> Iterator[Layer]:
-    """Yield the places to read from; what pip installed is looked for only where all others have not what is wanted."""
+    """Yield the places to read from; what pip installed is looked for only where all others lack the kernel."""
     if env.cache_is_on():
         yield from _layers(env.cache_dir(), tuple(env.cache_path()))
         yield from _installed()
@@ -180,11 +180,7 @@ def put(name: str, data: bytes) -> None:
 
 @contextlib.contextmanager
 def one_at_a_time(digest: str, what: str) -> Iterator[None]:
-    """Let one process do the work inside; those that waited find its result in the cache.
-
-    One of the node, and one of all nodes where these share the cache. Where nothing can be kept there is nothing to
-    wait for.
-    """
+    """Let one process of the node, or of all that share the cache, do the work inside; others find its result."""
     if not (env.cache_is_on() and _can_be_written()):
         yield
         return
@@ -200,10 +196,7 @@ def _can_be_written() -> bool:
 
 
 def _root() -> Path:
-    """Return the user's directory, which is made, or marked as our own where it can be, for something to be written.
-
-    Raises OSError where it cannot be made, or is not to be trusted.
-    """
+    """Return the user's directory for a write, marked as ours; OSError if it cannot be, or is not to be trusted."""
     root = env.cache_dir()
     files.make_directory(root)
     with contextlib.suppress(OSError):
@@ -266,7 +259,7 @@ def _check_note(note: Any) -> None:
 
 
 def write_note(name: str, note: dict[str, Any]) -> None:
-    """Write a note into the user's directory if that is possible; without a note the compiler is asked."""
+    """Write a note into the user's directory if that is possible; without a note the compiler says it."""
     if env.cache_is_on():
         with contextlib.suppress(OSError):
             files.publish(_root() / name, json.dumps(note, sort_keys=True).encode())
@@ -352,8 +345,7 @@ def _refusal(root: Path) -> str:
 def prune(max_bytes: int) -> int:
     """Delete the least recently used kernels of the user's directory until it is small enough; return how many.
 
-    Kernels that serve this process stay, and so do bundles. A reader that has opened a file keeps what it reads.
-    Raises CacheError where it is too large, and not a directory to delete in.
+    Kernels that serve this process stay, and so do bundles. CacheError if nothing may be deleted there.
     """
     root, now = env.cache_dir(), time.time()
     if not os.path.lexists(root):
@@ -398,10 +390,7 @@ def _sweep(root: Path, now: float) -> None:
 
 
 def delete_damaged() -> tuple[int, int]:
-    """Delete entries and bundles of the user's directory that can be read, but are none; return how many of each.
-
-    What is merely not to be trusted may be whole. Raises CacheError where one of them cannot be deleted.
-    """
+    """Delete readable entries and bundles that are not intact; return how many of each. Untrusted ones stay."""
     root, damaged = env.cache_dir(), []
     for kernel in stored():
         if kernel.layer.origin == "disk" and kernel.fault:
@@ -425,10 +414,9 @@ def _is_damaged(path: Path) -> bool:
 
 
 def clear() -> int:
-    """Delete what this library wrote into the user's directory, but choices; return how many kernels there were.
+    """Delete what this library wrote into the user's directory, but choices; return how many kernels.
 
-    That is kernels, imported bundles, notes and sources.
-    Raises CacheError where one of them cannot be deleted, or it is not a directory to delete in.
+    CacheError if one of them cannot be deleted, or it is not a directory to delete in.
     """
     root = env.cache_dir()
     kernels = owned.find(root, owned.ENTRY)
@@ -464,10 +452,7 @@ def _delete(root: Path, names: list[str]) -> None:
 
 
 def export(path: Path, chosen: Iterable[Stored]) -> tuple[int, int]:
-    """Write entries into a bundle; return how many and its bytes. Those that are gone by now are left out, and told of.
-
-    Raises CacheError where there is no entry, or the file cannot be written.
-    """
+    """Write entries that are still there into a bundle; return how many, and its bytes; CacheError if it cannot."""
     entries: dict[str, bytes] = {}
     gone = 0
     for kernel in chosen:
@@ -489,8 +474,7 @@ def export(path: Path, chosen: Iterable[Stored]) -> tuple[int, int]:
 def import_bundle(path: Path, digest: str | None = None) -> int:
     """Copy a bundle into the user's directory once all of it has been checked; return how many kernels it holds.
 
-    With a `digest`, its SHA-256, no other one is looked at.
-    Raises CacheError where it is not an intact bundle, or the directory cannot be written.
+    With a `digest`, its SHA-256, no other one is read. CacheError if it is not intact, or the directory not writable.
     """
     entries = Bundle(path, digest=digest).entries()
     if not env.cache_is_on():

@@ -1,7 +1,7 @@
 """Bundles: many kernels in one read-only file, for machines that must not or cannot compile.
 
-A bundle is an uncompressed zip file that holds the entries of a cache directory under the same names, and in
-`bundle.json` the compilers that made them. Equal kernels make equal bundles, byte for byte.
+It is an uncompressed zip file with the entries of a cache directory under the same names, and their compilers in
+`bundle.json`. Equal kernels make equal bundles, byte for byte.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _END = struct.Struct("<4s8xII2x")  # the last bytes of a zip file without a comm
 
 
 def pack(entries: Mapping[str, bytes]) -> bytes:
-    """Return the bytes of a bundle of entries, given by their names."""
+    """Return the bytes of a bundle of entries, by their names."""
     compilers = sorted({entry.unpack(data)[1]["compiler"] for data in entries.values()})
     about = json.dumps({"format": _FORMAT, "compilers": compilers}, indent=1).encode()
     made = io.BytesIO()
@@ -45,10 +45,9 @@ def pack(entries: Mapping[str, bytes]) -> bytes:
 
 
 class Bundle:
-    """One bundle as a layer of the cache; opened when it is made, and read as it was then.
+    """One bundle as a layer of the cache, with the content that it has when it is opened.
 
-    Those who may write what is `trusted` are trusted with the bundle too. With a `digest`, which is that of `digest`,
-    nothing of any other file is looked at.
+    Those who may write what is `trusted` are trusted with it too. With a `digest` no other content is read.
     """
 
     origin = "bundle"

@@ -1,8 +1,7 @@
 """One compile for all nodes that share the cache's directory: a claim there says that a node is at work on a kernel.
 
-Locks are no help between nodes, as network file systems do not keep them well. A claim is a small file that is made
-only where there is none. It outlives a node that dies, so nobody relies on it: the others wait for half a minute at
-most and then take it over, and two nodes that compile one kernel publish the same bytes.
+Network file systems do not keep locks well. A claim is a small file, created only where there is none. It outlives a
+node that dies: others wait for half a minute at most and take it over; two nodes publish the same bytes.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ _MOST_BYTES = 4096
 def held(root: Path, digest: str, what: str, has_lock: bool) -> Iterator[None]:
     """Hold a kernel's claim, or wait until another node has let it go; for the process that has the node's lock.
 
-    Where no other node can see the directory there is nothing to wait for, and where claims cannot be made every node
-    compiles for itself.
+    Where no other node sees the directory nobody waits; where claims cannot be files every node compiles.
     """
     name, own = f"{_FOLDER}/{digest[:40]}.claim", None
     if has_lock and (env.spans_nodes() or lock.network_file_system(root) is not None):
@@ -46,7 +44,7 @@ def held(root: Path, digest: str, what: str, has_lock: bool) -> Iterator[None]:
 
 
 def _take(root: Path, name: str, what: str) -> bytes | None:
-    """Return what our claim holds; or None after another node has let its own go: then there is nothing left to do."""
+    """Return what our claim holds; or None once another node has let its claim go: nothing is left to do."""
     own = f"{lock.domain()} {secrets.token_hex(8)}\n".encode()
     if _make(root / name, own):
         return own

@@ -1,7 +1,7 @@
 """What is stored of a kernel, and under which key.
 
 An entry is `magic, schema, length of the manifest, manifest (JSON), cubin, SHA-256 of all before`. Nothing volatile
-goes in: equal kernels are equal bytes, wherever and whenever they were compiled.
+goes in: equal kernels are equal bytes.
 """
 
 from __future__ import annotations
@@ -82,10 +82,7 @@ def pack(digest: str, compiled: Compiled, about: dict[str, Any]) -> bytes:
 
 
 def unpack(data: bytes, digest: str | None = None) -> tuple[Compiled, dict[str, Any]]:
-    """Read an entry back, with its manifest; `digest` is the key it must have, if one is known.
-
-    Raises ValueError where the bytes are not an intact entry, or another kernel's.
-    """
+    """Read an entry back, with its manifest; ValueError if it is not intact, or not that of the key `digest`."""
     end = len(data) - _CHECKSUM_BYTES
     if end < _HEAD.size or sha256(memoryview(data)[:end]).digest() != data[end:]:
         raise ValueError("damaged")

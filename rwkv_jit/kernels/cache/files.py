@@ -1,9 +1,9 @@
 """Files of a directory that may not be ours alone: what is read was checked on the open file, not on its name.
 
-Cubins run on the GPU, so a file counts only where nobody but its user and root can have written it: no symbolic link
-is followed, and file, folder and root must belong to the user or root and be writable for no one else. Windows has no
-such modes; there the access rights of the user's profile do this work. A group that shares its cache
-(RWKVJIT_CACHE_SHARED) trusts all who may write, and what is made there is made for the group.
+Cubins run on the GPU, so a file counts only if nobody but its user and root can have written it: no symbolic link is
+followed, and file, folder and root belong to the user or root and are writable for no one else. On Windows the rights
+of the user's profile do this. A group that shares its cache (RWKVJIT_CACHE_SHARED) trusts all who may write there, and
+new files are for the group.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def path_of(name: str, given: Any) -> Path:
 
 
 class UntrustedError(OSError):
-    """A file or directory that someone else may have written: what is wrong, and how to mend it."""
+    """A file or directory that someone else may have written: what is wrong, and how to fix it."""
 
 
 def check(
@@ -45,10 +45,9 @@ def check(
     is_private: bool = False,
     trusted: os.stat_result | None = None,
 ) -> None:
-    """Check owner and mode of what was opened; RWKVJIT_CACHE_SHARED does not reach what `is_private`.
+    """Check owner and mode of what was opened; UntrustedError if others own it or can write to it.
 
-    Those who may write what is `trusted` are trusted with this too.
-    Raises UntrustedError where others own it or can write to it.
+    Those who may write what is `trusted` count as the user. RWKVJIT_CACHE_SHARED does not reach what `is_private`.
     """
     if not _HAS_MODES:
         return
@@ -90,12 +89,10 @@ def _opened(parts: Sequence[str]) -> Iterator[tuple[int, os.stat_result]]:
 
 
 def read(root: Path, name: str, used: float | None = None, most: int = MOST_BYTES) -> bytes | None:
-    """Return a file of a directory, or None where there is none.
+    """Return a file of a directory, or None where there is none, or an empty folder, which `publish` replaces.
 
-    `name` is a file, or a folder and a file. With `used`, a time in seconds, the file is stamped as used then, at most
-    once an hour. An empty folder in the place of a file is none: `publish` puts the file there.
-    Raises UntrustedError where it is there, but not to be trusted; OSError where it is there and cannot be read, or
-    has more bytes than `most`.
+    `name` is a file, or a folder and a file. `used` is the time to stamp it with, at most once an hour. UntrustedError
+    if it is not to be trusted; OSError if it cannot be read, or has more bytes than `most`.
     """
     if not _HAS_MODES:
         return _read_by_name(root / name, used, most)
@@ -134,11 +131,7 @@ def _read_by_name(path: Path, used: float | None, most: int) -> bytes | None:
 
 
 def delete(root: Path, name: str) -> None:
-    """Delete a file of a directory; nothing through a symbolic link, and no link.
-
-    Raises FileNotFoundError where it is not there, and OSError where it cannot be deleted: it is no file, or it or
-    what it lies in is not to be trusted.
-    """
+    """Delete a file, no link and nothing through one; FileNotFoundError, or OSError if it is not to be trusted."""
     _remove(root, name, os.unlink)
 
 
@@ -163,8 +156,7 @@ def check_directory(
 ) -> None:
     """Check a directory by its name: one that is to be written to, or whose files must not be replaced.
 
-    Raises UntrustedError where it is a symbolic link, or others own it or can write to it; OSError where it is not
-    there, or not a directory.
+    UntrustedError if it is a link, or others own it or can write to it; OSError if it is no directory.
     """
     status = os.lstat(path)
     if stat.S_ISLNK(status.st_mode):
@@ -175,10 +167,7 @@ def check_directory(
 
 
 def make_directory(path: Path, is_private: bool = False) -> None:
-    """Make a directory if it is not there, and check it; raises like `check_directory`.
-
-    It is for the user alone; or for its group where the cache is shared, unless it `is_private`.
-    """
+    """Create a directory if it is not there, for the user, or the group of a cache not `is_private`, and check it."""
     _make(path, 0o2770 if env.cache_is_shared() and not is_private else 0o700)
     check_directory(path, is_private=is_private)
 
@@ -222,7 +211,7 @@ def write(path: Path, data: bytes, mode: int | None = None) -> None:
 
 
 def publish(path: Path, data: bytes) -> None:
-    """Write a file into the cache as `write` does, with its OSError; an empty directory in its place makes way."""
+    """Write a file into the cache as `write` does, with its OSError; an empty directory of this name is removed."""
     if path.is_dir() and not path.is_symlink():
         try:
             path.rmdir()
@@ -271,9 +260,5 @@ def find(root: Path, *patterns: str) -> list[Path]:
 
 
 def is_stale(status: os.stat_result, now: float) -> bool:
-    """Return whether a file has not been touched for an hour, or bears a stamp of the future.
-
-    Such a stamp, from a clock that was wrong, would make a kernel the last one to be evicted, and keep what is left of
-    a write for ever.
-    """
+    """Return whether a file is untouched for an hour, or has a stamp of the future, which would keep it for ever."""
     return not -3600 <= now - status.st_mtime <= 3600

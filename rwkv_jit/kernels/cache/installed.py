@@ -1,7 +1,7 @@
 """Bundles that pip installed: the wheels of kernels that need no compile.
 
-Such a distribution holds data and no code. It names its folder as an entry point of the group `rwkv_jit.kernels`, and
-the bundle lies in there. Nothing of it is imported.
+Such a distribution is data: its entry point of the group `rwkv_jit.kernels` names the folder of the bundle. Nothing of
+it is imported.
 """
 
 from __future__ import annotations
@@ -60,8 +60,5 @@ def _distribution(point: metadata.EntryPoint) -> Distribution | None:
 
 
 def bundle(distribution: Distribution) -> Bundle:
-    """Open the bundle of a distribution. Those who may write this library's own code are trusted with it too.
-
-    Raises CacheError where it is not there, or not to be trusted, or not intact.
-    """
+    """Open the bundle of a distribution, which is trusted as this library; CacheError if it is not intact."""
     return Bundle(distribution.path, trusted=os.stat(Path(__file__).parent))

@@ -1,7 +1,7 @@
 """One compile per kernel and node: the others wait for the first, and then find its result in the cache.
 
-Locks are `flock`s, which end with their process however it ends, on a few files that are never deleted, in a
-directory of the user's own on a disk of the node. Without such a directory each process compiles for itself.
+Locks are `flock`s, which end with their process, on a few lasting files in a directory of the user on a disk of the
+node. Without such a directory each process compiles for itself.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What this library wrote into a cache's directory, and may delete there: files of its names, in a marked root.
 
-A user may name any directory as the cache, one with other files too. The marker says that a directory was made for the
-cache, or was empty, or held nothing but what the cache writes. Only there is anything deleted, and only what bears a
-name of those below and lies in the root itself or in folders of such names; nothing behind a symbolic link.
+A user may name any directory as the cache, one with other files too. The marker says that it was created for the cache,
+was empty, or held only what the cache writes. Only there is anything deleted, and only files of the names below in the
+root itself or in folders of such names; nothing behind a symbolic link.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def find(root: Path, *kinds: re.Pattern[str]) -> list[str]:
 
 
 def named(root: Path, kind: re.Pattern[str]) -> list[str]:
-    """Return the names of one kind, sorted, whatever bears them: what is no file shall be shown as a fault."""
+    """Return the names of one kind, sorted, whatever has them: what is no file is a fault to show."""
     return sorted(name for name, _ in _look(root) if _is(name, (kind,)))
 
 
@@ -49,15 +49,12 @@ def folders_of_sources(root: Path) -> list[str]:
 
 
 def links(root: Path) -> list[str]:
-    """Return the symbolic links that lie in the place of a folder."""
+    """Return the symbolic links that lie where a folder belongs."""
     return [name for name, what in _look(root) if what == "link" and _FOLDER.fullmatch(name)]
 
 
 def adopt(root: Path) -> bool:
-    """Mark a directory that is empty or holds nothing but what this library writes; return whether it is marked.
-
-    Raises OSError where it is not to be trusted, or cannot be written.
-    """
+    """Mark a directory that is empty or all ours; return whether it is marked; OSError if it is not ours to write."""
     if files.read(root, MARKER) is not None:
         return True
     if not all(what == "folder" or (what == "file" and _is(name, _OWN)) for name, what in _look(root)):
@@ -71,10 +68,7 @@ def _is(name: str, kinds: tuple[re.Pattern[str], ...]) -> bool:
 
 
 def _look(root: Path, folder: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the names of what lies in a directory and in folders of our names there, each after what lies in it.
-
-    With each comes what it is: a "file", a "folder" of our names, a "link", or "other".
-    """
+    """Yield what lies in a directory and in folders of our names, these last: a name and its kind."""
     try:
         with os.scandir(root / folder) as scanned:
             entries = list(scanned)
