@@ -1,6 +1,6 @@
 """How fast the ops are beside other libraries, what the service costs, and how kernels became fast.
 
-Run from a checkout, by `python -m bench`. No wheel has it. What it measures with is `rwkv_jit.desk.bench`.
+Run from a checkout, by `python -m bench`. No wheel has it. It measures with `inputs` and `figures` of `rwkv_jit.desk`.
 """
 
 from pathlib import Path

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from bench import curves, measure, plot, processes, record, service, suites, training, warm_fla
+from bench import cases, curves, layers, measure, plot, processes, record, service, suites, training, warm_fla
 from bench.cases import Case
 from rwkv_jit.desk import bench, cli
 from rwkv_jit.kernels import stats
@@ -53,6 +53,8 @@ def _parser() -> argparse.ArgumentParser:
 
     ops = add("ops", _ops, "measure the ops, torch, and FLA, Wind and others if they are installed")
     cli.add_cases(ops)
+    text = "decays that are out of range in a chunk, in all heads or in one; packed sequences; states of updates"
+    ops.add_argument("--inputs", choices=cases.KINDS, help=f"{text} (default: usual)")
     text = "the tables of published studies and more, or one of them (may be repeated)"
     ops.add_argument("--suite", action="append", choices=suites.SUITES, help=text)
     ops.add_argument("--no-peers", action="store_true", help="do not measure other libraries")
@@ -61,6 +63,8 @@ def _parser() -> argparse.ArgumentParser:
     ops.add_argument("--csv", metavar="FILE", help="also write the rows to FILE")
     ops.add_argument("--plot", metavar="FILE", help="draw the rows, e.g. out.png")
     ops.add_argument("--record", action="store_true", help="keep the rows of each case in bench.json as it ends")
+    of_layer = add("layers", _layers, "measure the small operations of a layer and the loss, beside torch")
+    layers.add_options(of_layer)
     costs = add("service", _service, "measure the cost of the service: imports, first calls, host time of a call")
     costs.add_argument("--record", action="store_true", help="keep the result in bench.json")
     train = add("training", _training, "measure how fast models of RWKV-7 train, and their time mixing, with FLA's")
@@ -79,13 +83,17 @@ def _parser() -> argparse.ArgumentParser:
 def _ops(parsed: argparse.Namespace) -> Outcome:
     _check_outputs(parsed)
     if not torch.cuda.is_available():
-        if parsed.suite is not None:
-            raise ValueError("--suite: its shapes are for a GPU, and torch sees none; expected --shape")
-        measured = bench.run(argparse.Namespace(**vars(parsed) | {"suite": None}))
-        measured["rows"] = [dict.fromkeys(measure.COLUMNS) | {"in_graph": False} | row for row in measured["rows"]]
+        for name in ("suite", "inputs"):
+            if getattr(parsed, name) is not None:
+                raise ValueError(f"--{name}: its shapes are for a GPU, and torch sees none; expected --shape")
+        measured = bench.run(parsed)
+        about = {"inputs": "usual", "in_graph": False}
+        measured["rows"] = [dict.fromkeys(measure.COLUMNS) | about | row for row in measured["rows"]]
         result = record.result_of(measured)
     else:
-        entries, copy = _entries(parsed), bench.check_gpu()
+        entries = _entries(parsed)
+        bench.check_gpu()
+        copy = cases.copy_tb_per_s()
         torch.cuda.empty_cache()  # cases are measured by a process of its own, which needs the memory
         about = {"env": bench.environment(), "copy_tb_per_s": copy, "device": "cuda"}
         known = {} if parsed.no_peers else processes.obstacles(entries, parsed.peer_minutes)
@@ -106,15 +114,26 @@ def _ops(parsed: argparse.Namespace) -> Outcome:
 
 
 def _entries(parsed: argparse.Namespace) -> list[measure.Entry]:
-    if parsed.suite is None:
-        backends = parsed.backend and [parsed.backend]
-        return [
-            measure.Entry(None, Case(*case[:4], kind=case.kind), backends) for case in bench.cases_of(parsed, "cuda")
-        ]
-    for name in ("shape", "dtype", "backend", "phase", "inputs"):
-        if (given := getattr(parsed, name)) is not None:
-            raise ValueError(f"--{name}: a suite has its own, got {given} beside --suite {' '.join(parsed.suite)}")
-    return suites.entries_of(parsed.suite, parsed.op)
+    """Return what is measured: of suites, or of a command line, without the ops that cannot where it names none."""
+    if parsed.suite is not None:
+        for name in ("shape", "dtype", "backend", "phase", "inputs"):
+            if (given := getattr(parsed, name)) is not None:
+                raise ValueError(f"--{name}: a suite has its own, got {given} beside --suite {' '.join(parsed.suite)}")
+        return suites.entries_of(parsed.suite, parsed.op)
+    found, refused = dict[Case, None](), None
+    kind, backends = parsed.inputs or "usual", parsed.backend and [parsed.backend]
+    for op, (batch, tokens, *sizes), dtype, phase in bench.cases_of(parsed, "cuda"):
+        is_one_row = kind == "packed" and parsed.shape is None
+        shape = (1, batch * tokens, *sizes) if is_one_row else (batch, tokens, *sizes)
+        try:
+            found[Case(op, shape, dtype, phase, kind=kind).check()] = None
+        except ValueError as error:
+            refused = error
+            if parsed.op:
+                raise
+    if not found and refused is not None:
+        raise refused
+    return [measure.Entry(None, case, backends) for case in found]
 
 
 def _check_outputs(parsed: argparse.Namespace) -> None:
@@ -143,6 +162,10 @@ def _write_csv(result: dict[str, Any], path: str) -> None:
         for row in result["rows"]:
             errors = {f"error of {name}": error for name, error in row["errors"].items()}
             writer.writerow({**row, **errors, "shape": "x".join(map(str, row["shape"]))})
+
+
+def _layers(parsed: argparse.Namespace) -> Outcome:
+    return layers.run(parsed), bench.show
 
 
 def _service(parsed: argparse.Namespace) -> Outcome:

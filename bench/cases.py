@@ -11,20 +11,27 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 import rwkv_jit
-from rwkv_jit.desk import bench
-from rwkv_jit.desk.bench import KINDS, OF_ONE_TOKEN, PACKED, REFERENCES, UPDATE, make_inputs
+from rwkv_jit.desk import figures
+from rwkv_jit.desk import inputs as of_ops
+from rwkv_jit.desk.inputs import OF_ONE_TOKEN, REFERENCES, UPDATE
+from rwkv_jit.plain.reference import SIGMOID_RATE
 from rwkv_jit.schedules import derived_table as derived
 from rwkv_jit.schedules import table
 from rwkv_jit.schedules.problem import Op
 
 # What is made of these is measured by suites alone: what the models do first is a part of the call. Which op runs it.
-OPS = {name: bench.OPS[name] for name in table.OPS}
+OPS = {name: of_ops.OPS[name] for name in table.OPS}
+PACKED = 16  # sequences
+# Kinds of inputs. One head is one of one sequence. States are float32, in the layout that the op takes by itself.
+KINDS = {
+    "usual": "", "strong": "strong decays", "one-strong": "one head's decays strong", "packed": "16 packed",
+    "bf16-states": "bfloat16 states", "kv-states": "states [K, V]", "vk-states": "states [V, K]",
+    "bf16-kv-states": "bfloat16 states [K, V]", "bf16-vk-states": "bfloat16 states [V, K]",
+}  # fmt: skip
 DERIVED = {"kda": "wkv7", "gated_delta_rule": "wkv7", "delta_rule": "wkv7", "simple_gla": "gla", "ssd": "gla"}
-_WITH_NORM = ("kda", "gated_delta_rule", "delta_rule")
 KINDS_OF_SUITES = {**KINDS, "16-keys": "16 key heads", "strong-gates": "strong gates", "slow-gates": "slow gates"}
 _OPS_OF_KINDS = {
     "16-keys": tuple(op for op in DERIVED if op != "ssd"), "strong-gates": ("kda",), "slow-gates": ("kda",),
-    "usual": (*OPS, *DERIVED),
 }  # fmt: skip
 MOST_SETS = 256
 
@@ -45,7 +52,7 @@ class Case(NamedTuple):
     @property
     def shown(self) -> list[int]:
         """The shape as it is written for the op: [B, T, H, K, V], wkv4 [B, T, C], timex [B, C, T]."""
-        return bench.Case(self.op, self.shape, self.dtype).shown
+        return of_ops.Case(self.op, self.shape, self.dtype).shown
 
     @property
     def has_gradients(self) -> bool:
@@ -55,7 +62,7 @@ class Case(NamedTuple):
     @property
     def decay(self) -> str:
         """How w is read: as in the op's models, but for decays that these do not have."""
-        return bench.decay_of(self.op, self.kind) if self.op in OPS else "log"
+        return str(self.options.get("decay", op_of(self.op).decay if op_of(self.op).has_heads else "none"))
 
     @property
     def state_dtype(self) -> torch.dtype:
@@ -69,14 +76,10 @@ class Case(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What calls of the op and of its reference are given beside the inputs."""
-        return (
-            bench.options_of(self.op, self.kind)
-            if self.op in OPS
-            else {"qk_norm": True}
-            if self.op in _WITH_NORM
-            else {}
-        )
+        """What calls of the op and of its reference take beside the inputs: strong decays are no sigmoids."""
+        decay = {"decay": "raw"} if self.op == "wkv7" and "strong" in self.kind else {}
+        layout = {} if self.state_layout == op_of(self.op).state_layout else {"state_layout": self.state_layout}
+        return {**of_ops.OPTIONS.get(self.op, {}), **decay, **layout}
 
     @property
     def key_heads(self) -> int:
@@ -85,12 +88,20 @@ class Case(NamedTuple):
 
     def check(self) -> Case:
         """Return the case itself. Raises ValueError where the op has no such phase, or no such inputs."""
-        if self.op in OPS and self.kind in KINDS:
-            bench.Case(self.op, self.shape, self.dtype, self.phase, self.kind).check()
-        elif self.phase not in bench.PHASES[:3]:
-            raise ValueError(f"--phase: expected one of {', '.join(bench.PHASES[:3])} for {self.op}, got {self.phase}")
-        elif self.op not in _OPS_OF_KINDS.get(self.kind, ()):
+        of_ops.Case(self.op, self.shape, self.dtype, self.phase).check()
+        op, of_all = op_of(self.op), self.kind in KINDS and self.op in OPS
+        fits = op.has_heads and f"{op.state_layout}-" not in self.kind
+        if "strong" in self.kind:
+            fits = fits and op.decay != "none"
+        if self.kind != "usual" and not (fits if of_all else self.op in _OPS_OF_KINDS.get(self.kind, ())):
             raise ValueError(f"--inputs: {self.op} has none that are {self.kind}")
+        if self.kind.endswith("states") and self.phase != UPDATE:
+            raise ValueError(f"--inputs: {self.kind} are only for updates, not for {self.phase}")
+        if self.kind == "packed" and (self.shape[0] != 1 or self.shape[1] < PACKED or self.phase == "decode"):
+            raise ValueError(f"--inputs: packed ones are a batch of 1 with {PACKED} or more tokens, and no decode")
+        if self.op in DERIVED and self.phase not in of_ops.PHASES[:3]:
+            expected = f"{', '.join(of_ops.PHASES[:3])} for {self.op}"
+            raise ValueError(f"--phase: expected one of {expected}, got {self.phase}")
         if self.shape[2] % self.key_heads:
             raise ValueError(f"--inputs: {self.kind} are for a multiple of as many heads, and not for {self.shape[2]}")
         return self
@@ -187,19 +198,38 @@ def given_for(case: Case, device: str = "cuda") -> Given:
     if case.op in DERIVED:
         inputs = _inputs_of_derived(case, device)
         return Given(inputs, torch.randn_like(inputs[names.index("x" if case.op == "ssd" else "v")].detach()))
-    inputs = make_inputs(case.op, case.shape, case.dtype, device, case.kind)
+    inputs = of_ops.make_inputs(case.op, case.shape, case.dtype, device)
+    if "strong" in case.kind:
+        index = next(names.index(name) for name in ("w", "g") if name in names)
+        inputs[index] = _strong(inputs[index].detach().float(), case).to(case.dtype).requires_grad_()
     if case.wide_decay:
         index = next(names.index(name) for name in ("w", "g") if name in names)
         inputs[index] = inputs[index].detach().float().requires_grad_()
     like_y = inputs[1] if case.op == "timex" else inputs[names.index("v")]
-    state = bench.state_of(case.op, case.shape, case.kind, device) if case.phase in OF_ONE_TOKEN else None
+    state = None
+    if case.phase in OF_ONE_TOKEN:
+        state = of_ops.state_of(case.op, case.shape, device, case.state_layout).to(case.state_dtype)
     slots = torch.randperm(case.shape[0], device=device).int() if case.phase == UPDATE else None
     return Given(inputs, torch.randn_like(like_y, requires_grad=False), state, ends_of(case, device), slots)
 
 
+def _strong(w: Tensor, case: Case) -> Tensor:
+    """Return decays of e^-2 to e^-8 a step in the place of all of w, or of one head's."""
+    if case.op == "wkv7":  # raw ones, as those of sigmoids end at e^-0.6
+        w = torch.log(SIGMOID_RATE * torch.sigmoid(w))
+    rates = 2 + 6 * torch.rand_like(w)
+    one_head = (slice(1), slice(None), slice(1)) if w.dim() == 4 else (slice(1),)
+    part = (slice(None),) if case.kind == "strong" else one_head
+    w[part] = (rates.log() if case.decay == "raw" else -rates)[part]
+    return w
+
+
 def ends_of(case: Case, device: str = "cuda") -> Tensor | None:
-    """Return where packed sequences end; None for others."""
-    return bench.ends_of(case.shape[1], device) if case.kind == "packed" else None
+    """Return where packed sequences end, whose lengths grow from a few tokens to a tenth of all; None for others."""
+    if case.kind != "packed":
+        return None
+    shares = torch.linspace(0, 1, PACKED + 1, dtype=torch.float64).pow(1.5)
+    return shares.mul(case.shape[1]).ceil().long().maximum(torch.arange(PACKED + 1)).to(device)
 
 
 def sets_for(case: Case, cache_bytes: int) -> list[Given]:
@@ -221,8 +251,21 @@ def are_cold(sets: Sequence[Given], cache_bytes: int) -> bool:
 
 
 def floor_ms(case: Case, given: Given, copy_tb_per_s: float) -> float:
-    """Return the milliseconds of the fewest bytes at the bandwidth of a copy, in terabytes (10^12) a second."""
+    """Return the milliseconds of the fewest bytes at the bandwidth of a copy, in terabytes (10^12) a second.
+
+    A pass reads inputs and writes results, and a backward reads all inputs again.
+    """
     batch, _, heads, head_size, value_size = case.shape
     channels = (PACKED if case.kind == "packed" else batch) * heads * head_size
     state = case.state_dtype.itemsize * channels * (value_size if op_of(case.op).has_heads else 3)
-    return bench.least_bytes(case.phase, given.inputs, [given.dy], state) / copy_tb_per_s * 1e-9
+    reads, writes = {"backward": (2, 1), "forward+backward": (3, 2)}.get(case.phase, (1, 1))
+    of_states = {"prefill": 1, "decode": 2, UPDATE: 2}.get(case.phase, 0) * state
+    inputs = sum(x.nbytes for x in given.inputs)
+    return (reads * inputs + writes * given.dy.nbytes + of_states) / copy_tb_per_s * 1e-9
+
+
+def copy_tb_per_s() -> float:
+    """Return the bandwidth of a copy on the GPU in terabytes (10^12) a second, bytes read and written both counted."""
+    size = min(1 << 30, torch.cuda.mem_get_info()[0] // 4)  # smaller only where the GPU has no room
+    source, target = torch.ones(2, size, dtype=torch.uint8, device="cuda")
+    return 2 * size / figures.median_ms(lambda: target.copy_(source)) * 1e-9

@@ -15,8 +15,10 @@ import rwkv_jit
 from bench import cases, timing
 from bench.cases import DERIVED, Case, Given, ends_of, function_of, op_of, reference_of
 from rwkv_jit.call import rule, switches, tensors
-from rwkv_jit.desk import bench
-from rwkv_jit.desk.bench import OURS, UPDATE, one_line, spread
+from rwkv_jit.desk import bench, inputs
+from rwkv_jit.desk.bench import one_line
+from rwkv_jit.desk.figures import spread
+from rwkv_jit.desk.inputs import OURS, UPDATE
 from rwkv_jit.kernels.errors import UnsupportedConfigError
 from rwkv_jit.ops import timex as timex_module
 from rwkv_jit.plain.reference import decay_factor
@@ -244,14 +246,11 @@ def _step(case: Case, inputs: Inputs, states: Tensor | None, more: Mapping[str, 
 def row(entry: Entry, who: str = OURS, what: str = "-", skipped: str | None = None) -> dict[str, Any]:
     """Return a row without figures."""
     of_case = bench.row_of(entry.case, (who, what), skipped)
-    return dict.fromkeys(COLUMNS) | of_case | {"suite": entry.suite, "in_graph": False}
+    return dict.fromkeys(COLUMNS) | of_case | {"suite": entry.suite, "inputs": entry.case.kind, "in_graph": False}
 
 
 def rows_of(
-    entry: Entry,
-    copy_tb_per_s: float,
-    peers: Sequence[Contestant] = (),
-    tell: Callable[[int, int], None] | None = None,
+    entry: Entry, copy_tb_per_s: float, peers: Sequence[Contestant] = (), tell: Callable[[int, int], None] | None = None
 ) -> list[dict[str, Any]]:
     """Measure a case on a GPU, with peers beside ours; return a row for each contestant, skipped ones last.
 
@@ -329,7 +328,7 @@ def beside(case: Case, contestant: Contestant, given: Given) -> tuple[Tensor | N
         if contestant.takes_pools:
             return given.state.clone(), {"state_indices": given.slots, "out": torch.empty_like(given.dy)}
         return contestant.convert_state(given.state[given.slots]), {"output_final_state": True}
-    more: dict[str, Any] = {"output_final_state": True} if case.phase in bench.WITH_STATES else {}
+    more: dict[str, Any] = {"output_final_state": True} if case.phase in inputs.WITH_STATES else {}
     if given.cu_seqlens is not None:
         more["cu_seqlens"] = given.cu_seqlens
     return None if given.state is None else contestant.convert_state(given.state), more
@@ -395,7 +394,7 @@ def _errors(
 
 def _tokens_to_check(case: Case) -> int:
     _, _, heads, head_size, value_size = case.shape
-    if case.op not in bench.WITH_HEADS and case.op in bench.OPS:
+    if not op_of(case.op).has_heads:
         return MOST_TOKENS
     return min(MOST_TOKENS, max(16, _MOST_STATES // (heads * head_size * value_size)))
 

@@ -20,7 +20,7 @@ from torch.nn.functional import normalize
 from bench import measure
 from bench.cases import Case, rates_of
 from bench.measure import Contestant, Inputs, swapped
-from rwkv_jit.desk.bench import UPDATE
+from rwkv_jit.desk.inputs import UPDATE
 from rwkv_jit.plain.reference import SIGMOID_RATE
 
 

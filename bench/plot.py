@@ -21,7 +21,7 @@ from bench.tables import (
     sentence,
     shape_of,
 )
-from rwkv_jit.desk.bench import OURS
+from rwkv_jit.desk.inputs import OURS
 
 _COLOURS = ("#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#7f7f7f", "#b8a400")  # told apart by all eyes
 _OUR_COLOUR, _GREY = "#0072b2", "#666666"
@@ -70,10 +70,7 @@ def draw_speedups(rows: Sequence[Row], folder: Path) -> Path:
 def check(path: Path | str) -> None:
     """Check that a picture can be drawn, before anything is measured for it.
 
-    Raises
-    ------
-    ValueError
-        matplotlib is missing, or does not know the suffix.
+    Raises ValueError where matplotlib is missing, or does not know the suffix.
     """
     try:
         from matplotlib.figure import Figure
@@ -91,10 +88,7 @@ def draw(result: Mapping[str, Any], path: Path | str) -> None:
     where floors are known, achieved bytes a second under the bandwidth of a copy; and where cases differ in T, B or N
     alone, times over it. N also where H N stays the same, as in models of one width.
 
-    Raises
-    ------
-    ValueError
-        Nothing was measured.
+    Raises ValueError where nothing was measured.
     """
     from matplotlib.figure import Figure
 

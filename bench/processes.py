@@ -161,10 +161,7 @@ class Helper:
     def ask(self, case: Case, asked: Mapping[str, Any], seconds: float) -> Any:
         """Return what the process answers.
 
-        Raises
-        ------
-        ChildProcessError
-            It ended without an answer, or had none in time.
+        Raises ChildProcessError where it ended without an answer, or had none in time.
         """
         process = self._process = self._process or self._started()
         assert process.stdin is not None

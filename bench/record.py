@@ -17,7 +17,7 @@ from bench import ROOT, plot
 from bench.cases import DERIVED
 from bench.tables import PICTURE, Row, blocks, contestant, gpu_of, machine, milliseconds, shape_of
 from rwkv_jit.desk import terminal
-from rwkv_jit.desk.bench import UPDATE
+from rwkv_jit.desk.inputs import UPDATE
 
 FORMAT = 3
 FILE = ROOT / "bench.json"
@@ -88,12 +88,8 @@ def _digest(*parts: str) -> str:
 def read(path: Path | str) -> dict[str, Any]:
     """Read a result from a file.
 
-    Raises
-    ------
-    ValueError
-        It is no result of `python -m bench ops --json`, or one of another format.
-    OSError
-        It cannot be read.
+    Raises ValueError where it is no result of `python -m bench ops --json`, or one of another format; OSError where it
+    cannot be read.
     """
     try:
         result = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -113,10 +109,7 @@ def write(result: Mapping[str, Any], part: str = "rows") -> None:
     The file is written first, so that no fault of a page costs a measurement. Rows of other cases stay as they are, and
     so do those of the same cases on another kind of GPU: a record may be made in parts.
 
-    Raises
-    ------
-    ValueError
-        Markers of a page do not fit.
+    Raises ValueError where markers of a page do not fit.
     """
     before: dict[str, Any] = {}
     with suppress(OSError, ValueError):  # there is none, or none that can be read
@@ -139,10 +132,7 @@ def _case(row: Row) -> tuple[object, ...]:
 def write_service(costs: dict[str, Any]) -> None:
     """Write what the service costs to the record there is, and to the pages.
 
-    Raises
-    ------
-    ValueError, OSError
-        What is recorded cannot be read, or there is none.
+    Raises ValueError or OSError where what is recorded cannot be read, or there is none.
     """
     _keep({**read(FILE), "service": costs})
 
@@ -193,10 +183,7 @@ def fill_pages(result: Mapping[str, Any]) -> list[Path]:
 def fill(text: str, recorded: Mapping[str, str], page: str) -> str:
     """Return a page's text with what is between its markers replaced.
 
-    Raises
-    ------
-    ValueError
-        A marker is not closed, or names what there is not.
+    Raises ValueError where a marker is not closed, or names what there is not.
     """
     closed = {match[1] for match in _BLOCK.finditer(text)}
     for name in _OPENING.findall(text):

@@ -73,10 +73,7 @@ def state_in_fla(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def fla_model(ours: RWKV7, **options: Any) -> nn.Module:
     """Return FLA's model with copies of the parameters of ours; `options` go to its configuration.
 
-    Raises
-    ------
-    RuntimeError
-        A parameter is missing, left over or of another shape.
+    Raises RuntimeError where a parameter is missing, left over or of another shape.
     """
     models = import_module("fla.models.rwkv7")
     vocabulary, width = ours.emb.weight.shape

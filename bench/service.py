@@ -21,7 +21,7 @@ import torch
 
 from bench import ROOT, record, timing
 from rwkv_jit.call import prepared
-from rwkv_jit.desk import bench, terminal, versions
+from rwkv_jit.desk import bench, inputs, terminal, versions
 from rwkv_jit.kernels import env
 from rwkv_jit.kernels.errors import RwkvJitError
 
@@ -131,7 +131,7 @@ _WKV7 = (
     """
 import platformdirs, rwkv_jit
 from rwkv_jit.kernels import cuda
-from rwkv_jit.desk.bench import make_inputs
+from rwkv_jit.desk.inputs import make_inputs
 cuda.driver()
 given = make_inputs("wkv7", (1, 64, 4, 64), torch.bfloat16)
 x = torch.ones(8, 8, device="cuda", requires_grad=True)
@@ -225,14 +225,11 @@ def call():
 def run() -> dict[str, Any]:
     """Measure; the user's cache is not touched. Without a GPU nothing is called, and there is no peer.
 
-    Returns
-    -------
-    dict
-        env, commit : what it was measured with; import_ms, op_import_ms : what `import rwkv_jit`, and its first op, add
-        to `import torch`; from_disk_us and peers_from_disk_us : time of each of eight kernels, found on disk by a fresh
-        process; together : processes, compiled (how many of them did), alone_s and slowest_s from imports done to
-        kernel in hand; host_us : a call with and without gradients and things to compare it with, or None; first_call
-        and one_line : what `first_calls` and `one_line_kernels` return, or None.
+    Returns env, commit : what it was measured with; import_ms, op_import_ms : what `import rwkv_jit`, and its first op,
+    add to `import torch`; from_disk_us and peers_from_disk_us : time of each of eight kernels, found on disk by a fresh
+    process; together : processes, compiled (how many of them did), alone_s and slowest_s from imports done to kernel in
+    hand; host_us : a call with and without gradients and things to compare it with, or None; first_call and one_line :
+    what `first_calls` and `one_line_kernels` return, or None.
     """
     compileall.compile_dir(ROOT / "rwkv_jit", quiet=2)  # as an installer does
     imports = [_child(_IMPORT) for _ in range(5)]
@@ -265,10 +262,7 @@ def _environment(more: Mapping[str, str]) -> dict[str, str]:
 def _child(program: str, *arguments: str, environment: Mapping[str, str] | None = None) -> Any:
     """Return what a program prints last, as JSON.
 
-    Raises
-    ------
-    RwkvJitError
-        It failed.
+    Raises RwkvJitError where it failed.
     """
     command = [sys.executable, "-c", program, *arguments]
     done = subprocess.run(command, env=_environment(environment or {}), capture_output=True, text=True, check=False)
@@ -326,11 +320,8 @@ def _start_together(count: int) -> list[tuple[str, float]]:
 def first_calls() -> dict[str, float]:
     """Return what calls of wkv7 with gradients cost.
 
-    Returns
-    -------
-    dict
-        compiled_ms, from_disk_ms : milliseconds of a first call, with an empty cache and with a full one, each in a new
-        process; call_us : microseconds of the host for a later one.
+    Returns compiled_ms, from_disk_ms : milliseconds of a first call, with an empty cache and with a full one, each in a
+    new process; call_us : microseconds of the host for a later one.
     """
     return _times(*_WKV7)
 
@@ -355,8 +346,8 @@ def _times(variable: str, prepare: str, load: str) -> dict[str, float]:
 
 def host_us() -> dict[str, float]:
     """Return the host's time of calls: of wkv7, of what it has prepared, and of others to compare these with."""
-    wkv7: Callable[..., Any] = bench.OPS["wkv7"]
-    given = bench.make_inputs("wkv7", (1, 1, 4, 64), torch.bfloat16)
+    wkv7: Callable[..., Any] = inputs.OPS["wkv7"]
+    given = inputs.make_inputs("wkv7", (1, 1, 4, 64), torch.bfloat16)
     constants = [x.detach() for x in given]
     wkv7(*constants)
     known = next(reversed(prepared.calls.values()))

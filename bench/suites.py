@@ -8,8 +8,8 @@ import torch
 
 from bench.cases import Case
 from bench.measure import Entry
-from rwkv_jit.desk.bench import USUAL_PHASES as BOTH
-from rwkv_jit.desk.bench import shape_of
+from rwkv_jit.desk.inputs import USUAL_PHASES as BOTH
+from rwkv_jit.desk.inputs import shape_of
 
 _Sizes = Sequence[tuple[int, ...]]
 
@@ -138,10 +138,7 @@ SUITES = ("studies", *TABLES)
 def entries_of(names: Sequence[str], ops: Sequence[str] | None = None) -> list[Entry]:
     """Return the entries of suites: of tables, or with "studies" of all; `ops` leaves the others out.
 
-    Raises
-    ------
-    ValueError
-        Nothing is left.
+    Raises ValueError where nothing is left.
     """
     tables = dict.fromkeys(table for name in names for table in (STUDIES if name == "studies" else [name]))
     entries = [entry for table in tables for entry in TABLES[table] if not ops or entry.case.op in ops]

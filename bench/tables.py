@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from bench import suites
 from bench.cases import DERIVED, KINDS_OF_SUITES, OPS
-from rwkv_jit.desk.bench import OURS, UPDATE
+from rwkv_jit.desk.inputs import OURS, UPDATE
 
 Row = Mapping[str, Any]
 Case = tuple[Any, ...]
@@ -261,13 +261,10 @@ _METHOD = (
 def blocks(result: Mapping[str, Any]) -> dict[str, str]:
     """Return what pages show of a result, by the names of their markers.
 
-    Returns
-    -------
-    dict
-        machine : how its tables read, and what was measured where; picture : the picture's line, and which calls are
-        slower; speedups : the table of the first page; float32 : how much slower float32 is; training : steps of whole
-        models; service : a table of what the service costs; errors : a table of errors by result; inference : a table
-        of updates; and a table of all else for each op, by its name.
+    Returns machine : how its tables read, and what was measured where; picture : the picture's line, and which calls
+    are slower; speedups : the table of the first page; float32 : how much slower float32 is; training : steps of whole
+    models; service : a table of what the service costs; errors : a table of errors by result; inference : a table of
+    updates; and a table of all else for each op, by its name.
     """
     rows = result["rows"]
     shown = {

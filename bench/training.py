@@ -27,7 +27,7 @@ from torch.multiprocessing.spawn import spawn
 
 from bench import rwkv7_models, timing
 from bench.rwkv7_models import HEAD_SIZE, Loss, Sizes
-from rwkv_jit.desk import bench, terminal
+from rwkv_jit.desk import bench, figures, terminal
 from rwkv_jit.nn import RWKV7, RWKV7TimeMix
 
 LARGE, SMALL = Sizes(24, 1024, 8, 4096, 65536), Sizes(2, 64, 2, 32, 256)  # the small ones without a GPU
@@ -188,7 +188,7 @@ def step_row(
         times, loss = training.timed(runs)
         if not math.isfinite(loss):
             raise ValueError(f"the loss became {loss}")
-        row |= bench.spread(times) | {"loss": loss}
+        row |= figures.spread(times) | {"loss": loss}
         row["tokens_per_s"] = speed = ranks * sizes.batch * sizes.tokens / row["median_ms"] * 1e3
         if device == "cuda":
             row["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
@@ -229,14 +229,14 @@ def layer_row(name: str, sizes: Sizes, width: int, device: str) -> dict[str, Any
     with _survived(row), around():
         call = _layer_call(options, sizes, width, device)
         if device == "cpu":
-            return row | bench.spread(bench.cpu_ms(call))
+            return row | figures.spread(figures.cpu_ms(call))
         for _ in range(2):
             call()
         row["peak_mib"] = timing.peak_bytes(call) / 2**20
         (times,) = timing.interleaved([timing.Turns([call], in_graph=False).ms], _BUDGET_MS)
         if isinstance(times, Exception):
             raise times
-        row |= bench.spread(times)
+        row |= figures.spread(times)
     return row
 
 

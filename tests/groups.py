@@ -15,10 +15,15 @@ LIMIT = datetime.timedelta(seconds=120)  # of a message that does not come: a ra
 def run(worker, size, *given):
     """Run `worker(rank, size, *given)` in processes of a group: of GPUs where there are enough of them, else of CPUs.
 
-    Where one raises, the others are ended and its error is raised here.
+    Where one raises, the others are ended and its error is raised here. Processes of CPUs are forks of one that has
+    imported what they need, and has done nothing else.
     """
+    method = "spawn" if sys.platform == "win32" or torch.cuda.is_available() else "forkserver"
+    if method == "forkserver":
+        mp.set_forkserver_preload(["rwkv_jit", "shared_sequences", "torch._dynamo"])
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_begin, (worker, size, os.path.join(folder, "store"), given), nprocs=size)
+        arguments = worker, size, os.path.join(folder, "store"), given
+        mp.start_processes(_begin, arguments, nprocs=size, start_method=method)
 
 
 def _begin(rank, worker, size, store, given):

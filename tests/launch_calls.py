@@ -230,7 +230,8 @@ def _launch(x):
     numbers = itertools.groupby(_number(value, x.letters[name]) for name, value in x.numbers.items())
     counted = [(text, len([*same])) for text, same in numbers]
     yield ",".join(text if count == 1 else f"{text}*{count}" for text, count in counted) or "-"
-    pointers = [(place, x.named[name]) for place, (name, letters) in enumerate(x.letters.items()) if letters == "Q"]
+    addresses = x.addresses
+    pointers = [(place, addresses[name]) for place, name in enumerate(x.letters) if name in addresses]
     places = [str(place) for place, address in pointers if not address]
     if places:
         yield f"~{','.join(places)}"

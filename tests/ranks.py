@@ -584,4 +584,9 @@ def run(rank, device, dtype, world, store, names):
 if __name__ == "__main__":
     _, device, dtype, world, *names = sys.argv
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(run, (device, dtype, int(world), f"{folder}/store", names), int(world))
+        method = "fork" if device == "cpu" and hasattr(os, "fork") else "spawn"
+        if method == "fork":  # what optimizers and the example import; each rank would do it
+            import matplotlib.figure  # noqa: F401
+            import torch._dynamo
+        given = device, dtype, int(world), f"{folder}/store", names
+        multiprocessing.start_processes(run, given, int(world), start_method=method)

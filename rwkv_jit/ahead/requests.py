@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -307,17 +307,22 @@ def _layer_requests(calls: Calls, types: Mapping[str, str], state_type: str) -> 
     ]
 
 
+def _over_pool(
+    p: Problem, tokens: int, w0_types: Sequence[str], index_bytes: int, is_draft: bool = False
+) -> Iterator[tuple[Problem, Pool]]:
+    """Yield what stands for calls of so many tokens over a pool: with few blocks and many, and both roundings."""
+    few_or_many, roundings = (_MULTIPROCESSORS, None), (False,) if p.state_type == "fp32" else (False, True)
+    for multiprocessors, w0_type, is_stochastic in product(few_or_many, dict.fromkeys(w0_types), roundings):
+        pool = Pool(1, 0, index_bytes=index_bytes, w0_type=w0_type, is_stochastic=is_stochastic and not is_draft)
+        yield p._replace(T=tokens, gpu=p.gpu._replace(multiprocessors=multiprocessors)), pool
+
+
 def _update_requests(p: Problem, w0_types: Sequence[str], index_bytes: int) -> list[kernel.Request]:
-    """Return the kernels of updates: of one token and of several, with few blocks and many."""
-    asked = product(
-        (1, 2), (_MULTIPROCESSORS, None), dict.fromkeys(w0_types),
-        (False,) if p.state_type == "fp32" else (False, True),
-    )  # fmt: skip
+    """Return the kernels of updates: of one token and of several."""
     return [
         request
-        for tokens, multiprocessors, w0_type, is_stochastic in asked
-        for own in [p._replace(T=tokens, gpu=p.gpu._replace(multiprocessors=multiprocessors))]
-        for pool in [Pool(1, 0, index_bytes=index_bytes, w0_type=w0_type, is_stochastic=is_stochastic)]
+        for tokens in (1, 2)
+        for own, pool in _over_pool(p, tokens, w0_types, index_bytes)
         for request in update.schedule(own, pool).requests(p.gpu)
     ]
 
@@ -325,29 +330,22 @@ def _update_requests(p: Problem, w0_types: Sequence[str], index_bytes: int) -> l
 def _replay_requests(
     p: Problem, w0_types: Sequence[str], index_bytes: int, length: int, drafts: int
 ) -> list[kernel.Request]:
-    """Return the kernels of a ring: of steps, of drafts, of commits and of flushes, with few blocks and many."""
+    """Return the kernels of a ring: of steps, of drafts, of commits and of flushes."""
     checks.check_count("rings", length)
-    step, ring = (1, False), Ring(length, length + drafts, length)
-    phases = [step, *dict.fromkeys([(1, True), (drafts, True)] if drafts else []), (0, False)]
-    asked = product(
-        phases, (_MULTIPROCESSORS, None), dict.fromkeys(w0_types),
-        (False,) if p.state_type == "fp32" else (False, True),
-    )  # fmt: skip
+    ring, of_drafts = Ring(length, length + drafts, length), [(1, True), (drafts, True)] if drafts else []
+    phases = dict.fromkeys([(1, False), *of_drafts, (0, False)])
     return [
         request
-        for (tokens, is_draft), multiprocessors, w0_type, is_stochastic in asked
-        for own in [p._replace(T=tokens, gpu=p.gpu._replace(multiprocessors=multiprocessors))]
-        for pool in [Pool(1, 0, index_bytes=index_bytes, w0_type=w0_type, is_stochastic=is_stochastic and not is_draft)]
+        for tokens, is_draft in phases
+        for own, pool in _over_pool(p, tokens, w0_types, index_bytes, is_draft)
         for request in replay.schedule(own, pool, ring._replace(is_draft=is_draft), tokens).requests(p.gpu)
     ]
 
 
 def _varlen_requests(several: Sequence[Problem], w0_types: Sequence[str], index_bytes: int) -> list[kernel.Request]:
     """Return the kernels of sequences of any lengths, whose w0 has these types: "void" is none."""
-    asked = product(
-        several, dict.fromkeys(w0_types), (4, 8), (False,) if several[0].state_type == "fp32" else (False, True),
-        (False, True),
-    )  # fmt: skip
+    roundings = (False,) if several[0].state_type == "fp32" else (False, True)
+    asked = product(several, dict.fromkeys(w0_types), (4, 8), roundings, (False, True))
     return [
         request
         for p, w0_type, bound_bytes, is_stochastic, has_few_tokens in asked

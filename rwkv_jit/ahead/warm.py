@@ -17,23 +17,12 @@ from rwkv_jit.schedules.build_command import OPS
 
 
 def specialize(
-    op: str,
-    head_size: int | None = None,
-    value_size: int | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-    arch: str | None = None,
-    direction: str = "forward",
-    backend: str = "auto",
-    decay: str | None = None,
-    chunk_len: int | None = None,
-    num_threads: int | None = None,
-    tokens: int | None = None,
-    batch: int | None = None,
-    heads: int | None = None,
-    key_heads: int | None = None,
-    inputs: Iterable[str] | Mapping[str, torch.dtype | None] = (),
-    **parameters: Any,
-) -> kernel.Kernel:
+    op: str, head_size: int | None = None, value_size: int | None = None, dtype: torch.dtype = torch.bfloat16,
+    arch: str | None = None, direction: str = "forward", backend: str = "auto", decay: str | None = None,
+    chunk_len: int | None = None, num_threads: int | None = None, tokens: int | None = None, batch: int | None = None,
+    heads: int | None = None, key_heads: int | None = None,
+    inputs: Iterable[str] | Mapping[str, torch.dtype | None] = (), **parameters: Any,
+) -> kernel.Kernel:  # fmt: skip
     """Compile one direction of an op, or find it in the cache; neither a GPU nor a driver is needed.
 
     Parameters
@@ -111,23 +100,12 @@ def specialize(
 
 
 def compile_async(
-    op: str,
-    head_size: int | None = None,
-    value_size: int | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-    arch: str | None = None,
-    direction: str = "forward",
-    backend: str = "auto",
-    decay: str | None = None,
-    chunk_len: int | None = None,
-    num_threads: int | None = None,
-    tokens: int | None = None,
-    batch: int | None = None,
-    heads: int | None = None,
-    key_heads: int | None = None,
-    inputs: Iterable[str] | Mapping[str, torch.dtype | None] = (),
-    **parameters: Any,
-) -> Future[kernel.Kernel]:
+    op: str, head_size: int | None = None, value_size: int | None = None, dtype: torch.dtype = torch.bfloat16,
+    arch: str | None = None, direction: str = "forward", backend: str = "auto", decay: str | None = None,
+    chunk_len: int | None = None, num_threads: int | None = None, tokens: int | None = None, batch: int | None = None,
+    heads: int | None = None, key_heads: int | None = None,
+    inputs: Iterable[str] | Mapping[str, torch.dtype | None] = (), **parameters: Any,
+) -> Future[kernel.Kernel]:  # fmt: skip
     """Do what `specialize` does in the background, where at most cores / local ranks kernels compile at once.
 
     Parameters
@@ -160,30 +138,17 @@ heads, key_heads, inputs, **parameters
 
 
 def warm(
-    op: str,
-    head_sizes: int | Iterable[int] | None = None,
-    dtypes: torch.dtype | Iterable[torch.dtype] = torch.bfloat16,
-    backward: bool = True,
-    arch: str | Iterable[str] | None = None,
-    decay: str | None = None,
-    state_layout: str | None = None,
-    w_dtype: torch.dtype | None = None,
-    state_dtype: torch.dtype = torch.float32,
-    progress: Callable[[int, int], None] | None = None,
-    decay_bound: float | None = None,
-    value_sizes: int | Iterable[int] | None = None,
-    tokens: int | Iterable[int] | None = None,
-    batches: int | Iterable[int] | None = None,
-    updates: bool = False,
-    rings: Iterable[tuple[int, int]] = (),
-    widths: int | Iterable[int] | None = None,
-    shards: bool = False,
-    heads: int | None = None,
-    key_heads: int | None = None,
-    index_bits: int = 32,
-    inputs: Iterable[str] | Mapping[str, torch.dtype | None] = (),
+    op: str, head_sizes: int | Iterable[int] | None = None,
+    dtypes: torch.dtype | Iterable[torch.dtype] = torch.bfloat16, backward: bool = True,
+    arch: str | Iterable[str] | None = None, decay: str | None = None, state_layout: str | None = None,
+    w_dtype: torch.dtype | None = None, state_dtype: torch.dtype = torch.float32,
+    progress: Callable[[int, int], None] | None = None, decay_bound: float | None = None,
+    value_sizes: int | Iterable[int] | None = None, tokens: int | Iterable[int] | None = None,
+    batches: int | Iterable[int] | None = None, updates: bool = False, rings: Iterable[tuple[int, int]] = (),
+    widths: int | Iterable[int] | None = None, shards: bool = False, heads: int | None = None,
+    key_heads: int | None = None, index_bits: int = 32, inputs: Iterable[str] | Mapping[str, torch.dtype | None] = (),
     **switches: Any,
-) -> list[kernel.Kernel]:
+) -> list[kernel.Kernel]:  # fmt: skip
     """Compile in parallel, or find in the cache, all kernels that calls of an op will need.
 
     They are those for the current values of `set_bfloat16_precision` and `torch.set_float32_matmul_precision`.

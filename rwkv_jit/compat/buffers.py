@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,15 +11,31 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from rwkv_jit.call import recording
 
+Call = Mapping[str, Any]  # the tensors and sizes of a call, by what its extension calls them
+Run = Callable[[Call], Any]
 
-def heads(batch: int, tokens: int, number: int, *rows: Tensor) -> list[Tensor]:
+
+def heads(t: Call, names: str) -> list[Tensor]:
     """Return rows of channels as (batch, tokens, heads, channels of a head)."""
-    return [x.reshape(batch, tokens, number, -1) for x in rows]
+    return [t[name].reshape(t["B"], t["T"], t["H"], -1) for name in names.split()]
+
+
+def states(t: Call, name: str) -> Tensor:
+    """Return states of rows of channels as (batch, heads, N, N)."""
+    size = t["C"] // t["H"]
+    state: Tensor = t[name].reshape(t["B"], t["H"], size, size)
+    return state
 
 
 def fill(buffer: Tensor, result: Tensor) -> None:
     """Write a result into the caller's tensor, in its dtype and shape."""
     buffer.copy_(result.reshape(buffer.shape))
+
+
+def fill_each(into: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+    """Write results into as many tensors."""
+    for buffer, result in zip(into, results, strict=True):
+        fill(buffer, result)
 
 
 def fill_sum(buffer: Tensor, total: Tensor) -> None:

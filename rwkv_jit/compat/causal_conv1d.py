@@ -21,43 +21,16 @@ from rwkv_jit.schedules.legal import Activation
 
 @named(initial_state="initial_states")
 def causal_conv1d_fn(
-    x: Any,
-    weight: Any,
-    bias: Any = None,
-    seq_idx: Any = None,
-    initial_states: Any = None,
-    return_final_states: bool = False,
-    final_states_out: Any = None,
-    activation: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Return a causal convolution of each channel, as `rwkv_jit.causal_conv1d`.
+    x: Any, weight: Any, bias: Any = None, seq_idx: Any = None, initial_states: Any = None,
+    return_final_states: bool = False, final_states_out: Any = None, activation: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Return a causal convolution of each channel, as `rwkv_jit.causal_conv1d`; those of y are neighbours in memory.
 
-    Parameters
-    ----------
-    x : torch.Tensor, shape (B, C, T)
-        What is convolved. Channels that are neighbours in memory are read in place, others copied.
-    weight : torch.Tensor, shape (C, W), W from 2 to 8
-        The taps, that of the token itself last.
-    bias : torch.Tensor, shape (C,), optional
-        Is added before the activation.
-    seq_idx : torch.Tensor, shape (B, T), int32, optional
-        The number of each token's text, whose tokens are neighbours. Where it is negative, y is zeros. `cu_seqlens` of
-        `rwkv_jit.causal_conv1d` says the same with less work.
-    initial_states : torch.Tensor, shape (B, C, W - 1), dtype of x, optional
-        The tokens before the first.
-    return_final_states : bool, default False
-        Also return the last tokens.
-    final_states_out : torch.Tensor, shape (B, C, W - 1), dtype of x, optional
-        Where these are written.
-    activation : {"silu", "swish"}, optional
-        What the sum goes through; "swish" is "silu".
+    x is (B, C, T), weight (C, W) with W from 2 to 8, states are (B, C, W - 1). With `return_final_states` the last
+    tokens are returned too, and written to `final_states_out`. "swish" is "silu".
 
-    Returns
-    -------
-    out : torch.Tensor, shape (B, C, T), dtype of x
-        With the channels as neighbours in memory, whatever x has.
-    final_states : torch.Tensor, shape (B, C, W - 1), dtype of x
-        With `return_final_states` alone. Gradients go through both, to x, weight, bias and initial_states.
+    `seq_idx` (B, T), int32, numbers each token's sequence, whose tokens are neighbours; where it is negative, y is
+    zeros. `cu_seqlens` of `rwkv_jit.causal_conv1d` says the same with less work.
 
     Raises
     ------
@@ -93,44 +66,19 @@ def causal_conv1d_fn(
 
 @named(state_indices="conv_state_indices")
 def causal_conv1d_update(
-    x: Any,
-    conv_state: Any,
-    weight: Any,
-    bias: Any = None,
-    activation: str | None = None,
-    cache_seqlens: Any = None,
+    x: Any, conv_state: Any, weight: Any, bias: Any = None, activation: str | None = None, cache_seqlens: Any = None,
     conv_state_indices: Any = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return a causal convolution of the next tokens and move its states on, as `rwkv_jit.causal_conv1d_update`.
 
-    Parameters
-    ----------
-    x : torch.Tensor, shape (B, C) or (B, C, T)
-        What is convolved.
-    conv_state : torch.Tensor, shape (B, C, L) or (slots, C, L), L from W - 1 to 16
-        The last tokens before these, the last one last, and then those behind them. With `cache_seqlens` L may be
-        larger.
-    weight : torch.Tensor, shape (C, W), W from 2 to 8
-        The taps, that of the token itself last.
-    bias : torch.Tensor, shape (C,), optional
-        Is added before the activation.
-    activation : {"silu", "swish"}, optional
-        What the sum goes through; "swish" is "silu".
-    cache_seqlens : torch.Tensor, shape (B,), int32, optional
-        How many tokens each row has had. States are ring buffers then: token i of a sequence is at i modulo L.
-    conv_state_indices : torch.Tensor, shape (B,), int32, optional
-        The slot of each row. One below 0 is none: its row gets zeros.
-
-    Returns
-    -------
-    out : torch.Tensor, shape and dtype of x
-        Nothing is recorded for gradients.
+    x is (B, C) or (B, C, T), weight (C, W), conv_state (B, C, L) or (slots, C, L), L from W - 1 to 16, the last token
+    last. With `cache_seqlens` (B,), int32, how many tokens each row has had, states are ring buffers of any L: token i
+    is at i modulo L. A row whose slot of `conv_state_indices` is below 0 gets zeros. Nothing is recorded for gradients.
 
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit; the message has its name, what was expected and what came. The states are as they
-        were.
+        An argument does not fit; the message has its name, what was expected and what came. The states are as before.
     UnsupportedConfigError
         States keep more than 16 tokens, and there are no `cache_seqlens`.
     """

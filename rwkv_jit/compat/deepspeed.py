@@ -22,28 +22,10 @@ def multi_tensor_adam(
 ) -> None:  # fmt: skip
     """Change parameters and their moments in place by a step of Adam, as deepspeed's own does.
 
-    Parameters
-    ----------
-    chunk_size, noop_flag
-        Have no effect; the flag has none in deepspeed either.
-    tensor_lists : sequence of four sequences of torch.Tensor
-        Gradients, parameters, means of gradients and means of their squares, all contiguous, or all of a parameter
-        channels last. They share a dtype and a device.
-    lr, beta1, beta2, epsilon : float
-        As Adam has them.
-    step : int
-        The number of this step, from 1.
-    mode : int
-        0 adds weight_decay times the parameters to the gradients, 1 is AdamW.
-    bias_correction : int
-        1 where the means are corrected for having begun with zeros.
-    weight_decay : float
-        See `mode`.
-
-    Raises
-    ------
-    ValueError
-        The lists differ in length, or a tensor is not contiguous.
+    `tensor_lists` are gradients, parameters, means of gradients and means of their squares, all contiguous, or all of a
+    parameter channels last; `step` counts from 1. `mode` 0 adds weight_decay times the parameters to the gradients, 1
+    is AdamW. `chunk_size` and `noop_flag` have no effect; the flag has none in deepspeed either. Raises ValueError
+    where the lists differ in length, or a tensor is not contiguous.
     """
     grads, parameters, means, squares = map(list, tensor_lists)
     for tensors in zip(grads, parameters, means, squares, strict=True):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rwkv_jit.compat import channels, counts, delta, diagonal, trainer, wind
+from rwkv_jit.compat.buffers import Run
 from rwkv_jit.kernels.errors import brief
 
 _SUFFIX = r"(_(op|cuda|infer|runner|eval|ref|for|h100|alt|vcoll|bf16|fp16|f?p?32|v?\d\w*))*\.(cpp|cu|cuh|h|hip)"
@@ -38,7 +39,7 @@ class Extension:
 
 
 def _entry(
-    run: Callable[..., Any], given: str, filled: str, begin: str = "", made: str = "()",
+    run: Run, reads: str, fills: str, begin: str = "", returns: str = "()",
     elements: Mapping[str, str] | None = None,
 ) -> Entry:  # fmt: skip
     """Return an op that reads tensors, and fills others or makes them.
@@ -47,7 +48,7 @@ def _entry(
     are what `counts.checked` counts; by default what goes with `begin`.
     """
     arguments, alias = [begin] if begin else [], 0
-    for name in [*given.split(), *(f"{x}!" for x in filled.split())]:
+    for name in [*reads.split(), *(f"{x}!" for x in fills.split())]:
         if ":" in name:  # a number, as float:eps
             arguments.append(name.replace(":", " "))
         elif name.endswith("!"):
@@ -57,43 +58,46 @@ def _entry(
             arguments.append(f"Tensor? {name[:-1]}")
         else:
             arguments.append(f"Tensor {name}")
-    elements = _COUNTS.get(begin) if elements is None else elements
-    if elements:
-        names = [argument.split()[-1] for argument in ", ".join(arguments).split(", ")]
-        run = counts.checked(run, names, elements)
-    return Entry(f"({', '.join(arguments)}) -> {made}", run)
+    names = [argument.split()[-1] for argument in ", ".join(arguments).split(", ")]
+    counted = _COUNTS.get(begin, {}) if elements is None else elements
+    return Entry(f"({', '.join(arguments)}) -> {returns}", counts.checked(run, names, counted))
 
 
-def _functional(run: Callable[..., Any], given: str, made: str = "Tensor[]") -> Entry:
+def _functional(run: Run, reads: str, returns: str = "Tensor[]") -> Entry:
     """Return an op that makes its results."""
-    return _entry(run, given, "", made=made, elements={})  # it has checks of its own
+    return _entry(run, reads, "", returns=returns, elements={})  # it checks its tensors itself
+
+
+def _trained(names: str, decay: str, state: str = "", last: str = "", others: str = "") -> dict[str, Entry]:
+    """Return forward and backward of RWKV-7 for training; `others` are its rows in the order of `wkv7`."""
+    runs = delta.trained(others or names, decay, state, last)
+    read, grads = f"{state} {names}".strip(), " ".join(f"d{x}" for x in (*state.split(), *names.split()))
+    return _pair(
+        _entry(runs[0], read, f"y {last} s sa"), _entry(runs[1], f"{names} dy {f'd{last} ' if last else ''}s sa", grads)
+    )
 
 
 def _pair(forward: Entry, backward: Entry) -> dict[str, Entry]:
     return {"forward": forward, "backward": backward}
 
 
-_CLAMPW = _pair(
-    _entry(delta.clampw_forward, "r w k v a b", "y s sa"),
-    _entry(delta.clampw_backward, "r w k v a b dy s sa", "dr dw dk dv da db"),
-)
+_CLAMPW = _trained("r w k v a b", "sigmoid")
 _IN_PLACE = _entry(delta.forward_in_place, "state! r w k v a b", "y", _SIZES)
 _BY_DTYPE = ("fp16", "bf16", "fp32")
 _RWKV6_STATE = _pair(
-    _entry(diagonal.rwkv6_state_forward, "r k v w u s", "y", _SIZES),
-    _entry(diagonal.rwkv6_state_backward, "r k v w u s gy", "gr gk gv gw gu gs", _SIZES),
+    _entry(diagonal.forward(diagonal.RWKV6), "r k v w u s", "y", _SIZES),
+    _entry(diagonal.backward(diagonal.RWKV6), "r k v w u s gy", "gr gk gv gw gu gs", _SIZES),
 )
 _ONE_DECAY = {**counts.OF_HEADS, "w ww": "C", "gw": "BC"}  # for all tokens
 _RWKV5 = _pair(
-    _entry(diagonal.rwkv5_forward, "r k v w u", "y", _SIZES, elements=_ONE_DECAY),
-    _entry(diagonal.rwkv5_backward, "r k v w ww u gy", "gr gk gv gw gu", _SIZES, elements=_ONE_DECAY),
+    _entry(diagonal.forward(diagonal.RWKV5), "r k v w u", "y", _SIZES, elements=_ONE_DECAY),
+    _entry(diagonal.backward(diagonal.RWKV5_LOG), "r k v w ww u gy", "gr gk gv gw gu", _SIZES, elements=_ONE_DECAY),
 )
 _TWO_DECAYS = {**counts.OF_HEADS, "w1 ww1 u1 w2 ww2 u2": "C", "gw1 gu1 gw2 gu2": "BC"}
-_RWKV5_IN_PLACE = _entry(diagonal.rwkv5_in_place, "state! r k v w u", "y", _SIZES, elements=_ONE_DECAY)
+_RWKV5_IN_PLACE = _entry(diagonal.in_place(diagonal.RWKV5), "state! r k v w u", "y", _SIZES, elements=_ONE_DECAY)
 _WIND = "dw dq dk dv da db ds0"
 _WIND_BACKSTEPPING = _pair(
-    _entry(wind.backstepping_forward, "w q k v a b s0 y! s? sa? sT!", ""),
-    _entry(wind.backstepping_backward, "w q k v a b dy s sa dsT", _WIND),
+    _entry(wind.forward, "w q k v a b s0 y! s? sa? sT!", ""), _entry(wind.backward, "w q k v a b dy s sa dsT", _WIND)
 )
 _RWKV4 = _pair(
     _entry(channels.rwkv4_forward, "w u k v", "y", _CHANNELS),
@@ -102,17 +106,16 @@ _RWKV4 = _pair(
 _VALUE = _functional(trainer.value_forward, "v v_first v0 v12", "Tensor")
 
 NAMES: dict[str, Extension] = {
-    "wind_backstepping": Extension("wind_backstepping", _pair(
-        _entry(delta.backstepping_forward, "w q k v z a", "y s sa"),
-        _entry(delta.backstepping_backward, "w q k v z a dy s sa", "dw dq dk dv dz da"),
-    ), "wkv7|backstepping"),
+    "wind_backstepping": Extension(
+        "wind_backstepping", _trained("w q k v z a", "raw", others="q w k v z a"), "wkv7|backstepping"
+    ),
     "wind_chunked_cuda": Extension("wind_chunked_cuda", _pair(
-        _entry(wind.chunked_forward, "w q k v a b s0 y! s? sT!", ""),
-        _entry(wind.chunked_backward, "w q k v a b dy s dsT", _WIND),
+        _entry(wind.forward, "w q k v a b s0 y! s? sT!", ""),
+        _entry(wind.backward, "w q k v a b dy s dsT", _WIND),
     ), "chunked_cuda|tile"),
     "wind_chunked_cuda_varlen": Extension("wind_chunked_cuda_varlen", _pair(
-        _entry(wind.chunked_forward, "w q k v a b s0 y! s? sT! cu_seqlens", ""),
-        _entry(wind.chunked_backward, "w q k v a b dy s dsT dw! dq! dk! dv! da! db! ds0! cu_seqlens", ""),
+        _entry(wind.forward, "w q k v a b s0 y! s? sT! cu_seqlens", ""),
+        _entry(wind.backward, "w q k v a b dy s dsT dw! dq! dk! dv! da! db! ds0! cu_seqlens", ""),
     ), "chunked_cuda_varlen|tile"),
     "wind_backstepping_smallhead": Extension("wind_backstepping_smallhead", _WIND_BACKSTEPPING),
     "wind_backstepping_longhead": Extension("wind_backstepping_longhead", _WIND_BACKSTEPPING),
@@ -123,33 +126,27 @@ NAMES: dict[str, Extension] = {
     "rwkv7_clampw": Extension("rwkv7_clampw", _CLAMPW),
     "rwkv7_clampw_v3": Extension("rwkv7_clampw_v3", _CLAMPW),
     "rwkv7_clampw128_v2": Extension("rwkv7_clampw128_v2", _CLAMPW),
-    "rwkv7_state_clampw": Extension("rwkv7_state_clampw", _pair(
-        _entry(delta.state_forward, "s0 r w k v a b", "y s sa"),
-        _entry(delta.state_backward, "r w k v a b dy s sa", "ds0 dr dw dk dv da db"),
-    )),
-    "rwkv7_statepassing_clampw": Extension("rwkv7_statepassing_clampw", _pair(
-        _entry(delta.passing_forward, "s0 r w k v a b", "y sT s sa"),
-        _entry(delta.passing_backward, "r w k v a b dy dsT s sa", "ds0 dr dw dk dv da db"),
-    )),
+    "rwkv7_state_clampw": Extension("rwkv7_state_clampw", _trained("r w k v a b", "sigmoid", "s0")),
+    "rwkv7_statepassing_clampw": Extension("rwkv7_statepassing_clampw", _trained("r w k v a b", "sigmoid", "s0", "sT")),
     "wkv7": Extension("wkv7", {"forward": _entry(delta.forward, "r w k v a b", "y", _SIZES)}),
     "wkv7s": Extension("wkv7s", {"forward": _IN_PLACE, **{f"forward_{x}": _IN_PLACE for x in _BY_DTYPE}}),
     "rwkv7_state_fwd_fp16": Extension("rwkv7_state_fwd_fp16", {"forward": _IN_PLACE}),
     "wkv6": Extension("wkv6", _pair(
-        _entry(diagonal.rwkv6_forward, "r k v w u", "y", _SIZES),
-        _entry(diagonal.rwkv6_backward, "r k v w u gy", "gr gk gv gw gu", _SIZES),
+        _entry(diagonal.forward(diagonal.RWKV6), "r k v w u", "y", _SIZES),
+        _entry(diagonal.backward(diagonal.RWKV6), "r k v w u gy", "gr gk gv gw gu", _SIZES),
     )),
     "wkv6state": Extension("wkv6state", _RWKV6_STATE),
     "wkv6b": Extension("wkv6b", _RWKV6_STATE),
     "wkv6infctx": Extension("", _pair(
-        _entry(diagonal.rwkv6_overwriting_forward, "r k v w u s!", "y", _SIZES),
-        _entry(diagonal.rwkv6_overwriting_backward, "r k v w u s gy", "gr gk gv gw gu gs", _SIZES),
+        _entry(diagonal.overwriting_forward, "r k v w u s!", "y", _SIZES),
+        _entry(diagonal.overwriting_backward, "r k v w u s gy", "gr gk gv gw gu gs", _SIZES),
     ), "wkv6infctx"),
     "wkv5": Extension("wkv5", _RWKV5),
     "wkv5_ref": Extension("wkv5_ref", _RWKV5, "wkv5"),
     "wkv5a": Extension("wkv5a", _pair(
-        _entry(diagonal.rwkv5a_forward, "r k v w1 u1 w2 u2", "y", _SIZES, elements=_TWO_DECAYS),
+        _entry(diagonal.forward(diagonal.RWKV5A), "r k v w1 u1 w2 u2", "y", _SIZES, elements=_TWO_DECAYS),
         _entry(
-            diagonal.rwkv5a_backward, "r k v w1 ww1 u1 w2 ww2 u2 gy", "gr gk gv gw1 gu1 gw2 gu2", _SIZES,
+            diagonal.backward(diagonal.RWKV5A_LOG), "r k v w1 ww1 u1 w2 ww2 u2 gy", "gr gk gv gw1 gu1 gw2 gu2", _SIZES,
             elements=_TWO_DECAYS,
         ),
     )),
@@ -157,7 +154,8 @@ NAMES: dict[str, Extension] = {
         f"forward_{x}": _RWKV5_IN_PLACE for x in _BY_DTYPE
     }),
     "rwkv6": Extension("rwkv6", {
-        f"forward_{x}": _entry(diagonal.rwkv6_in_place, "state! r k v w u", "y", _SIZES) for x in _BY_DTYPE
+        f"forward_{x}": _entry(diagonal.in_place(diagonal.RWKV6_DIRECT), "state! r k v w u", "y", _SIZES)
+        for x in _BY_DTYPE
     }),
     "wkv": Extension("wkv", _RWKV4),
     "timex": Extension("timex", _pair(
@@ -166,8 +164,8 @@ NAMES: dict[str, Extension] = {
     )),
     "wkv_cuda": Extension("rwkv", {
         "wkv_forward": _entry(channels.rwkv4_in_place, "w u k v", "y aa bb pp", _CHANNELS),
-        "mm8_seq": _entry(channels.mm8_seq, "x w mx rx my ry", "y", "int B, int N, int M"),
-        "mm8_one": _entry(channels.mm8_one, "x w mx rx my ry", "y", "int N, int M"),
+        "mm8_seq": _entry(channels.mm8, "x w mx rx my ry", "y", "int B, int N, int M"),
+        "mm8_one": _entry(channels.mm8, "x w mx rx my ry", "y", "int N, int M"),
         "gemm_fp16_cublas": _entry(channels.gemm_fp16_cublas, "a b", "c", elements={}),
     }, "wrapper|operators|gemm_fp16_cublas"),
     "rwkv7_tmix_mix6_bf16_v5": Extension("rwkv7_tmix_mix6_bf16_v5", _pair(
@@ -214,7 +212,8 @@ _FLASH_RWKV: dict[str, Extension] = {  # by a source, as both are built under th
         **{f"backward_{x}": _RWKV5["backward"] for x in _BY_DTYPE},
     }, ".*"),
     "wkv6_op.cpp": Extension("", {
-        f"forward_{x}": _entry(diagonal.rwkv6_log_in_place, "state! r k v w u", "y", _SIZES) for x in _BY_DTYPE
+        f"forward_{x}": _entry(diagonal.in_place(diagonal.RWKV6_LOG), "state! r k v w u", "y", _SIZES)
+        for x in _BY_DTYPE
     }, ".*"),
 }  # fmt: skip
 _LONGEST_IN_NAME = re.compile(r"wkv_\d+(_bf16)?")  # a build for at most so many tokens

@@ -1,4 +1,9 @@
-"""Functions with the names and arguments of those in flash-rwkv. B, T, H, N and C = H N as in `compat.functions`."""
+"""Functions with the names and arguments of those in flash-rwkv. B, T, H, N and C = H N as in `compat.functions`.
+
+receptance, key and value are (B, T, C), and time_decay of RWKV-6 too. The state (B, H, N, N), [V, K], tells the head
+size and stays as it is; the last one has its dtype. Gradients go through it and to every argument. What does not fit
+raises TypeError or ValueError with the name of the argument, what was expected and what came.
+"""
 
 from __future__ import annotations
 
@@ -12,28 +17,7 @@ from rwkv_jit.ops.wkv6 import wkv6
 def rwkv5_cuda_linear_attention(
     receptance: Tensor, key: Tensor, value: Tensor, time_decay: Tensor, time_first: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return y and the last state of RWKV-5, as `wkv5` with the decay exp(-exp(w)).
-
-    Parameters
-    ----------
-    receptance, key, value : torch.Tensor, shape (B, T, C)
-        r, k and v, in rows of channels.
-    time_decay, time_first : torch.Tensor, shape (H, N) or (C,)
-        w as in the model, and u.
-    state : torch.Tensor, shape (B, H, N, N), float32
-        State before the first token, [V, K], which stays as it is. It tells the head size.
-
-    Returns
-    -------
-    out : torch.Tensor, shape (B, T, C), dtype of value
-    state : torch.Tensor, shape (B, H, N, N), dtype of state
-        State after the last token. Gradients go through it and to every argument.
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument does not fit; the message has its name, what was expected and what came.
-    """
+    """Return y (B, T, C) and the last state of RWKV-5, as `wkv5` with the decay exp(-exp(w)); w, u (H, N) or (C,)."""
     state, inputs = rows.by_state(state, "state", receptance=receptance, key=key, value=value)
     by_head = rows.by_shape(tuple(state.shape[1:3]), time_decay=time_decay, time_first=time_first)
     out, last = buffers.with_final(wkv5, [*inputs, *by_head], state)
@@ -43,28 +27,7 @@ def rwkv5_cuda_linear_attention(
 def rwkv6_cuda_linear_attention(
     receptance: Tensor, key: Tensor, value: Tensor, time_decay: Tensor, time_first: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return y and the last state of RWKV-6, as `wkv6` with the decay exp(-exp(w)).
-
-    Parameters
-    ----------
-    receptance, key, value, time_decay : torch.Tensor, shape (B, T, C)
-        r, k, v and w as in the model, in rows of channels.
-    time_first : torch.Tensor, shape (C,) or (H, N)
-        u.
-    state : torch.Tensor, shape (B, H, N, N), float32
-        State before the first token, [V, K], which stays as it is. It tells the head size.
-
-    Returns
-    -------
-    out : torch.Tensor, shape (B, T, H, N), dtype of value
-    state : torch.Tensor, shape (B, H, N, N), dtype of state
-        State after the last token. Gradients go through it and to every argument; flash-rwkv itself has none.
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument does not fit; the message has its name, what was expected and what came.
-    """
+    """Return y (B, T, H, N) and the last state of RWKV-6, as `wkv6` with the decay exp(-exp(w)); u (C,) or (H, N)."""
     state, inputs = rows.by_state(
         state, "state", receptance=receptance, key=key, value=value, time_decay=time_decay
     )  # fmt: skip

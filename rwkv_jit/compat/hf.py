@@ -29,44 +29,15 @@ KERNELS = Path(__file__).with_name("hf_kernels")
 
 
 def rwkv5_linear_attention(
-    training: bool,
-    receptance: Tensor,
-    key: Tensor,
-    value: Tensor,
-    time_decay: Tensor,
-    time_first: Tensor,
+    training: bool, receptance: Tensor, key: Tensor, value: Tensor, time_decay: Tensor, time_first: Tensor,
     state: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """RWKV-5 time mixing as the remote code of its checkpoints calls it, on `wkv5`.
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """RWKV-5 time mixing as the remote code of its checkpoints calls it, on `wkv5` with state_layout="kv".
 
-        y_t = r_t (S_{t-1} + diag(u) k_t^T v_t);   S_t = diag(exp(-exp(w))) S_{t-1} + k_t^T v_t
-
-    per head, with S [N, N]. B is the batch, T the tokens, H the heads, N the head size.
-
-    Parameters
-    ----------
-    training : bool
-        Not read: values and gradients are the same in both.
-    receptance, key, value : torch.Tensor, shape (B, T, H N), float16, bfloat16 or float32
-        r, k and v.
-    time_decay : torch.Tensor, shape (H, N)
-        w as in the model.
-    time_first : torch.Tensor, shape (H, N)
-        u, the bonus of the current token.
-    state : torch.Tensor, shape (B, H, N, N), float16, bfloat16 or float32, or None
-        S before the first token, by key and value; None are zeros. It is not changed.
-
-    Returns
-    -------
-    out : torch.Tensor, shape (B, T, H, N), float32
-        Rounded to the dtype of r before.
-    state : torch.Tensor, shape (B, H, N, N)
-        S after the last token, of the dtype that `state` has, else float32.
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument does not fit; the message has its name, what was expected and what came. Nothing has been launched.
+    `training` is not read. Rows are (B, T, H N), time_decay (w as in the model) and time_first (u) (H, N), the state
+    (B, H, N, N) or None, which is not changed. Returns out, (B, T, H, N), rounded to the dtype of receptance and then
+    float32, and the last state, in the dtype of the first, else float32. Raises TypeError or ValueError where an
+    argument does not fit, before anything runs.
     """
     rows = _heads(time_first, receptance=receptance, key=key, value=value)
     if time_decay.shape != time_first.shape:
@@ -75,45 +46,10 @@ def rwkv5_linear_attention(
 
 
 def rwkv6_linear_attention(
-    training: bool,
-    receptance: Tensor,
-    key: Tensor,
-    value: Tensor,
-    time_decay: Tensor,
-    time_first: Tensor,
+    training: bool, receptance: Tensor, key: Tensor, value: Tensor, time_decay: Tensor, time_first: Tensor,
     state: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """RWKV-6 time mixing as the remote code of its checkpoints calls it, on `wkv6`.
-
-        y_t = r_t (S_{t-1} + diag(u) k_t^T v_t);   S_t = diag(exp(-exp(w_t))) S_{t-1} + k_t^T v_t
-
-    per head, with S [N, N]. B is the batch, T the tokens, H the heads, N the head size.
-
-    Parameters
-    ----------
-    training : bool
-        Not read: values and gradients are the same in both.
-    receptance, key, value : torch.Tensor, shape (B, T, H N), float16, bfloat16 or float32
-        r, k and v.
-    time_decay : torch.Tensor, shape (B, T, H N)
-        w as in the model.
-    time_first : torch.Tensor, shape (H, N)
-        u, the bonus of the current token.
-    state : torch.Tensor, shape (B, H, N, N), float16, bfloat16 or float32, or None
-        S before the first token, by key and value; None are zeros. It is not changed.
-
-    Returns
-    -------
-    out : torch.Tensor, shape (B, T, H, N), float32
-        Rounded to the dtype of r before.
-    state : torch.Tensor, shape (B, H, N, N)
-        S after the last token, of the dtype that `state` has, else float32.
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument does not fit; the message has its name, what was expected and what came. Nothing has been launched.
-    """
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """RWKV-6 time mixing as `rwkv5_linear_attention`, on `wkv6`; time_decay is (B, T, H N)."""
     *rows, decay = _heads(time_first, receptance=receptance, key=key, value=value, time_decay=time_decay)
     return _mix(wkv6, rows, decay, time_first, state)
 

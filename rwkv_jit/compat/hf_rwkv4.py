@@ -14,8 +14,7 @@ from rwkv_jit.ops.wkv4 import wkv4
 
 def forward(w: Tensor, u: Tensor, k: Tensor, v: Tensor, y: Tensor) -> None:
     """Fill y, from no state; w is a log-decay."""
-    B, T, C = k.shape
-    channels.rwkv4_forward(B, T, C, w, u, k, v, y)
+    channels.rwkv4_forward({**dict(zip("BTC", k.shape, strict=True)), "w": w, "u": u, "k": k, "v": v, "y": y})
 
 
 def forward_with_state(w: Tensor, u: Tensor, k: Tensor, v: Tensor, y: Tensor, state: Tensor) -> None:
@@ -29,8 +28,8 @@ def backward(
     w: Tensor, u: Tensor, k: Tensor, v: Tensor, y: Tensor, gy: Tensor, gw: Tensor, gu: Tensor, gk: Tensor, gv: Tensor
 ) -> None:
     """Fill the gradients; that of w is of the model's own w, and that of a batch for w and u is added up."""
-    B, T, C = k.shape
-    channels.rwkv4_backward(B, T, C, w, u, k, v, y, gy, gw, gu, gk, gv)
+    grads = {"gy": gy, "gw": gw, "gu": gu, "gk": gk, "gv": gv}
+    channels.rwkv4_backward({**dict(zip("BTC", k.shape, strict=True)), "w": w, "u": u, "k": k, "v": v, **grads})
 
 
 KERNEL = SimpleNamespace(

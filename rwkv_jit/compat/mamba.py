@@ -24,82 +24,41 @@ __all__ = ["mamba_chunk_scan_combined", "selective_state_update"]
 
 @named(initial_state="initial_states")
 def mamba_chunk_scan_combined(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    chunk_size: int,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    initial_states: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, math.inf),
-    return_final_states: bool = False,
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, D: Tensor | None = None,
+    z: Tensor | None = None, dt_bias: Tensor | None = None, initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None, cu_seqlens: Tensor | None = None, dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf), return_final_states: bool = False,
     return_varlen_states: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Mamba-2 over sequences as mamba_ssm has it, on `ssd`, with gradients to every tensor but `seq_idx`.
 
-        S <- e^(dt A) S + dt x B^T;   out = S C + D x
+        S <- e^(dt A) S + dt x B^T;   out = S C + D x        per head, S [p, n]
 
-    per head, with S [p, n]. b is the batch, l the tokens, h the heads, p their size, g the groups, n the size of the
-    state.
+    b is the batch, l the tokens, h the heads, p their size, g the groups, n the size of the state.
 
     Parameters
     ----------
-    x : torch.Tensor, shape (b, l, h, p), float16, bfloat16 or float32
-        Input.
-    dt : torch.Tensor, shape (b, l, h)
-        Step; raw with `dt_bias` or `dt_softplus`.
-    A : torch.Tensor, shape (h,)
-        Rate, which is negative.
-    B, C : torch.Tensor, shape (b, l, g, n)
-        What the state takes an input by, and what outputs read the state by. Head i has those of group i // (h // g).
-    chunk_size : int
-        Not read: chunks are chosen by the sizes.
-    D : torch.Tensor, shape (h,) or (h, p), optional
-        How much of the input `out` has itself.
-    z : torch.Tensor, shape of x, optional
-        `out` is multiplied by silu(z).
-    dt_bias : torch.Tensor, shape (h,), optional
-        Is added to dt.
+    x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit
+        As in `ssd`: x and z (b, l, h, p), dt (b, l, h), B and C (b, l, g, n), D (h,) or (h, p). Each may have another
+        dtype: if those of x, B, C and z differ, arithmetic is that of float32 inputs, and `out` is rounded once.
+    chunk_size, cu_seqlens
+        Not read.
     initial_states : torch.Tensor, shape (b, h, p, n), optional
         States before the first tokens; zeros by default.
     seq_idx : torch.Tensor, shape (b, l), int32 or int64, optional
-        Which sequence of its row a token belongs to: where it changes, the state begins with zeros.
-    cu_seqlens : torch.Tensor, optional
-        Not read: it is for `return_varlen_states`.
-    dt_softplus : bool, default False
-        Whether the step is the softplus of dt.
-    dt_limit : pair of float, default (0.0, inf)
-        The step is brought between these at last.
+        Which sequence of its row a token belongs to: where it changes, the state begins with zeros. The host reads it,
+        and waits for the GPU.
     return_final_states : bool, default False
-        Whether to return the states after the last tokens.
+        Whether to return the states after the last tokens too, (b, h, p, n) in float32.
     return_varlen_states : bool, default False
         Must be False.
-
-    Returns
-    -------
-    out : torch.Tensor, shape (b, l, h, p), dtype of x
-    final_states : torch.Tensor, shape (b, h, p, n), float32
-        With `return_final_states` alone.
 
     Raises
     ------
     TypeError, ValueError
         An argument does not fit; the message has its name, what was expected and what came. Nothing has been launched.
     UnsupportedConfigError
-        `return_varlen_states` is given.
-
-    Notes
-    -----
-    Each tensor may have another dtype. If those of x, B, C and z differ, arithmetic is that of float32 inputs,
-    and `out` is rounded once.
-
-    `seq_idx` is read by the host, which waits for the GPU.
+        `return_varlen_states` is True.
     """
     if return_varlen_states:
         raise UnsupportedConfigError("return_varlen_states is not supported: ssd takes packed sequences by cu_seqlens")
@@ -137,65 +96,33 @@ def mamba_chunk_scan_combined(
 
 @named(state_indices="state_batch_indices", q="C", k="B", v="x")
 def selective_state_update(
-    state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
+    state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+    z: Tensor | None = None, dt_bias: Tensor | None = None, dt_softplus: bool = False,
     state_batch_indices: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """One token of Mamba-2 or Mamba-1 as mamba_ssm has it, on `ssd_update`: for decoding.
 
-        S <- e^(dt A) S + dt x B^T;   out = S C + D x
+        S <- e^(dt A) S + dt x B^T;   out = S C + D x        per row and head, S [p, n]
 
-    per row and head, with S [p, n]. b is the batch, h the heads, p their size, g the groups, n the size of the state.
     What Mamba-2 has for each head lies in views here, which `expand` made for each channel. Where dt, A or `dt_bias`
-    differs from channel to channel, as in Mamba-1, each channel is a head of one value to the kernel.
+    differs from channel to channel, as in Mamba-1, each channel is a head of one value to the kernel. A tensor without
+    the dimension of h or g has 1 of them. Dtypes as in `mamba_chunk_scan_combined`.
 
     Parameters
     ----------
     state : torch.Tensor, shape (slots, h, p, n), float16, bfloat16 or float32
         The states, which are changed; there are b without `state_batch_indices`.
-    x : torch.Tensor, shape (b, h, p), float16, bfloat16 or float32
-        Input.
-    dt : torch.Tensor, shape (b, h, p)
-        Step; raw with `dt_bias` or `dt_softplus`.
-    A : torch.Tensor, shape (h, p, n)
-        Rate, which is negative.
-    B, C : torch.Tensor, shape (b, g, n)
-        What the state takes an input by, and what outputs read the state by.
-    D : torch.Tensor, shape (h, p), optional
-        How much of the input `out` has itself.
-    z : torch.Tensor, shape (b, h, p), optional
-        `out` is multiplied by silu(z).
-    dt_bias : torch.Tensor, shape (h, p), optional
-        Is added to dt.
-    dt_softplus : bool, default False
-        Whether the step is the softplus of dt.
+    x, dt, A, B, C, D, z, dt_bias, dt_softplus
+        As in `ssd_update`, but x, dt and z (b, h, p), A (h, p, n), B and C (b, g, n), D and dt_bias (h, p).
     state_batch_indices : torch.Tensor, shape (b,), int32 or int64, optional
         The slot of each row; a row below 0 has none, and gets zeros.
-
-    Returns
-    -------
-    out : torch.Tensor, shape and dtype of x
 
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit; the message has its name, what was expected and what came. The states are as they
-        were.
+        An argument does not fit; the message has its name, what was expected and what came. The states are as before.
     UnsupportedConfigError
-        A gradient is wanted, or a slot has gaps.
-
-    Notes
-    -----
-    A tensor without the dimension of h or g has 1 of them. Each may have another dtype: if those of x, B, C and z
-    differ, arithmetic is that of float32 inputs, and `out` is rounded once.
+        A gradient is needed, or a slot has gaps.
     """
     given = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias}
     _check_dtypes(given)

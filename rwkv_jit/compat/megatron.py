@@ -19,56 +19,16 @@ _NAME = "gated_delta_rule"
 
 @named()
 def gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None = None,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """A gated delta rule as Megatron-core's `GatedDeltaRuleInterface` has it, of each of its variants.
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None = None, *, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None, **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Run the gated delta rule of Megatron-core's `GatedDeltaRuleInterface`, of each of its variants.
 
-        S <- diag(e^g) S;   u = beta (v - S^T k);   S <- S + k u^T;   o = scale S^T q
-
-    per head, with S [K, V]. Which variant it is the tensors say: `GatedDeltaNet` has a g for each head,
-    `KimiDeltaAttention` one for each channel, and `GatedDeltaNet2` b and w among the keywords: u = w v - S^T (b k).
-    B is the batch, T the tokens, H the key heads, HV the value heads, K and V the head sizes of keys and values, N the
-    number of sequences: B, or one less than the length of `cu_seqlens`.
-
-    Parameters
-    ----------
-    q, k : torch.Tensor, shape (B, T, H, K), float16, bfloat16 or float32
-        Query and key.
-    v : torch.Tensor, shape (B, T, HV, V), dtype of q
-        Value. Value head h has key head h // (HV // H).
-    g : torch.Tensor, shape (B, T, HV) or (B, T, HV, K), dtype of q or float32
-        Logarithm of the decay; raw with `use_gate_in_kernel`.
-    beta : torch.Tensor, shape (B, T, HV), dtype of q or float32
-        Rate of writing; None where b and w are given.
-    scale : float, optional
-        Of o; K^(-1/2) by default.
-    initial_state : torch.Tensor, shape (N, HV, K, V), optional
-        State before the first token; zeros by default.
-    output_final_state : bool, default False
-        Whether to return the state after the last token.
-    use_qk_l2norm_in_kernel : bool, default False
-        Whether q and k are divided by sqrt(|x|^2 + 1e-6) first.
-    cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-        Where packed sequences begin and end; B is 1 then.
-    **kwargs
-        b, (B, T, HV, K), and w, (B, T, HV, V); use_gate_in_kernel, A_log, dt_bias, lower_bound, safe_gate and others,
-        as FLA's functions take them.
-
-    Returns
-    -------
-    o : torch.Tensor, shape (B, T, HV, V), dtype of v
-    final_state : torch.Tensor, shape (N, HV, K, V), float32, or None
+    The tensors say which one it is: `GatedDeltaNet` has a g of (B, T, HV) and runs `gated_delta_rule`,
+    `KimiDeltaAttention` one of (B, T, HV, K) and runs `kda`, and `GatedDeltaNet2` b (B, T, HV, K) and w (B, T, HV, V)
+    among the keywords, no beta, and runs `gated_delta_rule2`. All other arguments are those of FLA's functions, as
+    `compat.fla.family` has them. final_state is (N, HV, K, V), float32, or None.
 
     Raises
     ------
@@ -92,11 +52,12 @@ def gated_delta_rule(
         if len(gates) == 1:
             missing = "w" if gates == ["b"] else "b"
             raise ValueError(f"{missing}: expected a tensor beside {gates[0]}, got None")
-        return family.chunk_gdn2(q, k, v, g, **options)
+        return family.chunk_gdn2(q, k, v, g, **options)  # type: ignore[no-any-return]
     if beta is None:
         raise ValueError("beta: expected a tensor, or b and w, got None")
     of_channels = isinstance(g, Tensor) and g.dim() == v.dim()
-    return (family.chunk_kda if of_channels else family.chunk_gated_delta_rule)(q, k, v, g, beta, **options)
+    rule = family.chunk_kda if of_channels else family.chunk_gated_delta_rule
+    return rule(q, k, v, g, beta, **options)  # type: ignore[no-any-return]
 
 
 def patch(target: nn.Module) -> list[str]:

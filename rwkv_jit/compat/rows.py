@@ -13,10 +13,7 @@ from rwkv_jit.call import checks, tensors
 def by_size(size: Any, **rows: Any) -> list[Tensor]:
     """Return rows (B, T, C) as (B, T, C / size, size).
 
-    Raises
-    ------
-    TypeError, ValueError
-        Naming the row, what was expected and what came.
+    Raises TypeError, ValueError that names the row, what was expected and what came.
     """
     checks.check_count("HEAD_SIZE", size)
     given = _tensors(rows)
@@ -46,10 +43,7 @@ def by_state(state: Any, name: str, **rows: Any) -> tuple[Tensor, list[Tensor]]:
 def by_shape(shape: tuple[int, ...], **rows: Any) -> list[Tensor]:
     """Return tensors in a shape that the other arguments of a call say.
 
-    Raises
-    ------
-    ValueError
-        A tensor has another number of elements.
+    Raises ValueError where a tensor has another number of elements.
     """
     given, count = _tensors(rows), math.prod(shape)
     for name, x in given.items():
@@ -64,10 +58,7 @@ def by_shape(shape: tuple[int, ...], **rows: Any) -> list[Tensor]:
 def head_size(channels: int, heads: int) -> int:
     """Return C / H.
 
-    Raises
-    ------
-    ValueError
-        H does not divide C.
+    Raises ValueError where H does not divide C.
     """
     if heads < 1 or channels % heads:
         raise ValueError(f"H: expected heads that divide the {channels} channels, got {heads}")

@@ -15,31 +15,12 @@ def rwkv7_recurrent(
     receptance: Tensor, decay: Tensor, key: Tensor, value: Tensor, a: Tensor, b: Tensor, initial_state: Tensor,
     attention_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return y and the last state of RWKV-7, as `wkv7` with decay="direct" and state_layout="kv".
+    """Return y and the last state of RWKV-7, as `wkv7` with decay="direct" and state_layout="kv"; decay is its w.
 
-    B is the batch, T the tokens, H the heads, K and V the head sizes.
-
-    Parameters
-    ----------
-    receptance, decay, key, a, b : torch.Tensor, shape (B, T, H, K)
-        As `wkv7` takes them, decay for its w.
-    value : torch.Tensor, shape (B, T, H, V)
-        As `wkv7` takes v.
-    initial_state : torch.Tensor, shape (B, H, K, V)
-        State before the first token.
-    attention_mask : torch.Tensor, shape (B, T), optional
-        Where it is false or 0, y is 0 and the state stays as it is, whatever the token holds; no gradients go there.
-
-    Returns
-    -------
-    out : torch.Tensor, shape (B, T, H, V), dtype of value
-    state : torch.Tensor, shape (B, H, K, V), dtype of initial_state
-        State after the last token. Gradients go through it and to every argument but the mask.
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument does not fit; the message has its name, what was expected and what came.
+    Where `attention_mask` (B, T) is false or 0, y is 0 and the state stays as it is, whatever the token holds; no
+    gradients go there. They go to every other argument, and through the last state, which has the dtype of the initial
+    one. What does not fit raises TypeError or ValueError: the message has the argument, what was expected and what
+    came.
     """
     if attention_mask is not None:
         if attention_mask.shape != receptance.shape[:2]:

@@ -18,32 +18,8 @@ def chunk_rwkv7(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return y and the last state of RWKV-7, as `wkv7` with state_layout="kv".
 
-    Parameters
-    ----------
-    r, k, v, a, b : torch.Tensor, shape (B, T, H, K), v (B, T, H, V)
-        As `wkv7` takes them.
-    w, log_w : torch.Tensor, shape (B, T, H, K), optional
-        The decay, which is exp(-exp(w)) or exp(log_w). One of them is needed, and w is read where both are given.
-    scale : float, default 1.0
-        Factor of y.
-    initial_state : torch.Tensor, shape (N, H, K, V) or (H, K, V), optional
-        State before the first token; zeros by default.
-    output_final_state : bool, default True
-        Whether to return the last state.
-    cu_seqlens : torch.Tensor, shape (N + 1,), optional
-        Sequences packed along T, as in `wkv7`.
-    head_first : bool, default False
-        Whether r, k, v, a, b, w and y are (B, H, T, K).
-
-    Returns
-    -------
-    o : torch.Tensor, shape of v
-    final_state : torch.Tensor, shape (N, H, K, V), float32, or None
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument does not fit; the message has its name, what was expected and what came.
+    The decay is exp(-exp(w)) or exp(log_w): one of them is needed, and w is read where both are given. With
+    `head_first` the rows and y are (B, H, T, K). The last state is float32. Errors are those of `wkv7`.
     """
     if w is None and log_w is None:
         raise ValueError("w: expected w or log_w, got neither")
@@ -57,38 +33,11 @@ def chunk_rwkv6(
     r: Any, k: Any, v: Any, w: Any, u: Any, scale: float | None = None, initial_state: Any = None,
     output_final_state: bool = False, cu_seqlens: Any = None, head_first: bool | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Return y and the last state of RWKV-6, as `wkv6` with decay="log" and state_layout="kv".
+    """Return y and the last state of RWKV-6, as `wkv6` with decay="log" and state_layout="kv"; scale=None is K^-0.5.
 
-    Parameters
-    ----------
-    r, k, w : torch.Tensor, shape (B, T, H, K)
-        As `wkv6` takes them; the decay is exp(w).
-    v : torch.Tensor, shape (B, T, H, V)
-        As `wkv6` takes it.
-    u : torch.Tensor, shape (H, K)
-        Bonus of the current token.
-    scale : float, optional
-        Factor of y; by default K^-0.5.
-    initial_state : torch.Tensor, shape (N, H, K, V) or (H, K, V), optional
-        State before the first token; zeros by default.
-    output_final_state : bool, default False
-        Whether to return the last state.
-    cu_seqlens : torch.Tensor, shape (N + 1,), optional
-        Sequences packed along T, as in `wkv6`.
-    head_first : bool, optional
-        Whether r, k, v, w and y are (B, H, T, K), as RWKV-PEFT has them, which does not say so. By default the heads
-        of u tell.
-
-    Returns
-    -------
-    o : torch.Tensor, shape of v
-    final_state : torch.Tensor, shape (N, H, K, V), float32, or None
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument does not fit; the message has its name, what was expected and what came. With as many tokens as
-        heads `head_first` is needed.
+    With `head_first` the rows and y are (B, H, T, K), as RWKV-PEFT has them, which does not say so: by default the
+    heads of u tell. With as many tokens as heads it is needed (ValueError). The last state is float32. Other errors are
+    those of `wkv6`.
     """
     if head_first is None:
         head_first = _heads_are_first(r, u)

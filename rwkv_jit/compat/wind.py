@@ -1,4 +1,8 @@
-"""Wind RWKV: its functions, and the ops of its extensions. States are [V, K], decays exp(-exp(w))."""
+"""Wind RWKV: its functions, and the ops of its extensions. States are [V, K], decays exp(-exp(w)).
+
+Each function raises TypeError or ValueError where an argument does not fit; the message has its name, what was expected
+and what came.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from rwkv_jit.compat import buffers, rows
+from rwkv_jit.compat.buffers import Call
 from rwkv_jit.compat.naming import named
 from rwkv_jit.ops.wkv7 import wkv7
 
@@ -21,25 +26,9 @@ def attn_triton_bighead(
 ) -> tuple[Tensor, Tensor]:
     """Return y and the last state of RWKV-7, as `wkv7` does. All the `attn` functions of whole batches are this one.
 
-    Parameters
-    ----------
-    r, w, k, v, a, b : torch.Tensor, shape (B, T, H, N)
-        As `wkv7` takes them, of any head size and any number of tokens.
-    s0 : torch.Tensor, shape (B, H, N, N) or (H, N, N), optional
-        State before the first token; by default zeros in the dtype of v.
-    dot_prec : str, default "fp32"
-        Taken for the sake of Wind RWKV, and of no effect: `set_bfloat16_precision` says what products are worth.
-
-    Returns
-    -------
-    y : torch.Tensor, shape (B, T, H, N), dtype of v
-    sT : torch.Tensor, shape (B, H, N, N), dtype of s0
-        State after the last token; gradients go through it.
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument does not fit; the message has its name, what was expected and what came.
+    Rows are (B, T, H, N) of any sizes, s0 (B, H, N, N) or (H, N, N), by default zeros in the dtype of v; the last state
+    has its dtype, and gradients go through it. `dot_prec` has no effect: `set_bfloat16_precision` says what products
+    are worth.
     """
     return _attend((r, w, k, v, a, b), s0)
 
@@ -60,48 +49,15 @@ def attn_chunked_cuda_varlen(
 ) -> tuple[Tensor, Tensor]:
     """Return y and the last states of packed sequences of RWKV-7, as `wkv7` does.
 
-    Parameters
-    ----------
-    r, w, k, v, a, b : torch.Tensor, shape (T, H, N)
-        As `wkv7` takes them, without a batch.
-    s0 : torch.Tensor, shape (S, H, N, N) or (H, N, N), or None
-        States before the first tokens of S sequences; zeros in the dtype of v for None.
-    cu_seqlens : torch.Tensor, shape (S + 1,), int32 or int64
-        Sequence i is the tokens cu_seqlens[i] to cu_seqlens[i + 1], of any number.
-
-    Returns
-    -------
-    y : torch.Tensor, shape (T, H, N), dtype of v
-    sT : torch.Tensor, shape (S, H, N, N), dtype of s0
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument does not fit; the message has its name, what was expected and what came.
+    Rows are (T, H, N), s0 (S, H, N, N), (H, N, N) or None. Sequence i is the tokens cu_seqlens[i] to cu_seqlens[i + 1],
+    of any number.
     """
     y, last = _attend([x[None] for x in (r, w, k, v, a, b)], s0, cu_seqlens)
     return y[0], last
 
 
 def attn_chunked_cuda_wrap(r: Any, w: Any, k: Any, v: Any, a: Any, b: Any, head_size: int) -> Tensor:
-    """Return y of `attn_chunked_cuda` from no state, for rows of channels.
-
-    Parameters
-    ----------
-    r, w, k, v, a, b : torch.Tensor, shape (B, T, C)
-        As `wkv7` takes them, in rows of channels.
-    head_size : int
-        N, any divisor of C.
-
-    Returns
-    -------
-    y : torch.Tensor, shape (B, T, C), dtype of v
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument does not fit; the message has its name, what was expected and what came.
-    """
+    """Return y of `attn_chunked_cuda` from no state, for rows (B, T, C) with heads of any divisor of C."""
     return buffers.y_of(wkv7, rows.by_size(head_size, r=r, w=w, k=k, v=v, a=a, b=b)).flatten(2)
 
 
@@ -112,59 +68,23 @@ def attn_triton_bighead_wrap(
     r: Any, w: Any, k: Any, v: Any, a: Any, b: Any, s0: Any = None, return_state: bool = False, head_size: int = 64,
     dot_prec: str = "fp32",
 ) -> Any:  # fmt: skip
-    """Return y of `attn_triton_bighead` for rows of channels, and the last state if requested.
+    """Return y of `attn_triton_bighead` for rows (B, T, C), and the last state if requested.
 
-    Parameters
-    ----------
-    r, w, k, v, a, b : torch.Tensor, shape (B, T, C)
-        As `wkv7` takes them, in rows of channels.
-    s0 : torch.Tensor, optional
-        As in `attn_triton_bighead`. Wind RWKV itself takes zeros whatever it is.
-    return_state : bool, default False
-        Whether to return the last state too. Wind RWKV itself never does.
-    head_size : int, default 64
-        N, any divisor of C.
-    dot_prec : str, default "fp32"
-        As in `attn_triton_bighead`.
-
-    Returns
-    -------
-    y : torch.Tensor, shape (B, T, C), dtype of v
-    sT : torch.Tensor, shape (B, H, N, N), dtype of s0
-        With `return_state` alone.
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument does not fit; the message has its name, what was expected and what came.
+    Wind RWKV itself takes zeros whatever s0 is, and never returns the state.
     """
     y, last = _attend(rows.by_size(head_size, r=r, w=w, k=k, v=v, a=a, b=b), s0)
     return (y.flatten(2), last) if return_state else y.flatten(2)
 
 
 def load_chunked_cuda(head_size: int) -> None:
-    """Do nothing, as kernels of every head size are compiled when they are called. So do the other `load` functions.
-
-    Parameters
-    ----------
-    head_size : int
-        Of no effect.
-    """
+    """Do nothing: kernels of every head size are compiled when they are called. So do the other `load` functions."""
 
 
 load_chunked_cuda_varlen = load_backstepping_smallhead = load_chunked_cuda
 
 
 def load_backstepping_longhead(head_size: int, batchsz_times_heads_estimate: int = 512) -> None:
-    """Do nothing, as `load_chunked_cuda`.
-
-    Parameters
-    ----------
-    head_size : int
-        Of no effect.
-    batchsz_times_heads_estimate : int, default 512
-        Of no effect.
-    """
+    """Do nothing, as `load_chunked_cuda`."""
 
 
 @named(initial_state="s0")
@@ -175,71 +95,40 @@ def _attend(inputs: Sequence[Any], s0: Any, cu_seqlens: Any = None) -> tuple[Ten
 # ---- extensions --------------------------------------------------------------------------------------------------
 
 
-def chunked_forward(
-    w: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, s0: Tensor, y: Tensor, s: Tensor | None,
-    last: Tensor, cu_seqlens: Tensor | None = None,
-) -> None:  # fmt: skip
+def forward(t: Call) -> None:
     """Fill y and the last state. The initial one is kept in s for a backward, where there will be one."""
-    inputs, packing = _packed((q, w, k, v, a, b), cu_seqlens)
-    result, final = buffers.run(wkv7, inputs, s0, **packing)
-    if s is not None:
-        buffers.kept(s, s0.numel()).copy_(s0.reshape(-1))
-    buffers.fill(y, result)
-    buffers.fill(last, final)
+    inputs, packing = _packed(t)
+    results = buffers.run(wkv7, inputs, t["s0"], **packing)
+    if t["s"] is not None:
+        buffers.kept(t["s"], t["s0"].numel()).copy_(t["s0"].reshape(-1))
+    buffers.fill_each((t["y"], t["sT"]), results)
 
 
-def chunked_backward(
-    w: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, dy: Tensor, s: Tensor, dlast: Tensor, dw: Tensor,
-    dq: Tensor, dk: Tensor, dv: Tensor, da: Tensor, db: Tensor, ds0: Tensor, cu_seqlens: Tensor | None = None,
-) -> None:  # fmt: skip
+def backward(t: Call) -> None:
     """Fill the gradients."""
-    inputs, packing = _packed((q, w, k, v, a, b), cu_seqlens)
-    s0 = buffers.kept(s, ds0.numel()).view(ds0.shape)
-    grads = buffers.gradients(wkv7, inputs, s0, dy, dlast, **packing)
-    for buffer, grad in zip((dq, dw, dk, dv, da, db, ds0), grads, strict=True):
-        buffers.fill(buffer, grad)
+    inputs, packing = _packed(t)
+    s0 = buffers.kept(t["s"], t["ds0"].numel()).view(t["ds0"].shape)
+    grads = buffers.gradients(wkv7, inputs, s0, t["dy"], t["dsT"], **packing)
+    buffers.fill_each([t[name] for name in _GRADIENTS], grads)
 
 
-def backstepping_forward(
-    w: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, s0: Tensor, y: Tensor, s: Tensor | None,
-    sa: Tensor | None, last: Tensor,
-) -> None:  # fmt: skip
-    """Fill what `chunked_forward` does."""
-    chunked_forward(w, q, k, v, a, b, s0, y, s, last)
-
-
-def backstepping_backward(
-    w: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, dy: Tensor, s: Tensor, sa: Tensor, dlast: Tensor,
-    *grads: Tensor,
-) -> None:  # fmt: skip
-    """Fill what `chunked_backward` does."""
-    chunked_backward(w, q, k, v, a, b, dy, s, dlast, *grads)
-
-
-def routed_forward(
-    w: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, s0: Tensor, y: Tensor, s: Tensor, sa: Tensor,
-    last: Tensor, statei: Tensor, s_offset: Tensor,
-) -> None:  # fmt: skip
+def routed_forward(t: Call) -> None:
     """Fill y and the last states of heads with several states. The initial ones are kept as long as there is s."""
-    result, final = buffers.run(_routed, (q, w, k, v, a, b), s0, statei=statei)
-    _begun[s] = s0.detach().clone()
-    buffers.fill(y, result)
-    buffers.fill(last, final)
+    results = buffers.run(_routed, [t[name] for name in _ROWS], t["s0"], statei=t["statei"])
+    _begun[t["s"]] = t["s0"].detach().clone()
+    buffers.fill_each((t["y"], t["sT"]), results)
 
 
-def routed_backward(
-    w: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, dy: Tensor, s: Tensor, sa: Tensor, dlast: Tensor,
-    dw: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, da: Tensor, db: Tensor, ds0: Tensor, last: Tensor, statei: Tensor,
-    s_offset: Tensor,
-) -> None:  # fmt: skip
+def routed_backward(t: Call) -> None:
     """Fill the gradients."""
-    if s not in _begun:
+    if t["s"] not in _begun:
         raise ValueError("s: expected the tensor that a forward was called with, got another one")
-    grads = buffers.gradients(_routed, (q, w, k, v, a, b), _begun[s], dy, dlast, statei=statei)
-    for buffer, grad in zip((dq, dw, dk, dv, da, db, ds0), grads, strict=True):
-        buffers.fill(buffer, grad)
+    rows = [t[name] for name in _ROWS]
+    grads = buffers.gradients(_routed, rows, _begun[t["s"]], t["dy"], t["dsT"], statei=t["statei"])
+    buffers.fill_each([t[name] for name in _GRADIENTS], grads)
 
 
+_ROWS, _GRADIENTS = "qwkvab", ("dq", "dw", "dk", "dv", "da", "db", "ds0")  # in the order of wkv7
 _begun: Any = WeakTensorKeyDictionary()  # the initial states of a forward, by its scratch
 
 
@@ -261,8 +150,7 @@ def _routed(*rows: Tensor, initial_state: Tensor, output_final_state: bool, stat
     return torch.zeros_like(y).scatter(2, places, y).transpose(1, 2), last.view(initial_state.shape)
 
 
-def _packed(inputs: tuple[Tensor, ...], cu_seqlens: Tensor | None) -> tuple[list[Tensor], dict[str, Any]]:
+def _packed(t: Call) -> tuple[list[Tensor], dict[str, Any]]:
     """Return inputs that have a batch, and what says the sequences that are packed in it."""
-    if cu_seqlens is None:
-        return list(inputs), {}
-    return [x[None] for x in inputs], {"cu_seqlens": cu_seqlens}
+    rows = [t[name] for name in _ROWS]
+    return ([x[None] for x in rows], {"cu_seqlens": t["cu_seqlens"]}) if "cu_seqlens" in t else (rows, {})

@@ -21,10 +21,6 @@ _DIGEST = "print the bundle's SHA-256, which `rwkv-jit cache import --digest` ch
 _OPS = tuple(OPS)
 _BACKENDS = ("auto", "recurrent", "chunked", "split", "tiles", "transforms", "fft")
 _PHASES = ("forward", "backward", "forward+backward", "decode", "prefill", "update")
-_KINDS = (
-    "usual", "strong", "one-strong", "packed", "bf16-states", "kv-states", "vk-states", "bf16-kv-states",
-    "bf16-vk-states",
-)  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -153,9 +149,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add(commands, "info", "versions, GPUs, compiler and kernel cache of this machine")
     bench = _add(commands, "bench", "measure the speed of the ops, beside torch")
-    bench.epilog = "`python -m bench` in a checkout measures other libraries too, in suites, and compares results."
-    text = "instead of the ops: small operations of a layer, RWKV-7's time mixing and layer, the loss; --shape is B,T,C"
-    bench.add_argument("--suite", choices=("layers",), help=text)
+    bench.epilog = (
+        "`python -m bench` in a checkout measures layers, models and other libraries too, and compares results."
+    )
     add_cases(bench)
     _add_profile(_add(commands, "profile", "the kernels of an op, by torch.profiler, or for NVIDIA's profilers"))
     _add_tune(_add(commands, "tune", "measure which geometries of the chunked kernels are fastest on this GPU"))
@@ -204,8 +200,6 @@ def add_cases(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", choices=_BACKENDS, help="only this backend of rwkv_jit (default: all)")
     text = "may be repeated (default: forward and forward+backward)"
     parser.add_argument("--phase", action="append", choices=_PHASES, help=text)
-    text = "decays that are out of range in a chunk, in all heads or in one; packed sequences; states of updates"
-    parser.add_argument("--inputs", choices=_KINDS, help=f"{text} (default: usual)")
 
 
 def _add_profile(parser: argparse.ArgumentParser) -> None:
@@ -214,10 +208,9 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", default="8,4096,64,64", metavar="B,T,H,N", help=text)
     parser.add_argument("--dtype", choices=_DTYPES, default="bf16", help="default: bf16")
     parser.add_argument("--phase", choices=_PHASES, default="forward", help="default: forward")
-    parser.add_argument("--inputs", choices=_KINDS, default="usual", help="as for bench (default: usual)")
     parser.add_argument("--backend", default="auto", help="backend of the op (default: auto)")
     instead = parser.add_mutually_exclusive_group()
-    text = "also write the trace: trace.json for the viewers of Chrome and Perfetto, and a file for TensorBoard"
+    text = "also write the trace, for the viewers of Chrome and Perfetto, and for TensorBoard"
     instead.add_argument("--trace", metavar="DIR", help=text)
     text = "print the command line with which Nsight Compute measures this kernel; needs no GPU"
     instead.add_argument("--ncu", metavar="KERNEL", help=text)
@@ -247,26 +240,15 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--op", type=_list_of(_op), action="extend", metavar="LIST", help=", ".join(_BUILT))
     text = "the ops, sizes and dtype of this model: a checkpoint (.pth, .safetensors) or its config.json"
     what.add_argument("--model", metavar="FILE", help=text)
-    add("--head-size", "K, from 1; for all that has heads", _size)
-    add("--value-size", "V (default: the head size)", _size)
-    add("--tokens", "T, only for timex", _size)
-    add("--batch", "B, only for timex (default: all)", _size)
-    add("--dtype", "of r, k, v: bf16 (default), fp16, fp32", _dtype)
-    add("--arch", "e.g. sm_90a, or compute_80 for PTX (default: this machine's GPU)", _arch)
+    _add_kernels(parser, several=True)
     text = "channels: of a function over channels; of a model of RWKV-5, 6 or 7 it adds the other kernels of its layers"
     add("--width", text, _size)
-    text = "value heads, for ops such as kda and functions over heads (default: many)"
-    parser.add_argument("--heads", type=_size, metavar="H", help=text)
-    parser.add_argument("--key-heads", type=_size, metavar="G", help="heads of q and k (default: as many)")
-    text = "optional inputs that calls have, as A_log,dt_bias; or with their dtypes, as A_log=fp32,beta=bf16"
-    add("--inputs", text, _input)
     text = "of the indices of slots, for --direction update (default: 32)"
     parser.add_argument("--index-bits", type=int, choices=(32, 64), default=32, help=text)
     for name, default in SWITCHES.items():
         _add_switch(parser, name, default)
     text = "default: both; update: the kernels of <op>_update and <op>_varlen"
     parser.add_argument("--direction", choices=("forward", "backward", "both", "update"), default="both", help=text)
-    add("--decay", "raw, sigmoid, log, direct (default: the op's)")
     parser.add_argument("--decay-bound", type=float, metavar="X", help="that of the calls, e.g. -1")
     add("--state-layout", "vk, kv (default: the op's)", _one_of("vk", "kv"))
     add("--w-dtype", "of what may be fp32, as w, g, u, beta, dt (default: that of r, k, v)", _dtype)
@@ -276,6 +258,26 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
     text = "also the kernels of rwkv_jit.parallel, for sequences over several GPUs (context parallel)"
     parser.add_argument("--shards", action="store_true", help=text)
     _add_verbose(parser)
+
+
+def _add_kernels(parser: argparse.ArgumentParser, several: bool) -> None:
+    """Add the options that say which kernels of an op are meant: lists of values, or one of each."""
+    for option, kind, letter, text in (
+        ("--head-size", _size, "K", "from 1; for all that has heads"),
+        ("--value-size", _size, "V", "default: the head size"),
+        ("--tokens", _size, "T", "only for timex"),
+        ("--batch", _size, "B", "only for timex (default: all)"),
+        ("--dtype", _dtype, "TYPE", "of r, k, v: bf16 (default), fp16, fp32"),
+        ("--arch", _arch, "ARCH", "e.g. sm_90a, or compute_80 for PTX (default: this machine's GPU)"),
+        ("--decay", str, "MAP", "raw, sigmoid, log, direct (default: the op's)"),
+    ):
+        shape = {"type": _list_of(kind), "action": "extend", "metavar": "LIST"}
+        parser.add_argument(option, help=text, **(shape if several else {"type": kind, "metavar": letter}))
+    text = "value heads, for ops such as kda and functions over heads (default: many)"
+    parser.add_argument("--heads", type=_size, metavar="H", help=text)
+    parser.add_argument("--key-heads", type=_size, metavar="G", help="heads of q and k (default: as many)")
+    text = "optional inputs that calls have, as A_log,dt_bias; or with their dtypes, as A_log=fp32,beta=bf16"
+    parser.add_argument("--inputs", type=_list_of(_input), action="extend", metavar="LIST", help=text)
 
 
 def _add_switch(parser: argparse.ArgumentParser, name: str, default: Any) -> None:
@@ -308,20 +310,11 @@ def _add_verbose(parser: argparse.ArgumentParser) -> None:
 
 def _add_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("op", type=_one_of(*_OPS), help=f"one of {', '.join(_OPS)}")
-    parser.add_argument("--head-size", type=_size, metavar="K", help="from 1; for all ops but wkv4 and timex")
-    parser.add_argument("--heads", type=_size, metavar="H", help="value heads, for ops such as kda (default: many)")
-    parser.add_argument("--key-heads", type=_size, metavar="G", help="heads of q and k (default: as many)")
-    text = "optional inputs that a call has, as A_log,dt_bias; or with their dtypes, as A_log=fp32,beta=bf16"
-    parser.add_argument("--inputs", type=_list_of(_input), action="extend", metavar="LIST", help=text)
+    _add_kernels(parser, several=False)
+    parser.set_defaults(dtype="bf16")
     for name in dict.fromkeys(name for op in OPS.values() for name in op.traits):
         _add_switch(parser, name, SWITCHES[name])
-    parser.add_argument("--value-size", type=_size, metavar="V", help="default: the head size")
-    parser.add_argument("--tokens", type=_size, metavar="T", help="only for timex")
-    parser.add_argument("--batch", type=_size, metavar="B", help="only for timex (default: more than 16)")
     parser.add_argument("--direction", choices=("forward", "backward"), default="forward", help="default: forward")
-    parser.add_argument("--dtype", choices=_DTYPES, default="bf16", help="of r, k, v (default: bf16)")
-    parser.add_argument("--arch", type=_arch, help="e.g. sm_90a, or compute_80 for PTX (default: this machine's GPU)")
-    parser.add_argument("--decay", help="raw, sigmoid, log, direct (default: the op's)")
     parser.add_argument(
         "--backend", default="auto", help="auto (default), recurrent, chunked, split; of timex tiles, transforms"
     )

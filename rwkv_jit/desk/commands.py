@@ -217,7 +217,7 @@ def _check_writable(output: str | None, otherwise: str) -> None:
 def _compile(requests: list[Request], alike: bool) -> list[Kernel]:
     """Find or compile kernels; where they must be `alike`, all are the work of the compiler at hand."""
     from rwkv_jit.ahead import warm as ahead
-    from rwkv_jit.desk.demo import empty_cache
+    from rwkv_jit.desk.versions import empty_cache
     from rwkv_jit.kernels import identity
 
     with terminal.progress("compiling") as progress:

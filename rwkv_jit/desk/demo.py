@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 
-from rwkv_jit.ahead import requests
-from rwkv_jit.desk import bench, terminal, versions
-from rwkv_jit.kernels import env, identity, kernel
-from rwkv_jit.kernels.cache import installed
+from rwkv_jit.ahead import requests, warm
+from rwkv_jit.desk import figures, inputs, terminal, versions
+from rwkv_jit.desk.versions import default_arch, empty_cache
+from rwkv_jit.kernels import identity, kernel
 from rwkv_jit.kernels.errors import NvrtcNotFoundError
 from rwkv_jit.schedules.derived_table import ALL as OPS
 
-HEAD_SIZES = (64, 40)  # a usual one and one that nobody ships
-WITHOUT_HEADS = {"wkv4": (None,)}  # timex has the channels of as many heads
+HEAD_SIZE, ODD = 64, {"wkv7": 40}  # a usual one, and one that nobody ships
 ERROR_LIMITS = {torch.bfloat16: 8e-3, torch.float32: 5e-6}  # bfloat16 may run on the tensor cores
-_CACHE_VARIABLES = ("RWKVJIT_CACHE_DIR", "RWKVJIT_CACHE_PATH", "RWKVJIT_CACHE", "RWKVJIT_ASSERT_CACHED")
-CHECKED_SHAPES = {"cuda": (1, 128, 4), "cpu": (1, 48, 2)}
+CHECKED_SHAPES = {"cuda": (1, 128, 4), "cpu": (1, 48, 4)}  # with two heads, what they give A of ssd may cancel
 TIMED_SHAPES = {"cuda": (8, 1024, 32), "cpu": (1, 48, 2)}  # B, T, H
 
 
@@ -35,81 +29,67 @@ def run() -> dict[str, Any]:
     Returns device, compiler, missing (what CUDA kernels lack here, or None), kernels, calls, checked_shape and
     timed_shape (B, T, H), cache (the user's path, entries, bytes), and passed: whether errors are below their limits.
     """
-    device, missing, groups = "cuda" if versions.is_available() else "cpu", None, list[list[Any]]()
+    device, missing, kernels = "cuda" if versions.is_available() else "cpu", None, list[dict[str, Any]]()
     try:
         compiled_by: str | None = f"NVRTC {identity.version()}"
-        groups = _compiles(default_arch())
+        kernels = compiled(default_arch())
     except NvrtcNotFoundError as error:
         compiled_by, missing = None, str(error)
-    sizes = [(op, size) for op in OPS for size in WITHOUT_HEADS.get(op, HEAD_SIZES)]
-    groups.append([partial(_call, op, size, dtype, device) for op, size in sizes for dtype in ERROR_LIMITS])
-    results: list[list[dict[str, Any]]] = []
-    with terminal.progress("compiling, then calling") as tell:
-        for jobs in groups:
-            results.append([])
-            with empty_cache():  # wkv5 and wkv6 share a kernel
-                for job in jobs:
-                    if tell:
-                        tell(sum(map(len, results)), sum(map(len, groups)))
-                    results[-1].append(job())
-    (*of_compiles, calls), cache = results, versions.cache_info()
+    calls = list[dict[str, Any]]()
+    every = [(op, size, dtype) for op in OPS for size in sizes_of(op) for dtype in ERROR_LIMITS]
+    with empty_cache(), terminal.progress("calling") as tell:
+        for call in every:
+            if tell:
+                tell(len(calls), len(every))
+            calls.append(_call(*call, device))
+    cache = versions.cache_info()
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else f"CPU ({platform.machine()})",
-        "on_gpu": device == "cuda", "compiler": compiled_by, "missing": missing, "kernels": sum(of_compiles, []),
-        "calls": calls, "checked_shape": CHECKED_SHAPES[device], "timed_shape": TIMED_SHAPES[device],
+        "on_gpu": device == "cuda", "compiler": compiled_by, "missing": missing, "kernels": kernels, "calls": calls,
+        "checked_shape": CHECKED_SHAPES[device], "timed_shape": TIMED_SHAPES[device],
         "cache": {name: cache[name] for name in ("path", "entries", "bytes")},
         "passed": all(call["passed"] for call in calls),
     }  # fmt: skip
 
 
-@contextmanager
-def empty_cache() -> Iterator[None]:
-    """Work in a temporary cache, where kernels are compiled whatever else is stored or remembered."""
-    with tempfile.TemporaryDirectory(prefix=env.TEMPORARY) as folder:
-        before = {name: os.environ.pop(name, None) for name in _CACHE_VARIABLES}
-        os.environ["RWKVJIT_CACHE_DIR"] = folder
-        kernel.forget()
-        try:
-            with installed.left_aside():
-                yield
-        finally:
-            kernel.forget()
-            del os.environ["RWKVJIT_CACHE_DIR"]
-            os.environ.update({name: value for name, value in before.items() if value is not None})
+def sizes_of(op: str) -> tuple[int | None, ...]:
+    """Return the head sizes that an op is shown with."""
+    return (HEAD_SIZE, *([ODD[op]] if op in ODD else [])) if OPS[op].has_heads else (None,)
 
 
-def default_arch() -> str | None:
-    """Return the architecture to name where the user names none: None, which is the GPU's, if there is one."""
-    return None if torch.cuda.is_available() or env.arch() else "sm_90a"
+def compiled(arch: str | None) -> list[dict[str, Any]]:
+    """Compile the kernels of each op side by side, equal ones once; then find each on disk and in memory."""
+    named = {}
+    for op, direction in product(OPS, requests.DIRECTIONS):
+        batch, tokens = TIMED_SHAPES["cuda"][:2] if op == "timex" else (None, None)  # as its timed calls have
+        for size in sizes_of(op):
+            decay = inputs.OPTIONS.get(op, {}).get("decay")
+            calls = requests.Calls(op, size, torch.bfloat16, arch, direction, decay, tokens=tokens, batch=batch)
+            named[op, size, direction] = requests.named(calls, "auto", None, None, inputs.switches_of(op))
+    different = {kernel.memory_key(each.request): each.request._replace(also=()) for each in named.values()}
+    with empty_cache(), terminal.progress("compiling") as tell:
+        first = dict(zip(different, warm.compile_all(list(different.values()), tell), strict=True))
+        return [_found(about, each, first[kernel.memory_key(each.request)]) for about, each in named.items()]
 
 
-def _compiles(arch: str | None) -> list[list[Callable[[], dict[str, Any]]]]:
-    """Return what compiles the kernels of each op."""
-    of_op, both = {name: HEAD_SIZES if op.has_heads else (None,) for name, op in OPS.items()}, requests.DIRECTIONS
-    return [[partial(_compile, op, x, way, arch) for x in sizes for way in both] for op, sizes in of_op.items()]
-
-
-def _compile(op: str, head_size: int | None, direction: str, arch: str | None) -> dict[str, Any]:
-    """Get a kernel three times: it is compiled, read from disk, found in memory. Those of timex are of timed calls."""
-    batch, tokens = TIMED_SHAPES["cuda"][:2] if op == "timex" else (None, None)
-    decay, found, times = bench.OPTIONS.get(op, {}).get("decay"), [], []
-    calls = requests.Calls(op, head_size, torch.bfloat16, arch, direction, decay, tokens=tokens, batch=batch)
-    named = requests.named(calls, "auto", None, None, bench.switches_of(op))
-    for place in ("compiled", "disk", "memory"):
-        if place == "disk":
-            kernel.forget()
+def _found(about: tuple[str, int | None, str], named: requests.Named, first: kernel.Kernel) -> dict[str, Any]:
+    """Return the row of a kernel that has been compiled, and is read from disk and found in memory now."""
+    found, times = [first], [1e3 * first.compile_seconds]
+    kernel.forget()
+    for _ in ("disk", "memory"):
         started = time.perf_counter()
         found.append(kernel.get(named.request))
         times.append(1e3 * (time.perf_counter() - started))
     return {
-        "op": op, "head_size": head_size, "direction": direction, "backend": named.problem.backend,
-        "origins": [each.origin for each in found], "compile_ms": times[0], "disk_ms": times[1], "memory_ms": times[2],
-        **{name: getattr(found[0], name) for name in ("arch", "target", "registers", "spill_bytes", "shared_bytes")},
+        **dict(zip(("op", "head_size", "direction"), about, strict=True)), "backend": named.problem.backend,
+        "origins": [each.origin for each in found],
+        **dict(zip(("compile_ms", "disk_ms", "memory_ms"), times, strict=True)),
+        **{name: getattr(first, name) for name in ("arch", "target", "registers", "spill_bytes", "shared_bytes")},
     }  # fmt: skip
 
 
-def _cases(op: str, sizes: tuple[int, ...], size: int | None, dtype: torch.dtype) -> list[bench.Case]:
-    return [bench.Case(op, (*sizes, *[size or HEAD_SIZES[0]] * 2), dtype, phase) for phase in bench.USUAL_PHASES]
+def _cases(op: str, sizes: tuple[int, ...], size: int | None, dtype: torch.dtype) -> list[inputs.Case]:
+    return [inputs.Case(op, (*sizes, *[size or HEAD_SIZE] * 2), dtype, phase) for phase in inputs.USUAL_PHASES]
 
 
 def check(op: str, head_size: int | None, dtype: torch.dtype, device: str) -> dict[str, Any]:
@@ -117,7 +97,7 @@ def check(op: str, head_size: int | None, dtype: torch.dtype, device: str) -> di
     with torch.random.fork_rng([torch.cuda.current_device()] if device == "cuda" else []):
         torch.manual_seed(0)  # the same inputs in every run
         cases = _cases(op, CHECKED_SHAPES[device], head_size, dtype)
-        y, gradients = (bench.errors_of(case, ["auto"], device)[bench.OURS, "auto"] for case in cases)
+        y, gradients = (figures.errors_of(case, ["auto"], device)[inputs.OURS, "auto"] for case in cases)
     limit, errors = ERROR_LIMITS[dtype], (y["y"], *gradients.values())
     passed = all(error <= limit for error in errors)  # NaN is not
     return {"error": y["y"], "gradient_error": max(errors[1:]), "limit": limit, "passed": passed}
@@ -126,8 +106,8 @@ def check(op: str, head_size: int | None, dtype: torch.dtype, device: str) -> di
 def _call(op: str, head_size: int | None, dtype: torch.dtype, device: str) -> dict[str, Any]:
     """Check an op and time it."""
     about = {"op": op, "head_size": head_size, "dtype": str(dtype).removeprefix("torch.")}
-    median_ms = bench.median_ms if device == "cuda" else lambda call: statistics.median(bench.cpu_ms(call, 3))
-    calls = [bench.our_call(case, "auto", device) for case in _cases(op, TIMED_SHAPES[device], head_size, dtype)]
+    median_ms = figures.median_ms if device == "cuda" else lambda call: statistics.median(figures.cpu_ms(call, 3))
+    calls = [figures.our_call(case, "auto", device) for case in _cases(op, TIMED_SHAPES[device], head_size, dtype)]
     times = dict(zip(("forward_ms", "forward_backward_ms"), map(median_ms, calls), strict=True))
     return about | check(op, head_size, dtype, device) | times
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rwkv_jit.ahead import kernel_wheels
-from rwkv_jit.desk import terminal
+from rwkv_jit.desk import terminal, versions
 from rwkv_jit.kernels import __version__, cache, compiler, cuda, env, identity
 from rwkv_jit.kernels.cache import files, lock
 from rwkv_jit.kernels.errors import NvrtcNotFoundError, RwkvJitError, reason
@@ -162,9 +162,7 @@ def _archs() -> list[str]:
     """Return what kernels are compiled for here."""
     import torch
 
-    from rwkv_jit.desk import demo
-
-    chosen = os.environ.get("RWKVJIT_ARCH") or demo.default_arch()  # which `_arch` checks
+    chosen = os.environ.get("RWKVJIT_ARCH") or versions.default_arch()  # which `_arch` checks
     return [chosen] if chosen else sorted({_arch_of(index) for index in range(torch.cuda.device_count())})
 
 
@@ -267,14 +265,13 @@ def _ops() -> Iterator[Finding]:
     import torch
 
     from rwkv_jit.ahead import warm
-    from rwkv_jit.desk import demo
     from rwkv_jit.schedules.derived_table import ALL as OPS
 
     if not _can_compile():
         return  # the check of the compiler says why
     try:
-        with demo.empty_cache():
-            made = warm.specialize("wkv7", HEAD_SIZE, arch=demo.default_arch(), backend="recurrent")
+        with versions.empty_cache():
+            made = warm.specialize("wkv7", HEAD_SIZE, arch=versions.default_arch(), backend="recurrent")
     except (RwkvJitError, ValueError) as error:
         yield Finding("compile wkv7", "error", str(error))
         return
@@ -298,7 +295,7 @@ def _run_op(op: str) -> Finding:
     from rwkv_jit.desk import demo
 
     try:
-        checked = demo.check(op, None if op in demo.WITHOUT_HEADS else HEAD_SIZE, torch.float32, "cuda")
+        checked = demo.check(op, None if demo.sizes_of(op) == (None,) else HEAD_SIZE, torch.float32, "cuda")
     except RuntimeError as error:  # of ours or torch's
         return Finding(f"run {op}", "error", str(error))
     text = "errors against float64: {error:.1e}, of gradients {gradient_error:.1e}, limit {limit:.0e}".format(**checked)

@@ -18,7 +18,7 @@ from rwkv_jit.call import tuned
 from rwkv_jit.call.plan import DTYPES
 from rwkv_jit.call.torch_op import Options
 from rwkv_jit.call.tuned import CHUNKS, Choice, Geometry
-from rwkv_jit.desk import bench, terminal
+from rwkv_jit.desk import figures, inputs, terminal
 from rwkv_jit.kernels import cuda
 from rwkv_jit.kernels.errors import RwkvJitError, UnsupportedConfigError
 from rwkv_jit.kernels.gpu import Gpu
@@ -27,7 +27,7 @@ from rwkv_jit.schedules.derived_table import ALL
 from rwkv_jit.schedules.problem import Problem
 from rwkv_jit.schedules.table import OPS
 
-# As models train, with the decay of `bench`. What is fastest then serves other dtypes and decays too.
+# As models train, with the decay of `inputs`. What is fastest then serves other dtypes and decays too.
 DTYPE = "bf16"
 SHAPES = ((8, 4096, 64, 64), (8, 4096, 32, 128))  # batch, tokens, heads, head size
 LARGEST_ERROR = 1.6e-2  # relative L2; right results are each within 8e-3 of float64
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         below = ALL[fixed[0]].through
         instead = "" if below is None else f"; tune {below.name}, which runs its calls without dedicated kernels"
         raise UnsupportedConfigError(f"op: kernels of {fixed[0]} have one geometry{instead}")
-    asked = [bench.read_shape(text) for text in arguments.shape or ()]
+    asked = [inputs.read_shape(text) for text in arguments.shape or ()]
     if not torch.cuda.is_available():
         raise RwkvJitError("needs a GPU, and torch sees none; `rwkv-jit doctor` says why")
     cuda.nvrtc()  # where it is missing, its error names the command that installs it
@@ -106,7 +106,7 @@ def _cases(ops: Iterable[str], asked: Sequence[tuple[int, ...]], arch: str) -> l
 
 def _case(op: str, size: int, training: bool) -> Case:
     """Return what the rule looks at of calls that give no bound of their decays, and that are long."""
-    return Case(OPS[op], DTYPE, size, size, _MANY_TOKENS, bench.decay_of(op), None, None, training=training)
+    return Case(OPS[op], DTYPE, size, size, _MANY_TOKENS, inputs.decay_of(op), None, None, training=training)
 
 
 def _default(key: tuned.Key, size: int) -> Call:
@@ -115,7 +115,7 @@ def _default(key: tuned.Key, size: int) -> Call:
     chunked, gpu, shipped = CHUNKS[op], Gpu(arch), tuned.shipped(key)
     cut = shipped.geometry if shipped else Geometry(chunked.default_chunk_len(_case(op, size, training), gpu))
     problem = Problem(
-        OPS[op], gpu, dict.fromkeys(OPS[op].names, DTYPE), K=size, V=size, decay=bench.decay_of(op), backend="chunked",
+        OPS[op], gpu, dict.fromkeys(OPS[op].names, DTYPE), K=size, V=size, decay=inputs.decay_of(op), backend="chunked",
         training=training, chunk_len=cut.chunk_len or 0, num_threads=cut.num_threads,
         forward_blocks=cut.forward_blocks, backward_blocks=cut.backward_blocks,
     )  # fmt: skip
@@ -161,7 +161,7 @@ def _measure(
     with terminal.progress(f"{what}: measuring") as progress:
         for done in range(ROUNDS):  # over all of them, as what slows the GPU down shall slow all down
             for candidate, medians in times.items():
-                medians.append(bench.median_ms(functools.partial(kernels.launch, candidate), REPEATS))
+                medians.append(figures.median_ms(functools.partial(kernels.launch, candidate), REPEATS))
             if progress:
                 progress(done + 1, ROUNDS)
     return times, wrong
@@ -169,7 +169,7 @@ def _measure(
 
 def _compile(op: str, candidates: Sequence[Candidate], size: int, progress: Callable[[int, int], None] | None) -> None:
     """Compile side by side what would be compiled one after another when it is launched."""
-    dtype, decay = DTYPES[DTYPE], bench.decay_of(op)
+    dtype, decay = DTYPES[DTYPE], inputs.decay_of(op)
     asked = [
         requests.named(
             requests.Calls(op, size, dtype, None, direction, decay), "chunked", chunk_len, num_threads,
@@ -185,7 +185,7 @@ class _Kernels:
 
     def __init__(self, op: str, shape: tuple[int, ...], training: bool):
         self._op, self._training = op, training
-        self._inputs = [x.detach() for x in bench.make_inputs(op, shape, DTYPES[DTYPE])]
+        self._inputs = [x.detach() for x in inputs.make_inputs(op, shape, DTYPES[DTYPE])]
         self._dy = torch.randn_like(self._inputs[0])
         self._saved: dict[int, Tensor] = {}  # by chunk_len
 
@@ -222,7 +222,7 @@ class _Kernels:
 def _options(op: str, geometry: Geometry) -> Options:
     """Return those of a call that gives no bound of its decays."""
     chunk_len, num_threads, forward_blocks, backward_blocks = geometry
-    decay, layout = bench.decay_of(op), OPS[op].state_layout
+    decay, layout = inputs.decay_of(op), OPS[op].state_layout
     return Options(1.0, decay, layout, 64, chunk_len, num_threads, "chunked", forward_blocks, backward_blocks)
 
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from rwkv_jit.kernels import __version__, cache, cuda, env, identity, kernel, stats
+from rwkv_jit.kernels.cache import installed
 from rwkv_jit.kernels.errors import NvrtcNotFoundError
+
+_CACHE_VARIABLES = ("RWKVJIT_CACHE_DIR", "RWKVJIT_CACHE_PATH", "RWKVJIT_CACHE", "RWKVJIT_ASSERT_CACHED")
 
 
 def is_available() -> bool:
@@ -30,6 +37,29 @@ def is_available() -> bool:
     except NvrtcNotFoundError:
         return False
     return True
+
+
+@contextmanager
+def empty_cache() -> Iterator[None]:
+    """Work in a temporary cache, where kernels are compiled whatever else is stored or remembered."""
+    with tempfile.TemporaryDirectory(prefix=env.TEMPORARY) as folder:
+        before = {name: os.environ.pop(name, None) for name in _CACHE_VARIABLES}
+        os.environ["RWKVJIT_CACHE_DIR"] = folder
+        kernel.forget()
+        try:
+            with installed.left_aside():
+                yield
+        finally:
+            kernel.forget()
+            del os.environ["RWKVJIT_CACHE_DIR"]
+            os.environ.update({name: value for name, value in before.items() if value is not None})
+
+
+def default_arch() -> str | None:
+    """Return the architecture to name where the user names none: None, which is the GPU's, if there is one."""
+    import torch
+
+    return None if torch.cuda.is_available() or env.arch() else "sm_90a"
 
 
 def cache_info() -> dict[str, Any]:

@@ -75,7 +75,7 @@ class LanguageModel(nn.Module):
         self, tokens: Tensor, state: Sequence[Any] | None = None, cu_seqlens: Tensor | None = None,
         return_state: bool = False, shard: Any = None,
     ) -> Any:  # fmt: skip
-        """Return the logits of the next token at every token, [B, T, vocabulary].
+        """Return the logits of the next token, at every token.
 
         Parameters
         ----------
@@ -84,11 +84,19 @@ class LanguageModel(nn.Module):
         state : sequence of states, optional
             Of each layer, what came before this part of the sequences, as in `RWKV7State`; zeros by default. Gradients
             reach it.
-        cu_seqlens, shard
-            As `RWKV5TimeMix.forward` takes them.
+        cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
+            Bounds of N packed sequences: where each begins, and where the last one ends. B is then 1.
         return_state : bool, default False
-            Whether to return the list of states after the last tokens too. It is not detached: `[x.detach() for x in
-            state]` is.
+            Whether to return the state after the last tokens too.
+        shard : rwkv_jit.parallel.Shard, optional
+            The part of the sequences that this process has. It has their bounds if they are packed. States and tokens
+            before them count only where sequences begin.
+
+        Returns
+        -------
+        logits : torch.Tensor, shape (B, T, vocabulary)
+        state : list of states
+            With `return_state`. It is not detached: `[x.detach() for x in state]` is.
         """
         checks.check_flag("return_state", return_state)
         hidden, after = self._hidden(tokens, state, cu_seqlens, shard)
@@ -99,19 +107,26 @@ class LanguageModel(nn.Module):
         self, tokens: Tensor, targets: Tensor, l2_wrap: float = 1e-4, state: Sequence[Any] | None = None,
         cu_seqlens: Tensor | None = None, return_state: bool = False, shard: Any = None,
     ) -> Any:  # fmt: skip
-        """Return the mean loss of the next tokens, float32, by `linear_cross_entropy`, which never stores all logits.
+        """Return the mean loss of the next tokens, by `linear_cross_entropy`, which never stores all logits.
 
-        A head with an adapter or hooks, or sharded alone, is called, and computes all logits. With `return_state` the
-        states are returned too, as by `forward`.
+        A head with an adapter or hooks, or sharded alone, is called, and computes all logits.
 
         Parameters
         ----------
-        tokens, state, cu_seqlens, return_state, shard
-            As `forward` takes them. With a shard the loss is the mean over this part.
+        tokens : torch.Tensor, shape (B, T), int64 or int32
+            The sequences.
         targets : torch.Tensor, shape (B, T), int64 or int32
             The next token of each token; -100 if there is none, or if it does not count.
         l2_wrap : float, default 1e-4
             As in `cross_entropy`.
+        state, cu_seqlens, return_state, shard
+            As in `forward`. With a shard it is the mean over this part.
+
+        Returns
+        -------
+        loss : torch.Tensor, shape (), float32
+        state : list of states
+            With `return_state`. It is not detached.
         """
         checks.check_flag("return_state", return_state)
         hidden, after = self._hidden(tokens, state, cu_seqlens, shard)
@@ -119,6 +134,7 @@ class LanguageModel(nn.Module):
         return (loss, after) if return_state else loss
 
     def _loss(self, hidden: Tensor, targets: Tensor, l2_wrap: float) -> Tensor:
+        """Return the mean loss of what the head reads."""
         head: Any = self.head
         if common.is_plain(head, nn.Linear):
             return linear_cross_entropy(hidden, head.weight, targets, bias=head.bias, l2_wrap=l2_wrap)
@@ -145,9 +161,7 @@ class LanguageModel(nn.Module):
         return self.ln_out(between[0]), after
 
     def param_groups(self, *, lr: float, weight_decay: float) -> list[dict[str, Any]]:
-        """Return the groups of an optimizer such as `torch.optim.AdamW` as the official trainer has them.
-
-        A scheduler that multiplies keeps the ratio of the rates.
+        """Return the groups of an optimizer as the official trainer has them, each parameter in one.
 
         Parameters
         ----------
@@ -156,6 +170,11 @@ class LanguageModel(nn.Module):
         weight_decay : float
             Of the matrices of linear layers, the embedding and the head. Nothing else decays: neither norms and vectors
             nor low-rank matrices nor parameters per head.
+
+        Returns
+        -------
+        list of dict
+            For `torch.optim.AdamW` and other optimizers. A scheduler that multiplies keeps the ratio of the rates.
 
         Examples
         --------
@@ -180,15 +199,21 @@ class LanguageModel(nn.Module):
     # ---- decoding ------------------------------------------------------------------------------------------------
 
     def new_pool(self, slots: int, reserved: int = 0) -> StatePool:
-        """Return memory for the states of several sequences: a `StatePool`.
-
-        It has "wkv" [layers, slots, H, V, K], and "time_shift" and "channel_shift" [layers, slots, width]. All are
-        float32 but for last tokens, which have the dtype of the embedding where it has 16 bits.
+        """Return memory for the states of several sequences.
 
         Parameters
         ----------
-        slots, reserved : int, reserved 0 by default
-            As `StatePool` takes them. `step` uses reserved slots for the padding of a batch.
+        slots : int
+            Number of slots, including the reserved ones.
+        reserved : int, default 0
+            How many slots at the front are never allocated. `step` uses them for the padding of a batch.
+
+        Returns
+        -------
+        StatePool
+            With "wkv" [layers, slots, H, V, K], and with "time_shift" and "channel_shift" [layers, slots, width].
+            "wkv" is float32, and so are the last tokens of a model in float64; of others they have the dtype of the
+            embedding.
         """
         like, layers = self.emb.weight, len(self.blocks)
         width, size = like.shape[1], self.head_size
@@ -199,10 +224,7 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def step(self, tokens: Tensor, pool: StatePool, slots: Any = None) -> Tensor:
-        """Read one token of each sequence, and return the logits of the next one, [B, vocabulary].
-
-        It runs `shift_mix`, an update such as `wkv7_update` and the rest of each layer, without gradients. After a
-        first call it can be captured in a CUDA graph.
+        """Read one token of each sequence, and return the logits of the next one.
 
         Parameters
         ----------
@@ -212,6 +234,15 @@ class LanguageModel(nn.Module):
             The states, from `new_pool`. They change in place.
         slots : torch.Tensor, shape (B,), int32 or int64, or sequence of int, optional
             The slot of each sequence. Without it sequence i has slot i. A row with a reserved slot is padding.
+
+        Returns
+        -------
+        logits : torch.Tensor, shape (B, vocabulary)
+
+        Notes
+        -----
+        It runs `shift_mix`, an update such as `wkv7_update` and the rest of each layer, without gradients. After a
+        first call it can be captured in a CUDA graph.
 
         Examples
         --------
@@ -243,7 +274,7 @@ class LanguageModel(nn.Module):
         self, tokens: Tensor, count: int, *, temperature: float = 1.0, top_p: float = 1.0,
         generator: torch.Generator | None = None,
     ) -> Tensor:  # fmt: skip
-        """Continue sequences: return the new tokens, [B, count].
+        """Continue sequences.
 
         Parameters
         ----------
@@ -251,11 +282,16 @@ class LanguageModel(nn.Module):
             Prompts of one length, of at least one token.
         count : int
             How many tokens to write.
-        temperature, top_p : float, default 1.0
-            Logits are divided by the temperature, of which 0 takes the most likely token. Tokens are drawn from the
-            most likely ones that have the probability `top_p` together.
+        temperature : float, default 1.0
+            Logits are divided by it. 0 takes the most likely token.
+        top_p : float, default 1.0
+            Tokens are drawn from the most likely ones that have this probability together.
         generator : torch.Generator, optional
             Source of random numbers, on the device of the model.
+
+        Returns
+        -------
+        torch.Tensor, shape (B, count), dtype of tokens
         """
         arguments.count("count", count)
         checks.check_number("temperature", temperature)
@@ -291,15 +327,23 @@ class LanguageModel(nn.Module):
         ----------
         path : str or path
             A file of `torch.save`, or of safetensors if its name ends so.
-        device, dtype : optional
-            Of the parameters; by default the CPU, and the dtype in the file.
+        device : torch.device or str, optional
+            Device of the parameters; by default the CPU.
+        dtype : torch.dtype, optional
+            Of the parameters; by default as in the file.
+
+        Returns
+        -------
+        a model of this class
 
         Raises
         ------
-        TypeError, ValueError
-            `dtype` is none of float32, bfloat16, float16 and float64. The file has other parameters than this model:
-            every name that is missing or unknown, every tensor that has another shape, or every one of another dtype
-            than these four. v0, v1 and v2 of the first layer of RWKV-7, which are not used, may be there.
+        TypeError
+            `dtype` is none of float32, bfloat16, float16 and float64.
+        ValueError
+            The file has other parameters than this model: every name that is missing or unknown, every tensor that has
+            another shape, or every one of another dtype than these four. v0, v1 and v2 of the first layer of RWKV-7,
+            which are not used, may be there.
         ImportError, OSError
             safetensors is not installed; or the file cannot be read.
         """

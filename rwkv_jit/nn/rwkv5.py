@@ -18,7 +18,7 @@ from rwkv_jit.pool.update import wkv5_update
 
 @in_files
 class RWKV5State(NamedTuple):
-    """What a layer of RWKV-5 remembers of N sequences, by the names of `StatePool.rwkv7`.
+    """What a layer of RWKV-5 remembers of N sequences.
 
     Attributes
     ----------
@@ -43,12 +43,19 @@ class RWKV5TimeMix(TimeMixOfHeads):
         x'_m = x_t time_mix_m + x_{t-1} (1 - time_mix_m)   for m = k, v, r, g
         y = output(norm(wkv(receptance(x'_r), key(x'_k), value(x'_v))) silu(gate(x'_g)))
 
-    with wkv the recurrence of `wkv5`, and a norm of each head. The letters are those of `RWKV7TimeMix`.
+    with wkv the recurrence of `wkv5`, and a norm of each head. B is the batch, T the tokens, C the width, H the heads,
+    K their size, N the sequences.
 
     Parameters
     ----------
-    width, layer, layers, head_size, device, dtype
-        As `RWKV7TimeMix` takes them.
+    width : int
+        C.
+    layer, layers : int
+        The place of the layer, from 0, and how many there are: initial values depend on both.
+    head_size : int, default 64
+        K, of which C is a multiple.
+    device, dtype : optional
+        Of the parameters.
 
     Attributes
     ----------
@@ -57,7 +64,9 @@ class RWKV5TimeMix(TimeMixOfHeads):
     time_mix_k, time_mix_v, time_mix_r, time_mix_g : torch.nn.Parameter, shape (1, 1, C)
         How much of the token itself is in each mix.
     receptance, key, value, output, gate : torch.nn.Linear, C to C
-    ln_x : torch.nn.GroupNorm, the norm of the heads
+        The matrices.
+    ln_x : torch.nn.GroupNorm
+        The norm of the heads.
 
     Raises
     ------
@@ -102,20 +111,26 @@ class RWKV5TimeMix(TimeMixOfHeads):
         self, x: Tensor, state: tuple[Tensor, Tensor] | None = None, cu_seqlens: Tensor | None = None,
         shard: Any = None,
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
-        """Return what is added to the residual, of the shape of x, and the state.
+        """Mix the tokens of each sequence.
 
         Parameters
         ----------
         x : torch.Tensor, shape (B, T, C)
             The normed residual.
-        state : tuple of torch.Tensor, shapes (N, C) and (N, H, K, K), optional
-            What the call for the part before returned: the last token of each sequence, and the state of `wkv5`; zeros
-            by default. N is B where no sequences are packed. Gradients reach it, and what is returned is not detached.
+        state : tuple of torch.Tensor, optional
+            What the call for the part before returned.
         cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
             Bounds of N packed sequences: where each begins, and where the last one ends. B is then 1.
         shard : rwkv_jit.parallel.Shard, optional
             The part of the sequences that this process has. It has their bounds if they are packed. States and tokens
             before them count only where sequences begin.
+
+        Returns
+        -------
+        y : torch.Tensor, shape of x
+            What is added to the residual.
+        state : tuple of torch.Tensor, shapes (N, C) and (N, H, K, K)
+            The last token of each sequence, and the state of `wkv5`; N is B where no sequences are packed.
         """
         last, recurrent = tensors_of(state)
         x, last, cu_seqlens = before_texts(*self.under_autocast(x, last), cu_seqlens, shard)
@@ -144,6 +159,11 @@ class RWKV5TimeMix(TimeMixOfHeads):
 class RWKV5ChannelMix(ChannelMix):
     r"""Channel mixing of RWKV-5: that of RWKV-4 with another hidden size and initial value of `key`.
 
+        x'_m = x_t time_mix_m + x_{t-1} (1 - time_mix_m)   for m = k, r
+        y = sigmoid(receptance(x'_r)) value(max(key(x'_k), 0)^2)
+
+    C is the width, F the hidden size, N the sequences.
+
     Parameters
     ----------
     width, layer, layers, hidden, device, dtype
@@ -151,8 +171,10 @@ class RWKV5ChannelMix(ChannelMix):
 
     Attributes
     ----------
-    time_mix_k, time_mix_r, key, receptance, value : torch.nn.Parameter and torch.nn.Linear
-        As of `RWKV4ChannelMix`.
+    time_mix_k, time_mix_r : torch.nn.Parameter, shape (1, 1, C)
+        How much of the token itself is in each mix.
+    key, receptance, value : torch.nn.Linear, C to F, C to C and F to C
+        The matrices.
 
     Raises
     ------
@@ -179,16 +201,38 @@ class RWKV5ChannelMix(ChannelMix):
 class RWKV5Block(Block):
     """A layer of RWKV-5: time mixing, then channel mixing, each behind a norm and added to the residual.
 
+    C is the width, K the head size.
+
     Parameters
     ----------
-    width, layer, layers, head_size, hidden, device, dtype
-        As `RWKV5TimeMix` and `RWKV5ChannelMix` take them. The first layer has the norm of the embedding, ln0, too.
+    width : int
+        C.
+    layer, layers : int
+        The place of the layer, from 0, and how many there are. The first one has the norm of the embedding, ln0, too.
+    head_size : int, default 64
+        K, of which C is a multiple.
+    hidden : int, optional
+        Of channel mixing; by default the multiple of 32 at or below 3.5 C.
+    device, dtype : optional
+        Of the parameters.
 
     Attributes
     ----------
-    att, ffn : RWKV5TimeMix, RWKV5ChannelMix
+    att : RWKV5TimeMix
+        Time mixing.
+    ffn : RWKV5ChannelMix
+        Channel mixing.
     ln0, ln1, ln2 : torch.nn.LayerNorm
         Of the embedding, in the first layer alone, and before each of both.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit; the message has its name, what was expected and what came.
+
+    References
+    ----------
+    Peng et al., Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence, arXiv:2404.05892.
 
     Examples
     --------

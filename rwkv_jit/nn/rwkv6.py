@@ -39,13 +39,13 @@ class RWKV6TimeMix(TimeMixOfHeads):
         w = time_decay + tanh(x'_w time_decay_w1) time_decay_w2
         y = output(norm(wkv(receptance(x'_r), key(x'_k), value(x'_v), w)) silu(gate(x'_g)))
 
-    with wkv the recurrence of `wkv6`, and a norm of each head. R and D are ranks; the other letters are those of
-    `RWKV7TimeMix`.
+    with wkv the recurrence of `wkv6`, and a norm of each head. B is the batch, T the tokens, C the width, H the heads,
+    K their size, R and D ranks, N the sequences.
 
     Parameters
     ----------
     width, layer, layers, head_size, device, dtype
-        As `RWKV7TimeMix` takes them.
+        As in `RWKV5TimeMix`.
 
     Attributes
     ----------
@@ -53,11 +53,16 @@ class RWKV6TimeMix(TimeMixOfHeads):
         The share of the previous token in each mix, whatever the token is.
     time_maa_w1, time_maa_w2 : torch.nn.Parameter, shapes (C, 5 R) and (5, R, C)
         Make what the token adds to that; R is 32, and 64 from a width of 4096 on.
-    time_decay, time_decay_w1, time_decay_w2 : torch.nn.Parameter, shapes (1, 1, C), (C, D) and (D, C)
-        Decay, and what makes its share of the token; D is 64, and 128 from a width of 4096 on.
+    time_decay : torch.nn.Parameter, shape (1, 1, C)
+        Decay, whatever the token is.
+    time_decay_w1, time_decay_w2 : torch.nn.Parameter, shapes (C, D) and (D, C)
+        Make what the token adds to that; D is 64, and 128 from a width of 4096 on.
     time_faaaa : torch.nn.Parameter, shape (H, K)
         Bonus, u of `wkv6`.
-    receptance, key, value, output, gate, ln_x : torch.nn.Linear, C to C, and torch.nn.GroupNorm, the norm of the heads
+    receptance, key, value, output, gate : torch.nn.Linear, C to C
+        The matrices.
+    ln_x : torch.nn.GroupNorm
+        The norm of the heads.
 
     Raises
     ------
@@ -66,7 +71,8 @@ class RWKV6TimeMix(TimeMixOfHeads):
 
     Notes
     -----
-    Names, shapes and initial values are those of x060 in RWKV-LM, with its head size divisor, as in `RWKV5TimeMix`.
+    Names, shapes and initial values are those of x060 in RWKV-LM, with its head size divisor of 8, which is in the eps
+    of `ln_x`.
 
     References
     ----------
@@ -75,9 +81,11 @@ class RWKV6TimeMix(TimeMixOfHeads):
     Examples
     --------
     >>> layer = rwkv_jit.nn.RWKV6TimeMix(96, layer=0, layers=12, head_size=32, device="cuda")
-    >>> y, state = layer(torch.randn(2, 10, 96, device="cuda"))
-    >>> y.shape, [each.shape for each in state]
-    (torch.Size([2, 10, 96]), [torch.Size([2, 96]), torch.Size([2, 3, 32, 32])])
+    >>> x = torch.randn(2, 10, 96, device="cuda")
+    >>> y, state = layer(x[:, :7])
+    >>> rest, state = layer(x[:, 7:], state)
+    >>> rest.shape, [each.shape for each in state]
+    (torch.Size([2, 3, 96]), [torch.Size([2, 96]), torch.Size([2, 3, 32, 32])])
     """
 
     prefix = "time_maa"
@@ -109,12 +117,23 @@ class RWKV6TimeMix(TimeMixOfHeads):
         self, x: Tensor, state: tuple[Tensor, Tensor] | None = None, cu_seqlens: Tensor | None = None,
         shard: Any = None,
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
-        """Return what is added to the residual, and the state.
+        """Mix the tokens of each sequence.
 
         Parameters
         ----------
-        x, state, cu_seqlens, shard
-            As `RWKV5TimeMix.forward` takes them, with the state of `wkv6`.
+        x : torch.Tensor, shape (B, T, C)
+            As in `RWKV5TimeMix.forward`.
+        state : tuple of torch.Tensor, optional
+            As there, with the state of `wkv6`.
+        cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
+            As there.
+        shard : rwkv_jit.parallel.Shard, optional
+            As there.
+
+        Returns
+        -------
+        y, state
+            As there.
         """
         last, recurrent = tensors_of(state)
         x, last, cu_seqlens = before_texts(*self.under_autocast(x, last), cu_seqlens, shard)
@@ -157,7 +176,7 @@ class RWKV6ChannelMix(ChannelMix):
         x'_m = x_t + (x_{t-1} - x_t) time_maa_m   for m = k, r
         y = sigmoid(receptance(x'_r)) value(max(key(x'_k), 0)^2)
 
-    The letters are those of `RWKV4ChannelMix`.
+    C is the width, F the hidden size, N the sequences.
 
     Parameters
     ----------
@@ -169,6 +188,7 @@ class RWKV6ChannelMix(ChannelMix):
     time_maa_k, time_maa_r : torch.nn.Parameter, shape (1, 1, C)
         The share of the previous token in each mix.
     key, receptance, value : torch.nn.Linear, C to F, C to C and F to C
+        The matrices.
 
     Raises
     ------
@@ -195,7 +215,26 @@ class RWKV6ChannelMix(ChannelMix):
 
 
 class RWKV6Block(Block):
-    """A layer of RWKV-6: time mixing, then channel mixing, with the parameters and the attributes of `RWKV5Block`.
+    """A layer of RWKV-6: time mixing, then channel mixing, each behind a norm and added to the residual.
+
+    Parameters
+    ----------
+    width, layer, layers, head_size, hidden, device, dtype
+        As in `RWKV5Block`.
+
+    Attributes
+    ----------
+    att, ffn, ln0, ln1, ln2
+        As in `RWKV5Block`, of RWKV-6.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit; the message has its name, what was expected and what came.
+
+    References
+    ----------
+    Peng et al., Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence, arXiv:2404.05892.
 
     Examples
     --------

@@ -52,35 +52,38 @@ class RWKV7State(NamedTuple):
 class RWKV7TimeMix(nn.Module):
     """Time mixing of RWKV-7, with the names, shapes and initial values of the official parameters.
 
-    It consists of `token_shift`, `prepare_keys`, `wkv7`, `gated_norm` and `activate`, which say what their errors are,
-    and of matrix products of torch. B is the batch, T the tokens, C the width, H the heads, K and V the head size, N
-    the sequences: B, or one less than the length of `cu_seqlens`.
+    B is the batch, T the tokens, C the channels, H the heads, K and V the head size, N the number of sequences: B, or
+    one less than the length of `cu_seqlens`.
 
     Parameters
     ----------
     width : int
         C, a multiple of the head size.
-    layer, layers : int
-        Which layer this is, from 0, and how many the model has: initial values depend on both. The first one has no v0,
-        v1 and v2: its values are those that others mix in.
+    layer : int
+        Which layer this is, from 0. The first one has no v0, v1 and v2: its values are those that others mix in.
+    layers : int
+        How many the model has. Initial values depend on it.
     head_size : int, default 64
         K and V.
     ranks : mapping of str to int, optional
         The ranks of the low-rank matrices of "w", "a", "v" and "g". Those that it lacks are as in the official model:
         2.5 times the square root of the width for w and a, 1.7 for v and 5 for g, rounded to a multiple of 32, at
         least 32.
-    device, dtype : optional
+    device : torch.device or str, optional
+        Where parameters are.
+    dtype : torch.dtype, optional
         Of the parameters.
 
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit; the message has its name, what was expected and what came. Here and in the other
-        modules.
+        An argument does not fit; the message has its name, what was expected and what came.
 
     Notes
     -----
-    Under `torch.autocast` its input is cast as these ops cast theirs; w stays float32 where w0 is.
+    It consists of `token_shift`, `prepare_keys`, `wkv7`, `gated_norm` and `activate`, which say what their errors are,
+    and of matrix products of torch. Under `torch.autocast` its input is cast as these cast theirs; w stays float32
+    where w0 is.
 
     References
     ----------
@@ -179,7 +182,7 @@ class RWKV7TimeMix(nn.Module):
         self, x: Tensor, v_first: Tensor | None = None, state: tuple[Tensor, Tensor] | None = None,
         cu_seqlens: Tensor | None = None, shard: Any = None,
     ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
-        """Return what is added to the residual, v_first, and the state after the last tokens, which is not detached.
+        """Mix tokens over time.
 
         Parameters
         ----------
@@ -190,8 +193,18 @@ class RWKV7TimeMix(nn.Module):
         state : tuple of two torch.Tensor, shape (N, C) and (N, H, V, K), optional
             The last token of x before this part of the sequences, and the state of `wkv7`; zeros by default. Gradients
             reach both.
-        cu_seqlens, shard
-            As `RWKV5TimeMix.forward` takes them.
+        cu_seqlens : torch.Tensor, shape (N + 1,), optional
+            Bounds of N packed sequences: where each begins, and where the last one ends. B is then 1.
+        shard : rwkv_jit.parallel.Shard, optional
+            The part of the sequences that this process has. It has their bounds if they are packed. States and tokens
+            before them count only where sequences begin.
+
+        Returns
+        -------
+        y : torch.Tensor, shape (B, T, C)
+        v_first : torch.Tensor, shape (B, T, C)
+        state : tuple of two torch.Tensor
+            That after the last tokens. It is not detached.
         """
         x = common.under_autocast(x)
         last, before = common.tensors_of(state)
@@ -224,7 +237,10 @@ class RWKV7TimeMix(nn.Module):
     def _inputs(
         self, mixed: Any, v_first: Tensor | None, of_bonus: dict[str, Tensor]
     ) -> tuple[list[Tensor], Tensor, Tensor, list[Tensor]]:
-        """Return the recurrence's inputs, its gate, the first layer's values, and a bonus if gradients need it."""
+        """Return what the recurrence reads, the gate of what it makes, the first layer's values, and a bonus if asked.
+
+        The bonus is made with the keys where gradients may be wanted: so they have one source for k, and one for v.
+        """
         xr, xw, xk, xv, xa, xg = mixed
         r, k, v = self.receptance(xr), self.key(xk), self.value(xv)
         w = self._decay(activate(xw @ self.w1, "tanh"))
@@ -262,14 +278,30 @@ class RWKV7TimeMix(nn.Module):
 class RWKV7ChannelMix(nn.Module):
     """Channel mixing of RWKV-7, with the names, shapes and initial values of the official parameters.
 
-    It consists of `token_shift`, `activate` and matrix products of torch.
+    B is the batch, T the tokens, C the channels, N the number of sequences: B, or one less than the length of
+    `cu_seqlens`.
 
     Parameters
     ----------
-    width, layer, layers, device, dtype
-        As `RWKV7TimeMix` takes them.
+    width : int
+        C.
+    layer, layers : int
+        Which layer this is, from 0, and how many the model has. Initial values depend on them.
     hidden : int, optional
-        F, the channels between the two matrices; 4 C by default.
+        Channels between the two matrices; four times the width by default.
+    device : torch.device or str, optional
+        Where parameters are.
+    dtype : torch.dtype, optional
+        Of the parameters.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit; the message has its name, what was expected and what came.
+
+    Notes
+    -----
+    It consists of `token_shift`, `activate` and matrix products of torch.
 
     References
     ----------
@@ -307,12 +339,25 @@ class RWKV7ChannelMix(nn.Module):
     def forward(
         self, x: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None, shard: Any = None
     ) -> tuple[Tensor, Tensor]:
-        """Return what is added to the residual, and the last token of each sequence.
+        """Mix channels.
 
         Parameters
         ----------
-        x, state, cu_seqlens, shard
-            As `RWKV5TimeMix.forward` takes them; the state is the last token, (N, C).
+        x : torch.Tensor, shape (B, T, C)
+            The normed residual.
+        state : torch.Tensor, shape (N, C), optional
+            The last token of x before this part of the sequences; zeros by default. It has a gradient.
+        cu_seqlens : torch.Tensor, shape (N + 1,), optional
+            Bounds of N packed sequences: where each begins, and where the last one ends. B is then 1.
+        shard : rwkv_jit.parallel.Shard, optional
+            The part of the sequences that this process has. It has their bounds if they are packed. States and tokens
+            before them count only where sequences begin.
+
+        Returns
+        -------
+        y : torch.Tensor, shape (B, T, C)
+        state : torch.Tensor, shape (N, C)
+            The last tokens. It is not detached.
         """
         x = common.under_autocast(x)
         first = None if state is None else common.tensor_of("state", state).to(x.dtype)
@@ -336,10 +381,34 @@ class RWKV7ChannelMix(nn.Module):
 class RWKV7Block(Layer):
     """A layer of RWKV-7: time mixing, then channel mixing, each behind a norm and added to the residual.
 
+    B is the batch, T the tokens, C the channels, N the number of sequences: B, or one less than the length of
+    `cu_seqlens`.
+
     Parameters
     ----------
-    width, layer, layers, head_size, hidden, ranks, device, dtype
-        As `RWKV7TimeMix` and `RWKV7ChannelMix` take them. The first layer has the norm of the embedding, ln0, too.
+    width : int
+        C, a multiple of the head size.
+    layer, layers : int
+        Which layer this is, from 0, and how many the model has. The first one has the norm of the embedding, ln0, too.
+    head_size : int, default 64
+        K and V of time mixing.
+    hidden : int, optional
+        Of channel mixing; four times the width by default.
+    ranks : mapping of str to int, optional
+        As in `RWKV7TimeMix`.
+    device : torch.device or str, optional
+        Where parameters are.
+    dtype : torch.dtype, optional
+        Of the parameters.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit; the message has its name, what was expected and what came.
+
+    References
+    ----------
+    Peng et al., RWKV-7 "Goose" with Expressive Dynamic State Evolution, arXiv:2503.14456.
 
     Examples
     --------
@@ -361,16 +430,27 @@ class RWKV7Block(Layer):
         self, x: Tensor, v_first: Tensor | None = None, state: RWKV7State | None = None,
         cu_seqlens: Tensor | None = None, shard: Any = None,
     ) -> tuple[Tensor, Tensor, RWKV7State]:  # fmt: skip
-        """Return x and v_first for the next layer, and the `RWKV7State` after the last tokens, which is not detached.
+        """Return what the next layer reads.
 
         Parameters
         ----------
-        x, v_first : torch.Tensor, shape (B, T, C), v_first optional
-            The residual, of the first layer the embedding; and what the first layer returned.
+        x : torch.Tensor, shape (B, T, C)
+            The residual; of the first layer the embedding.
+        v_first : torch.Tensor, shape (B, T, C), optional
+            The values of the first layer, which that one makes and all others need.
         state : RWKV7State, optional
             The state before this part of the sequences; zeros by default.
-        cu_seqlens, shard
-            As `RWKV5TimeMix.forward` takes them.
+        cu_seqlens : torch.Tensor, shape (N + 1,), optional
+            Bounds of N packed sequences: where each begins, and where the last one ends. B is then 1.
+        shard : rwkv_jit.parallel.Shard, optional
+            The part of the sequences that this process has. It has their bounds if they are packed. States and tokens
+            before them count only where sequences begin.
+
+        Returns
+        -------
+        x, v_first : torch.Tensor, shape (B, T, C)
+        state : RWKV7State
+            That after the last tokens. It is not detached.
         """
         if self.ln0 is not None:
             x = self.ln0(x)
@@ -403,7 +483,10 @@ class RWKV7Block(Layer):
     def step(
         self, x: Tensor, v_first: Tensor | None, states: RWKV7State, slots: Tensor | None, null_index: int
     ) -> tuple[Tensor, Tensor]:
-        """Return the next layer's input, [B, C], of a token each; pool `states` change at slots above `null_index`."""
+        """Return the input of the next layer for one token of each sequence; states change in place.
+
+        x is [B, C], states are the layer's part of a pool, and a slot at or below `null_index` is none.
+        """
         if self.ln0 is not None:
             x = self.ln0(x)
         where: dict[str, Any] = {"state_indices": slots, "null_index": null_index}
@@ -416,6 +499,7 @@ class RWKV7Block(Layer):
 
 
 def _ranks(width: int, given: Mapping[str, int]) -> dict[str, int]:
+    """Return the ranks of all low-rank matrices."""
     if not isinstance(given, Mapping):
         raise TypeError(f"ranks: expected a mapping of w, a, v and g to ints, got {brief(given)}")
     unknown = [name for name in given if name not in _RANKS]

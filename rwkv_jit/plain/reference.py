@@ -61,15 +61,9 @@ Step = Callable[..., tuple[Tensor, Tensor]]  # state, inputs of a token [B, H, K
 
 
 def scan(
-    step: Step,
-    streams: Sequence[Tensor | None],
-    v: Tensor,
-    head_size: int,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    layout: str,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+    step: Step, streams: Sequence[Tensor | None], v: Tensor, head_size: int, initial_state: Tensor | None,
+    cu_seqlens: Tensor | None, layout: str, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Run `step` over the tokens of every sequence; return y and the final states."""
     batch, count, heads, value_size = v.shape
     bounds = [0, count] if cu_seqlens is None else cu_seqlens.tolist()

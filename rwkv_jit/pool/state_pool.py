@@ -23,7 +23,7 @@ class StatePool:
     Parameters
     ----------
     slots : int
-        How many slots there are, the reserved ones too; also `len(pool)`.
+        How many slots there are, the reserved ones too.
     specs : mapping of str to StateSpec
         What a slot holds. The names are identifiers.
     device : torch.device or str, default "cuda"
@@ -33,22 +33,25 @@ class StatePool:
 
     Attributes
     ----------
-    slots, reserved, device
-        The arguments.
+    slots : int
+        How many slots there are, the reserved ones too; also `len(pool)`.
+    reserved : int
+        How many slots at the front are never allocated.
+    device : torch.device
+        Where the memory is.
 
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit; the message has its name, what was expected and what came. Of methods too: a slot is
-        not allocated, or comes twice where each counts once.
-    RwkvJitError
-        Of `allocate`, `fork` and `load`: too few slots are free. After each of these errors nothing has changed.
+        An argument does not fit; the message has its name, what was expected and what came.
 
     Notes
     -----
     All memory is taken at once and filled. The lowest free slots are allocated first, so that the same calls give the
-    same slots. Work on a GPU goes to torch's current stream, and no call but `save` and `load` waits for it. Only the
-    states of the slots in question are written.
+    same slots. A call that raises TypeError, ValueError or RwkvJitError changes nothing.
+
+    Work on a GPU goes to torch's current stream, and no call but `save` and `load` waits for it. Only the states of the
+    slots in question are written.
 
     A pool is not thread-safe: let one thread use it, or put a lock around it.
 
@@ -99,20 +102,38 @@ class StatePool:
         device: torch.device | str = "cuda",
         reserved: int = 0,
     ) -> StatePool:
-        """Return a pool for an RWKV-7 model.
-
-        It has "wkv" [layers, slots, H, V, K], and "time_shift" and "channel_shift" [layers, slots, width].
+        """Make a pool for an RWKV-7 model.
 
         Parameters
         ----------
-        slots, reserved, device
-            As `StatePool` takes them.
-        layers, heads, head_size : int
-            Layers of the model, H, and K and V.
+        slots : int
+            How many slots there are, the reserved ones too.
+        layers : int
+            Layers of the model.
+        heads : int
+            Heads of a layer, H.
+        head_size : int
+            K and V.
         width : int
             Channels of the model, whose last token each layer keeps twice.
-        state_dtype, shift_dtype : torch.dtype, default torch.float32 and torch.bfloat16
-            Of the states of `wkv7`, and of the last tokens.
+        state_dtype : torch.dtype, default torch.float32
+            Of the states of `wkv7`.
+        shift_dtype : torch.dtype, default torch.bfloat16
+            Of the last tokens.
+        device : torch.device or str, default "cuda"
+            Where the memory is.
+        reserved : int, default 0
+            How many slots at the front are never allocated.
+
+        Returns
+        -------
+        StatePool
+            With "wkv" [layers, slots, H, V, K], and with "time_shift" and "channel_shift" [layers, slots, width].
+
+        Raises
+        ------
+        TypeError, ValueError
+            An argument does not fit; the message has its name, what was expected and what came.
 
         Examples
         --------
@@ -172,24 +193,55 @@ class StatePool:
         return sum(x.nbytes for x in self._tensors.values())
 
     def allocate(self, count: int = 1) -> list[int]:
-        """Return the lowest free slots, for new sequences, with their states filled as the specs say.
+        """Allocate slots for new sequences, and fill their states as the specs say.
 
         Parameters
         ----------
         count : int, default 1
             How many.
+
+        Returns
+        -------
+        list of ints
+            The lowest free slots.
+
+        Raises
+        ------
+        RwkvJitError
+            Too few slots are free; none is allocated.
+        TypeError, ValueError
+            `count` is not an int, or is negative.
+
+        Examples
+        --------
+        >>> pool.allocate(2)
+        [0, 1]
         """
         new = self._lowest(arguments.count("count", count))
         self._fill(new)
         return self._take(new)
 
     def fork(self, slot: int, count: int = 1) -> list[int]:
-        """Return new slots that begin with a copy of another one's states: to continue one sequence several times.
+        """Take slots that begin with a copy of another one's states: to continue one sequence several times.
 
         Parameters
         ----------
-        slot, count : int, count 1 by default
-            An allocated slot, which stays as it is, and how many copies.
+        slot : int
+            An allocated slot, which stays as it is.
+        count : int, default 1
+            How many copies.
+
+        Returns
+        -------
+        list of ints
+            The lowest free slots.
+
+        Raises
+        ------
+        RwkvJitError
+            Too few slots are free; none is allocated.
+        TypeError, ValueError
+            `slot` is not allocated, or `count` is not an int, or is negative.
 
         Examples
         --------
@@ -207,9 +259,15 @@ class StatePool:
 
         Parameters
         ----------
-        source, target : int or several ints
-            Allocated slots: sources, which may repeat, and as many targets, each once. All sources are read before a
-            target is written.
+        source : int or several ints
+            Allocated slots, which may repeat.
+        target : int or several ints
+            As many allocated slots, each once. All sources are read before a target is written.
+
+        Raises
+        ------
+        TypeError, ValueError
+            A slot is not allocated, a target comes twice, or there are not as many of both.
 
         Examples
         --------
@@ -230,6 +288,15 @@ class StatePool:
         ----------
         slots : int or several ints
             Allocated slots, each once.
+
+        Raises
+        ------
+        TypeError, ValueError
+            A slot is not allocated, or comes twice.
+
+        Examples
+        --------
+        >>> pool.reset(pool.allocate(2))
         """
         listed = arguments.listed("slots", slots)
         self._check("slots", listed)
@@ -241,7 +308,16 @@ class StatePool:
         Parameters
         ----------
         slots : int or several ints
-            As `reset` takes them.
+            Allocated slots, each once.
+
+        Raises
+        ------
+        TypeError, ValueError
+            A slot is not allocated, or comes twice.
+
+        Examples
+        --------
+        >>> pool.free(pool.allocate(2))
         """
         listed = arguments.listed("slots", slots)
         self._check("slots", listed)
@@ -249,12 +325,26 @@ class StatePool:
         self._free = sorted([*self._free, *listed])
 
     def indices(self, slots: int | Iterable[int]) -> Tensor:
-        """Return slots as an int32 tensor on the pool's device, for kernels and for indexing.
+        """Return slots as a tensor on the pool's device, for kernels and for indexing.
 
         Parameters
         ----------
         slots : int or several ints
             Allocated slots, each once, and reserved ones as often as padding needs them.
+
+        Returns
+        -------
+        torch.Tensor, shape (number of slots,), int32
+
+        Raises
+        ------
+        TypeError, ValueError
+            A slot is neither allocated nor reserved, or is allocated and comes twice.
+
+        Examples
+        --------
+        >>> pool.indices(pool.allocate(2))
+        tensor([0, 1], dtype=torch.int32)
         """
         listed = arguments.listed("slots", slots)
         reserved = range(self.reserved)
@@ -269,13 +359,10 @@ class StatePool:
     ) -> None:
         """Write the states of slots to a safetensors file.
 
-        It holds one tensor [layers, number of slots, *shape] for each name. It appears at once, when all of it is
-        written, and only its owner may read it: a state tells something of its sequence.
-
         Parameters
         ----------
         path : str or path
-            The file. One that is there is replaced, and stays as it was after an error.
+            The file. One that is there is replaced.
         slots : int or several ints, optional
             Allocated slots, each once; all that are allocated by default.
         metadata : mapping of str to str, optional
@@ -283,8 +370,17 @@ class StatePool:
 
         Raises
         ------
-        OSError, ImportError
-            The file cannot be written; or safetensors is not installed.
+        TypeError, ValueError
+            An argument does not fit; the message has its name, what was expected and what came.
+        OSError
+            The file cannot be written. One that was there is as it was.
+        ImportError
+            safetensors is not installed.
+
+        Notes
+        -----
+        The file holds one tensor [layers, number of slots, *shape] for each name. It appears at once, when all of it is
+        written, and only its owner may read it: a state tells something of its sequence.
 
         Examples
         --------
@@ -297,19 +393,28 @@ class StatePool:
         states.write(path, {name: x.index_select(1, index).cpu() for name, x in self._tensors.items()}, text)
 
     def load(self, path: str | os.PathLike[str]) -> list[int]:
-        """Return new slots with the states of a file that `save` wrote, in its order.
+        """Take slots for the states of a file that `save` wrote, and read the states into them.
 
         Parameters
         ----------
         path : str or path
             The file. Names, layers, shapes and dtypes must be those of this pool; the device and the slots may differ.
 
+        Returns
+        -------
+        list of ints
+            The lowest free slots, in the order in which `save` was given those of the file.
+
         Raises
         ------
         ValueError
             The file is damaged, or of another kind, or of another pool: what was expected and what came.
-        OSError, ImportError
-            The file is not there, or cannot be read; or safetensors is not installed.
+        RwkvJitError
+            Too few slots are free; none is allocated.
+        OSError
+            The file is not there, or cannot be read.
+        ImportError
+            safetensors is not installed.
 
         Examples
         --------

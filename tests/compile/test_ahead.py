@@ -151,7 +151,7 @@ GATED = {"scan", "chunked_backward", *OF_SEGMENTS}
 GATED_GROUPS = {"prepare", "group_scan", "group_key_gradients", "join"}
 
 
-@pytest.mark.usefixtures("checked_only")
+@pytest.mark.usefixtures("listed_only")
 @pytest.mark.parametrize(
     ("op", "size", "arch", "options", "names", "looking", "looks"),
     [

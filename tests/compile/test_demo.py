@@ -13,7 +13,8 @@ from rwkv_jit.schedules.derived_table import ALL as OPS
 @pytest.mark.usefixtures("from_ledger")
 def test_demo_compiles_and_keeps_the_errors_small(run, fresh_service, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(demo, "HEAD_SIZES", (16,))
+    monkeypatch.setattr(demo, "HEAD_SIZE", 16)
+    monkeypatch.setattr(demo, "ODD", {})
     code, printed, _ = run("demo", "--json")
     data = json.loads(printed)
     kernels, calls = data["kernels"], data["calls"]

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from bench import __main__ as program
 from bench import processes, service
 from bench.cases import Case
 from bench.measure import Entry
@@ -24,14 +25,12 @@ def test_every_phase_has_its_figures(run, name, phase):
     assert (code, said.count("measuring 1 of 1: "), said.count("\n")) == (0, 1, 1), said
     result = json.loads(printed)
     assert result["device"] == "cuda"
-    assert 0.05 < result["copy_tb_per_s"] < 50
     ours = [row for row in result["rows"] if row["who"] == "rwkv_jit"]
     assert ours
     for row in ours:
         assert row["skipped"] is None, row
         assert 0 < row["low_ms"] <= row["median_ms"] <= row["high_ms"]
         assert row["runs"] >= 7
-        assert row["floor_ms"] == pytest.approx(row["fraction"] * row["median_ms"])
         assert row["peak_mib"] > 0
         assert row["host_us"] > 0
         assert row["error"] < 1e-2
@@ -41,27 +40,23 @@ def test_every_phase_has_its_figures(run, name, phase):
     assert all(row["skipped"] is None and row["error"] < 1e-2 for row in torches), torches
 
 
-@pytest.mark.parametrize("kind", ["usual", "bf16-states"])
 @pytest.mark.parametrize("name", UPDATED)
-def test_updates_have_their_figures(run, name, kind):
-    options = ("--shape", "70,1,4,64", "--phase", "update", "--inputs", kind, "--json")
+def test_updates_have_their_figures(run, name):
+    options = ("--shape", "70,1,4,64", "--phase", "update", "--json")
     code, printed, said = run("bench", "--op", name, *options)
     assert (code, said) == (0, f"measuring 1 of 1: {name} update 70,1,4,64,64\n"), said
     rows = json.loads(printed)["rows"]
-    assert [(row["who"], row["what"]) for row in rows] == [
-        ("rwkv_jit", "auto"), ("torch", "step"), ("torch", "copy"),
-    ]  # fmt: skip
+    assert [(row["who"], row["what"]) for row in rows] == [("rwkv_jit", "auto"), ("torch", "step")]
     for row in rows:
         assert row["skipped"] is None, row
         assert 0 < row["low_ms"] <= row["median_ms"] <= row["high_ms"]
         assert row["host_us"] > 0
         assert row["peak_mib"] > 0
-    ours, step, copy = rows
+    ours, step = rows
     assert list(ours["errors"]) == list(step["errors"]) == ["y", "state"]
     assert ours["error"] < 1e-2
-    assert ours["errors"]["state"] < (1e-2 if kind == "bf16-states" else 5e-6)
+    assert ours["errors"]["state"] < 5e-6
     assert step["error"] < 1e-2
-    assert copy["errors"] == {}
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -73,9 +68,9 @@ def test_profile_names_the_kernels(run, name, phase, tmp_path):
     result = json.loads(printed)
     own = [kernel for kernel in result["kernels"] if kernel["name"].startswith(name)]
     assert own
-    assert all(kernel["launches"] >= 1 and kernel["self_us"] > 0 and kernel["registers"] > 0 for kernel in own)
+    assert all(kernel["launches"] >= 1 and kernel["self_us"] > 0 for kernel in own)
     assert sum(kernel["share"] for kernel in result["kernels"]) == pytest.approx(1)
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    events = json.loads(next(tmp_path.glob(f"{name}_*.pt.trace.json")).read_text())["traceEvents"]
     named = {event.get("name") for event in events}
     assert {"forward", "backward"} & named if "backward" in phase else phase in named
 
@@ -106,16 +101,12 @@ def test_first_calls_find_on_disk_what_they_compiled(monkeypatch):
     assert all(0 < each["from_disk_ms"] < each["compiled_ms"] for each in found.values()), found
 
 
-def test_layers_have_their_figures(run):
-    code, printed, said = run("bench", "--suite", "layers", "--shape", "2,300,256", "--json")
-    assert (code, said.count("measuring ")) == (0, said.count("\n"))
-    result = json.loads(printed)
+def test_layers_have_their_figures(capsys):
+    assert program.main(["layers", "--shape", "2,300,256", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
     assert result["device"] == "cuda"
-    assert 0.05 < result["copy_tb_per_s"] < 50
     for row in result["rows"]:
         assert row["skipped"] is None, row
         assert 0 < row["low_ms"] <= row["median_ms"] <= row["high_ms"]
         assert row["runs"] >= 7
         assert row["peak_mib"] > 0
-        assert (row["fraction"] is None) == (row["floor_ms"] is None)
-        assert row["fraction"] is None or 0 < row["fraction"] < 3

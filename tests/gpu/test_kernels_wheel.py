@@ -16,7 +16,7 @@ sys.path.insert(0, sys.argv[1])
 torch.manual_seed(int(sys.argv[2]))
 import kernels_wheel
 from rwkv_jit.kernels import cuda, stats
-from rwkv_jit.desk import bench
+from rwkv_jit.desk import inputs
 
 for of in kernels_wheel.CALLS:
     op = getattr(rwkv_jit, of.op)
@@ -27,7 +27,7 @@ for of in kernels_wheel.CALLS:
         named = {} if decay is None else {"decay": decay}
         lengths = [(8, tokens, 12)] if of.op == "timex" else [(1, 1, 2), (4, 1, 64), (4, 96, 64), (1, 2048, 2)]
         for shape in lengths:
-            given = bench.make_inputs(of.op, (*shape, keys or 64, values or 64), dtype)
+            given = inputs.make_inputs(of.op, (*shape, keys or 64, values or 64), dtype)
             asked = dict(named) if of.op == "timex" else dict(named, output_final_state=True)
             with torch.no_grad():
                 op(*given, **asked)

@@ -7,7 +7,7 @@ import torch
 
 from rwkv_jit.call import prepared, tuned
 from rwkv_jit.call.tuned import Geometry
-from rwkv_jit.desk import bench, tune
+from rwkv_jit.desk import inputs, tune
 from rwkv_jit.kernels import signatures
 from rwkv_jit.schedules.table import OPS
 
@@ -26,8 +26,8 @@ def forget(fresh_service, nothing_known, monkeypatch):
 
 def results(op, seed):
     torch.manual_seed(seed)  # again, for the same inputs
-    given = bench.make_inputs(op, SHAPE, torch.bfloat16)
-    y, _ = bench.OPS[op](*given, **bench.OPTIONS.get(op, {}))
+    given = inputs.make_inputs(op, SHAPE, torch.bfloat16)
+    y, _ = inputs.OPS[op](*given, **inputs.OPTIONS.get(op, {}))
     gradients = torch.autograd.grad(y, given, torch.randn_like(y))
     return {"y": y.detach(), **{f"d{name}": x for name, x in zip(OPS[op].public_names, gradients, strict=True)}}
 

@@ -34,6 +34,17 @@ def _without_cupy():
 
 
 @pytest.fixture
+def without_values(on_gpu, monkeypatch):  # noqa: F811
+    """Random tensors on the GPU are zeros, for tests of what is launched alone: filling them is most of their time."""
+    import random_calls
+    import torch
+
+    for name in ("randn", "rand"):
+        monkeypatch.setattr(torch, name, torch.zeros)
+    monkeypatch.setattr(random_calls, "DEVICE", "cpu")  # where all say that they are on a GPU
+
+
+@pytest.fixture
 def as_if_on_gpu(monkeypatch):
     """CPU tensors are taken for those of an sm_90; a trace could not go into the question which one it is."""
     import torch

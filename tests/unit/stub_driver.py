@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import functools
+import gc
 import os
 import re
 import struct
@@ -342,21 +343,38 @@ def on_gpu(gpus, nothing_known, monkeypatch):
     return gpus
 
 
-def called(function):
-    """The functions of the package that are called, by name."""
-    package, names = str(Path(rwkv_jit.__file__).parent), []
+PACKAGE = str(Path(rwkv_jit.__file__).parent)
+LAUNCHES = ("launch.py", "cuda.py")  # each launch takes one function, however many there are
+
+
+def profiled(function):
+    """Run a function; return the codes of the package's functions that it enters, and its result."""
+    codes = []
 
     def note(frame, event, _):
-        if event == "call" and frame.f_code.co_filename.startswith(package):
-            names.append(frame.f_code.co_name)
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            codes.append(frame.f_code)
 
     before = sys.getprofile()
+    gc.disable()  # callbacks of tensors of calls before are no part of this one
     sys.setprofile(note)
     try:
-        function()
+        result = function()
     finally:
         sys.setprofile(before)
-    return names
+        gc.enable()
+    return codes, result
+
+
+def called(function):
+    """The functions of the package that are called, by name."""
+    return [code.co_name for code in profiled(function)[0]]
+
+
+def frames(function):
+    """Return how many functions of the package a call enters, but for launches, and its result."""
+    codes, result = profiled(function)
+    return sum(Path(code.co_filename).name not in LAUNCHES for code in codes), result
 
 
 def entered(function):

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import cases, measure, timing
-from rwkv_jit.desk import bench, versions
-from rwkv_jit.desk.bench import Case
+from bench import __main__ as program
+from bench import cases, layers, measure, timing
+from rwkv_jit.desk import bench, figures, inputs, versions
+from rwkv_jit.desk.inputs import REFERENCES, Case
 from rwkv_jit.kernels.errors import UnsupportedConfigError
 from rwkv_jit.plain import reference
 from rwkv_jit.schedules.derived_table import ALL as OPS
@@ -17,16 +18,17 @@ from rwkv_jit.schedules.derived_table import OPS as DERIVED
 
 SMALL = (2, 6, 2, 4, 3)
 OPTIONAL = ("A_log", "dt_bias", "D", "z")
-ALL = [(op, phase) for op in bench.OPS for phase in bench.phases_of(op)]
+ALL = [(op, phase) for op in inputs.OPS for phase in inputs.phases_of(op)]
 
 
-def small(op, phase="forward", kind="usual", dtype=torch.float32):
+def small(op, phase="forward", dtype=torch.float32, kind=None):
     batch, tokens, *sizes = (1, 40, 2, 4, 4) if kind == "packed" else (5, 6, 2, 4, 3 if OPS[op].has_heads else 4)
-    return Case(op, (batch, 1 if phase in bench.OF_ONE_TOKEN else tokens, *sizes), dtype, phase, kind).check()
+    given = op, (batch, 1 if phase in inputs.OF_ONE_TOKEN else tokens, *sizes), dtype, phase
+    return (Case(*given) if kind is None else cases.Case(*given, kind=kind)).check()
 
 
 def errors(case):
-    (found,) = bench.errors_of(case, ["auto"], "cpu").values()
+    (found,) = figures.errors_of(case, ["auto"], "cpu").values()
     return found
 
 
@@ -44,7 +46,7 @@ def errors(case):
     ],
 )
 def test_shapes_of_a_command_line(op, text, shape, shown):
-    assert bench.shape_of(op, text) == shape
+    assert inputs.shape_of(op, text) == shape
     assert Case(op, shape, torch.float32).shown == shown
     assert cases.Case(op, shape, torch.float32).shown == shown
 
@@ -53,8 +55,9 @@ def test_shapes_of_a_command_line(op, text, shape, shown):
 def test_strong_decays_are_those_of_all_heads_or_of_one(op):
     factors = {}
     for kind in ("strong", "one-strong"):
-        inputs = bench.make_inputs(op, (4, 8, 3, 5, 5), torch.float32, "cpu", kind)
-        factors[kind] = reference.decay_factor(inputs[OPS[op].names.index("w")], bench.decay_of(op, kind)).detach()
+        case = cases.Case(op, (4, 8, 3, 5, 5), torch.float32, kind=kind).check()
+        w = cases.given_for(case, "cpu").inputs[OPS[op].names.index("w")]
+        factors[kind] = reference.decay_factor(w, case.decay).detach()
     assert factors["strong"].max() <= 0.14
     few = factors["one-strong"] < 0.14
     heads = few.all(-1) if op == "wkv5" else few.all(-1).all(1)  # wkv5 has the decays of a head for the whole batch
@@ -63,7 +66,7 @@ def test_strong_decays_are_those_of_all_heads_or_of_one(op):
 
 def test_packed_inputs_are_sequences_of_unequal_lengths():
     for tokens in (16, 100, 32768):
-        ends = bench.ends_of(tokens, "cpu")
+        ends = cases.ends_of(cases.Case("wkv6", (1, tokens, 1, 4, 4), torch.float32, kind="packed"), "cpu")
         assert (int(ends[0]), int(ends[-1]), len(ends)) == (0, tokens, 17)
         assert bool((ends.diff() > 0).all())
     assert len(set(ends.diff().tolist())) > 10
@@ -82,44 +85,45 @@ def test_every_phase_agrees_with_float64(op, phase):
     assert all(0 < error < 5e-6 for error in found.values()), found
 
 
-@pytest.mark.parametrize("kind", [kind for kind in bench.KINDS if kind != "usual"])
+@pytest.mark.parametrize("kind", [kind for kind in cases.KINDS if kind != "usual"])
 def test_every_kind_of_inputs_agrees_with_float64(kind):
     phases = ["update"] if kind.endswith("states") else ["forward", "forward+backward"]
     ops = [op for op in ("wkv7", "gla") if f"{OPS[op].state_layout}-" not in kind]
-    for case in (small(op, phase, kind) for op in ops for phase in phases):
-        found = errors(case)
-        assert all(0 < error < (5e-3 if "bf16" in kind else 5e-6) for error in found.values()), (case, found)
+    for case in (small(op, phase, kind=kind) for op in ops for phase in phases):
+        own = [measure.our_call(case, "auto", "auto")]
+        found, _ = measure._errors(case, own * 2, cases.given_for(case, "cpu"), [])
+        limit = 5e-3 if "bf16" in kind else 5e-6
+        assert found["errors"], case
+        assert all(0 < error < limit for error in found["errors"].values()), (case, found)
 
 
 def test_a_wrong_result_is_an_error(monkeypatch):
-    real = bench.OPS["wkv6"]
-    monkeypatch.setitem(bench.OPS, "wkv6", lambda *x, **more: (1.01 * real(*x, **more)[0], None))
+    real = inputs.OPS["wkv6"]
+    monkeypatch.setitem(inputs.OPS, "wkv6", lambda *x, **more: (1.01 * real(*x, **more)[0], None))
     assert errors(small("wkv6")) == {"y": pytest.approx(1e-2, rel=1e-3)}
 
 
 @pytest.mark.parametrize(("op", "phase"), ALL)
 def test_least_bytes_are_what_the_tensors_hold(op, phase):
-    case = small(op, phase, dtype=torch.bfloat16)
-    given = bench.given_for(case, device="cpu")
-    inputs, y = sum(x.nbytes for x in given.inputs), given.dys[0].nbytes
-    state = 0 if op == "timex" else bench.state_of(op, case.shape, device="cpu").nbytes
-    wanted = {
-        "forward": inputs + y, "backward": 2 * inputs + y, "forward+backward": 3 * inputs + 2 * y,
-        "prefill": inputs + y + state, **dict.fromkeys(("decode", "update"), inputs + y + 2 * state),
-    }  # fmt: skip
-    assert given.bytes == wanted[phase]
     if op in DERIVED:  # whose calls have more inputs there
         return
+    case = small(op, phase, torch.bfloat16)
+    given = inputs.given_for(case, device="cpu")
+    x, y = sum(x.nbytes for x in given.inputs), given.dys[0].nbytes
+    state = 0 if op == "timex" else inputs.state_of(op, case.shape, device="cpu").nbytes
+    wanted = {
+        "forward": x + y, "backward": 2 * x + y, "forward+backward": 3 * x + 2 * y, "prefill": x + y + state,
+        **dict.fromkeys(("decode", "update"), x + y + 2 * state),
+    }  # fmt: skip
     in_folder = cases.Case(op, case.shape, case.dtype, phase)
     assert cases.floor_ms(in_folder, cases.given_for(in_folder, "cpu"), 1e-9) == pytest.approx(wanted[phase])
 
 
-@pytest.mark.parametrize("work", bench.WORKS)
+@pytest.mark.parametrize("work", layers.WORKS)
 def test_works_of_a_layer_agree_with_plain_torch(work):
     passes = ("forward+backward",) if work == "linear_cross_entropy" else ("forward", "backward")
     for phase in passes:
-        case = Case(work, (2, 3, 128), torch.float32, phase)
-        rows = bench.rows_of(case, None, "cpu", None)
+        rows = layers.rows_of(layers.Work(work, (2, 3, 128), torch.float32, phase), "cpu")
         assert [row["skipped"] for row in rows] == [None] * len(rows)
         whole = work.startswith("RWKV7")
         who = {"torch"} if "products" in work else {"rwkv_jit"} if whole else {"rwkv_jit", "torch"}
@@ -161,7 +165,7 @@ def gpu(monkeypatch):
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *sizes, device=None, **more: empty(*sizes, **more))
     monkeypatch.setattr(
-        bench, "errors_of", lambda case, *_: {("rwkv_jit", "auto"): {"y": 1e-3}, ("torch", "nan"): {"y": math.nan}}
+        figures, "errors_of", lambda case, *_: {("rwkv_jit", "auto"): {"y": 1e-3}, ("torch", "nan"): {"y": math.nan}}
     )
 
     def answer(ms, error=None):
@@ -178,24 +182,24 @@ def gpu(monkeypatch):
         ("torch", "loop"): answer(8.0), ("torch", "large"): answer(0, RuntimeError("no memory\nat all")),
         ("torch", "nan"): answer(1.0),
     }  # fmt: skip
-    given = bench.Given(who, [torch.ones(3)], [torch.ones(3)], 4_000_000, {})
-    monkeypatch.setattr(bench, "given_for", lambda *_: given)
+    given = inputs.Given(who, [torch.ones(3)], [torch.ones(3)], {})
+    monkeypatch.setattr(inputs, "given_for", lambda *_: given)
     return monkeypatch
 
 
 def test_rows_have_the_figures_of_everyone_who_can(gpu):
-    rows = bench.rows_of(small("wkv6"), None, "cuda", 4.0)
+    rows = bench.rows_of(small("wkv6"), None, "cuda")
     assert [(row["who"], row["what"], row["median_ms"], row["skipped"]) for row in rows] == [
         ("rwkv_jit", "auto", 2.0, None), ("torch", "loop", 8.0, None),
         ("torch", "large", None, "RuntimeError: no memory"),
         ("torch", "nan", None, "ValueError: its results are not finite, so it has no speed"),
     ]  # fmt: skip
     ours = rows[0]
-    assert (ours["floor_ms"], ours["fraction"], ours["error"]) == (1e-3, 5e-4, 1e-3)
+    assert ours["error"] == 1e-3
     assert ours["peak_mib"] > 1
     assert ours["host_us"] > 0
     assert ours["runs"] >= 7
-    named = bench.rows_of(small("wkv6"), ["auto", "chunked"], "cuda", 4.0)  # what is named says why it is left out
+    named = bench.rows_of(small("wkv6"), ["auto", "chunked"], "cuda")  # what is named says why it is left out
     assert ("chunked", "UnsupportedConfigError: no chunks") in [(row["what"], row["skipped"]) for row in named]
 
 
@@ -215,7 +219,7 @@ def test_the_folder_judges_the_call_that_was_timed():
 
     def contestant(what, change=lambda y: y):
         def run(inputs, state, more):
-            y, final = bench.REFERENCES["wkv6"](*inputs, **more)
+            y, final = REFERENCES["wkv6"](*inputs, **more)
             return change(y), final
 
         return measure.Contestant("rwkv_jit", what, run)
@@ -241,19 +245,18 @@ def measured(monkeypatch):
     """What is named is noted; nothing is measured."""
     asked = []
 
-    def rows_of(case, named, device, copy):
+    def rows_of(case, named, device):
         asked.append((case, named, device))
         if case.op == "gla":
             raise RuntimeError("CUDA out of memory")
         if len(asked) == 4:
             raise KeyboardInterrupt
-        figures = {"median_ms": 0.5, "low_ms": 0.25, "high_ms": 0.75, "host_us": 612.3, "floor_ms": 0.25, "error": 2e-3}
-        return [bench.row_of(case) | figures | {"fraction": 0.5, "errors": {"y": 1e-3, "dr": 2e-3}}]
+        figures = {"median_ms": 0.5, "low_ms": 0.25, "high_ms": 0.75, "host_us": 612.3, "error": 2e-3}
+        return [bench.row_of(case) | figures | {"errors": {"y": 1e-3, "dr": 2e-3}}]
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(versions, "is_available", lambda: True)
     monkeypatch.setattr(versions, "env_report", lambda: ENVIRONMENT | {"cache": "/a/cache"})
-    monkeypatch.setattr(bench, "copy_tb_per_s", lambda: 4.25)
     monkeypatch.setattr(bench, "rows_of", rows_of)
     return asked
 
@@ -265,14 +268,12 @@ def test_command_measures_what_it_names_and_shows_it(measured, run):
     assert measured == [(Case("wkv6", (2, 32, 4, 16, 16), torch.float16, "backward"), ["auto"], "cuda")]
     lines = [" ".join(line.split()) for line in printed.splitlines()]
     assert lines[:6] == [
-        "a GPU, torch 2.13, NVRTC 12.9; a copy moves 4.25 TB/s", "",
-        "wkv6 (2, 32, 4, 16, 16) float16, backward; floor 0.2500 ms",
-        "by ms quartiles of the floor host us peak MiB error",
-        "rwkv_jit - 0.5000 0.2500 to 0.7500 50% 612.3 † - 2.0e-03",
+        "a GPU, torch 2.13, NVRTC 12.9", "", "wkv6 (2, 32, 4, 16, 16) float16, backward",
+        "by ms quartiles host us peak MiB error", "rwkv_jit - 0.5000 0.2500 to 0.7500 612.3 † - 2.0e-03",
         "errors of rwkv_jit -: y 1.0e-03, dr 2.0e-03",
     ]  # fmt: skip
     found = json.loads(run("bench", *options, "--json")[1])
-    assert (found["device"], found["copy_tb_per_s"], found["env"]) == ("cuda", 4.25, ENVIRONMENT)
+    assert (found["device"], found["env"]) == ("cuda", ENVIRONMENT)
 
 
 def test_a_case_that_fails_hides_no_other_and_an_interrupt_none_before_it(measured, run):
@@ -288,15 +289,14 @@ def test_a_case_that_fails_hides_no_other_and_an_interrupt_none_before_it(measur
     [
         (["--backend", "tiles"], {"timex"}),
         (["--inputs", "one-strong", "--phase", "forward"], {"wkv5", "wkv6", "wkv7", "gla"}),
-        (["--inputs", "packed"], {"wkv5", "wkv6", "wkv7", "gla", "linear_attention", *DERIVED}),
-        (["--phase", "decode"], {*bench.OPS} - {"timex"}),
-        (["--phase", "update", "--inputs", "vk-states"], {"gla", "linear_attention", *DERIVED} - {"ssd"}),
+        (["--inputs", "packed"], {"wkv5", "wkv6", "wkv7", "gla", "linear_attention"}),
+        (["--phase", "decode"], {*cases.OPS} - {"timex"}),
+        (["--phase", "update", "--inputs", "vk-states"], {"gla", "linear_attention"}),
     ],
 )
 def test_ops_are_those_that_can(arguments, ops):
-    from rwkv_jit.desk import cli
-
-    assert {case.op for case in bench.cases_of(cli._parser().parse_args(["bench", *arguments]), "cuda")} == ops
+    asked = program._parser().parse_args(["ops", *arguments])
+    assert {entry.case.op for entry in program._entries(asked)} & {*cases.OPS} == ops
 
 
 @pytest.mark.parametrize(
@@ -304,15 +304,9 @@ def test_ops_are_those_that_can(arguments, ops):
     [
         (["--op", "timex", "--phase", "decode"], "one of forward, backward, forward+backward for timex, got decode"),
         (["--op", "wkv6", "--phase", "update", "--backend", "recurrent"], "one of auto for wkv6, got recurrent"),
-        (["--op", "wkv6", "--inputs", "bf16-states"], "bf16-states are only for updates, not for forward"),
         (["--op", "wkv6", "--backend", "tiles"], "one of auto, recurrent, chunked, split for wkv6, got tiles"),
         (["--op", "wkv7", "--shape", "1,2"], "positive numbers B,T,H,N or B,T,H,K,V for wkv7, got '1,2'"),
         (["--op", "wkv4", "--shape", "8,4096,0"], "numbers B,T,C or B,T,H,N for wkv4, got '8,4096,0'"),
-        (["--op", "timex", "--inputs", "strong"], "--inputs: timex has none that are strong"),
-        (["--op", "wkv6", "--inputs", "packed", "--shape", "2,32,1,8"], "packed ones are a batch of 1 with 16 or more"),
-        (["--suite", "layers", "--op", "wkv7"], "--op: cannot be combined with --suite layers"),
-        (["--suite", "layers", "--shape", "1,2,3"], "B,T,C with C a multiple of 64 for --suite layers, got '1,2,3'"),
-        (["--suite", "layers", "--shape", "a,b,64"], "B,T,C with C a multiple of 64 for --suite layers, got 'a,b,64'"),
     ],
 )  # fmt: skip
 def test_arguments_that_do_not_go_together(measured, run, arguments, message):
@@ -320,6 +314,31 @@ def test_arguments_that_do_not_go_together(measured, run, arguments, message):
     assert (code, printed) == (2, "")
     assert message in said
     assert measured == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["ops", "--op", "wkv6", "--inputs", "bf16-states"], "bf16-states are only for updates, not for forward"),
+        (["ops", "--op", "timex", "--inputs", "strong"], "--inputs: timex has none that are strong"),
+        (["ops", "--op", "wkv6", "--inputs", "packed", "--shape", "2,32,1,8"], "packed ones are a batch of 1 with 16"),
+        (["layers", "--shape", "1,2,3"], "B,T,C with C a multiple of 64, got '1,2,3'"),
+        (["layers", "--shape", "a,b,64"], "B,T,C with C a multiple of 64, got 'a,b,64'"),
+    ],
+)
+def test_arguments_of_the_folder_that_do_not_go_together(measured, capsys, arguments, message):
+    assert program.main(arguments) == 2
+    assert message in capsys.readouterr().err
+    assert measured == []
+
+
+def test_layers_are_measured_on_the_cpu(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(figures, "cpu_ms", lambda call: [3.0, 1.0, 2.0] if call() is not None else [])
+    assert program.main(["layers", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert {row["op"] for row in rows} == {*layers.WORKS}
+    assert all(row["median_ms"] == 2.0 for row in rows)
 
 
 def test_what_the_machine_cannot_do_is_said(run, monkeypatch):
@@ -337,14 +356,15 @@ def test_what_the_machine_cannot_do_is_said(run, monkeypatch):
 
 
 def test_without_a_gpu_small_shapes_are_measured_on_the_cpu(run, monkeypatch):
+    torch.manual_seed(0)  # what tokens give A of ssd cancels by chance, and its gradient is nearly nothing
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(bench, "cpu_ms", lambda call: [3.0, 1.0, 2.0] if call() is not None else [])
+    monkeypatch.setattr(figures, "cpu_ms", lambda call: [3.0, 1.0, 2.0] if call() is not None else [])
     code, printed, said = run("bench", "--json")
-    assert (code, said.count("measuring ")) == (0, 2 * len(bench.OPS))
+    assert (code, said.count("measuring ")) == (0, 2 * len(inputs.OPS))
     found = json.loads(printed)
-    assert (found["device"], found["copy_tb_per_s"]) == ("cpu", None)
+    assert found["device"] == "cpu"
     assert [(row["op"], row["phase"]) for row in found["rows"]] == [
-        (op, phase) for op in sorted(bench.OPS) for phase in bench.USUAL_PHASES
+        (op, phase) for op in sorted(inputs.OPS) for phase in inputs.USUAL_PHASES
     ]
     assert all((row["median_ms"], row["shape"][0], row["skipped"]) == (2.0, 1, None) for row in found["rows"])
     assert all(0 < row["error"] < 6e-3 for row in found["rows"])
@@ -357,7 +377,7 @@ def test_names_of_the_command_line_are_those_of_the_bench():
     """They are listed apart, so that --help need not load torch."""
     from rwkv_jit.desk import cli
 
-    assert sorted(cli._OPS) == sorted(bench.OPS) == sorted(OPS)
-    assert (cli._PHASES, list(cli._KINDS), list(cli._DTYPES)) == (bench.PHASES, list(bench.KINDS), list(bench.DTYPES))
-    named = dict.fromkeys(name for op in ("wkv6", "wkv4", "timex") for name in bench.backends_of(op))
+    assert sorted(cli._OPS) == sorted(inputs.OPS) == sorted(OPS)
+    assert (cli._PHASES, list(cli._DTYPES)) == (inputs.PHASES, list(inputs.DTYPES))
+    named = dict.fromkeys(name for op in ("wkv6", "wkv4", "timex") for name in inputs.backends_of(op))
     assert list(cli._BACKENDS) == list(named)

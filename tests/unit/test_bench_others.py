@@ -177,7 +177,7 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(versions, "is_available", lambda: True)
     monkeypatch.setattr(bench, "environment", lambda: ENVIRONMENT)
-    monkeypatch.setattr(bench, "copy_tb_per_s", lambda: 4.25)
+    monkeypatch.setattr(cases, "copy_tb_per_s", lambda: 4.25)
     monkeypatch.setattr(processes, "rows_of", rows_of)
     monkeypatch.setattr(processes, "obstacles", obstacles)
     monkeypatch.setattr(record, "FILE", tmp_path / "bench.json")

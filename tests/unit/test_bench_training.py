@@ -9,7 +9,7 @@ from torch import nn
 from bench import rwkv7_models, training
 from bench.__main__ import main
 from bench.rwkv7_models import Sizes
-from rwkv_jit.desk import bench
+from rwkv_jit.desk import figures
 
 SIZES = Sizes(2, 64, 2, 16, 256)
 SMALL = ("--layers", "1", "--tokens", "16")
@@ -61,7 +61,7 @@ def test_parameters_have_the_names_that_fla_gives_them(model):
 
 
 def test_steps_and_the_layer_are_measured(program, monkeypatch):
-    monkeypatch.setattr(bench, "cpu_ms", lambda call: [call() and 1.0, 2.0, 3.0])
+    monkeypatch.setattr(figures, "cpu_ms", lambda call: [call() and 1.0, 2.0, 3.0])
     code, printed, said = program("training", "--json", *SMALL, "--runs", "3", "--who", "rwkv_jit")
     assert code == 0
     steps, layer = json.loads(printed)["rows"]

@@ -1,6 +1,7 @@
 """What is warmed serves calls, of every op, verb and function of a layer; and errors name the command that warms it."""
 
 import contextlib
+import itertools
 import re
 from functools import partial
 
@@ -47,7 +48,7 @@ class Cache:
 
 
 @pytest.fixture
-def cache(on_gpu, monkeypatch):
+def cache(on_gpu, without_values, monkeypatch):
     """An sm_90 whose calls find what `warm` or the command line has listed, and nothing else."""
     on_gpu.use("sm_90")
     made, serve = Cache(), on_gpu.serve
@@ -144,10 +145,21 @@ SIZES = {
 }  # fmt: skip
 
 
+def sizes_of(op, how, mode, names, pytestconfig):
+    """Return sizes of a call: a share of these in each mode of an op, other ones of the next op, or all with --full."""
+    names = list(names)
+    if pytestconfig.getoption("--full"):
+        return [SIZES[name] for name in names]
+    modes = [each for each in CASES if each[:2] == (op, how)]
+    share = -(-len(names) // len(modes))
+    begin = share * modes.index((op, how, mode)) + list(ALL).index(op)
+    return [SIZES[names[place % len(names)]] for place in range(begin, begin + share)]
+
+
 @pytest.mark.parametrize(("op", "how", "mode"), CASES)
-def test_calls_find_what_was_warmed(op, how, mode, cache):
+def test_calls_find_what_was_warmed(op, how, mode, cache, pytestconfig):
     names = SIZES if how == derived_cases.WAYS.get(op, ("",))[-1] else ("usual", "few heads", "heads of 128")
-    for sizes in [SIZES[name] for name in names]:
+    for sizes in sizes_of(op, how, mode, names, pytestconfig):
         call, told = call_of(op, how, mode, **sizes)
         cache.clear()
         with pytest.raises(CompileError):
@@ -157,8 +169,8 @@ def test_calls_find_what_was_warmed(op, how, mode, cache):
 
 
 @pytest.mark.parametrize(("op", "how", "mode"), CASES)
-def test_errors_name_the_command_that_compiles_what_is_missing(op, how, mode, cache):
-    for sizes in [SIZES[name] for name in ("usual", "few heads of 128", "wide gates")]:
+def test_errors_name_the_command_that_compiles_what_is_missing(op, how, mode, cache, pytestconfig):
+    for sizes in sizes_of(op, how, mode, ("usual", "few heads of 128", "wide gates"), pytestconfig):
         call, _ = call_of(op, how, mode, **sizes)
         cache.clear()
         said = run_commands(call)
@@ -172,12 +184,14 @@ VERBS = [(op, verb) for op in ALL for verb in ("update", "varlen") if hasattr(rw
 
 
 @pytest.mark.parametrize(("op", "verb"), VERBS)
-def test_calls_over_a_pool_find_what_commands_compile(op, verb, cache):
+def test_calls_over_a_pool_find_what_commands_compile(op, verb, cache, pytestconfig):
+    """Half of the sizes of each op and verb in turn, or all with --full."""
     if op == "wkv4":
         tensors = [torch.zeros(CHANNELS), torch.zeros(CHANNELS), *torch.zeros(2, 3, CHANNELS)]
         run_commands(partial(rwkv_jit.wkv4_update, torch.zeros(3, 3, CHANNELS), *tensors))
         return
-    for each in launch_calls._pools(op, verb):
+    first, step = (0, 1) if pytestconfig.getoption("--full") else (VERBS.index((op, verb)) // 2 % 2, 2)
+    for each in itertools.islice(launch_calls._pools(op, verb), first, None, step):
         cache.clear()
         assert run_commands(each.run)
 

@@ -187,9 +187,11 @@ assert ours()
 
 @pytest.mark.parametrize("when", [["before"], ["after"], ["before", "undone"]], ids=" ".join)
 def test_rwkv4_of_transformers_in_every_order(child, tmp_path, when):
-    """With as much of transformers as is replaced."""
+    """With as much of transformers as is replaced; once with all of it, where it is installed."""
     folder = tmp_path / "transformers" / "models" / "rwkv"
     folder.mkdir(parents=True)
+    for each in (folder, *folder.parents[:2]) if "undone" not in when else ():
+        (each / "__init__.py").touch()
     text = "rwkv_cuda_kernel = None\ndef load_wkv_cuda_kernel(context_length): pass\n"
     (folder / "modeling_rwkv.py").write_text(text, encoding="utf-8")
     child(ORDERS, str(tmp_path), *when)

@@ -4,13 +4,12 @@ Sequences first, then calls over a pool of states.
 """
 
 import functools
-import sys
-from pathlib import Path
 
 import derived_cases
 import launch_calls
 import pytest
 import torch
+from stub_driver import frames
 from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -22,7 +21,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import rwkv_jit
 from rwkv_jit.kernels import signatures
 
-PACKAGE = str(Path(rwkv_jit.__file__).parent)
 EACH = pytest.mark.parametrize(("op", "how"), [(op, several[-1]) for op, several in derived_cases.WAYS.items()])
 # Sequences, tokens, heads of keys and of values, head sizes; bounds of packed ones; whether heads fill the GPU.
 SIZES = {
@@ -33,7 +31,6 @@ SIZES = {
     "packed": ((1, 150, 16, 16, 128, 128), [0, 1, 40, 150]),
     "few packed": ((1, 150, 2, 2, 64, 64), [0, 1, 40, 150]),
 }
-LAUNCHES = ("launch.py", "cuda.py")  # each launch takes one function, however many there are
 MOST_FRAMES = {"forward": 11, "with gradients": 12, "backward": 8}
 MOST_FRAMES_OVER_A_POOL = 12
 
@@ -172,24 +169,6 @@ def test_a_graph_has_one_op_of_the_package(op, how):
     graph = make_fx(lambda *given: case.replaced(dict(zip(names, given, strict=True))).run())(*case.tensors.values())
     ops = [str(node.target) for node in graph.graph.nodes if node.op == "call_function" and "rwkv" in str(node.target)]
     assert ops == [f"rwkv_jit.{op}_fwd.default"]
-
-
-def frames(run):
-    """Return how many functions of the package a call enters, but for launches."""
-    count = 0
-
-    def note(frame, event, _):
-        nonlocal count
-        path = frame.f_code.co_filename
-        count += event == "call" and path.startswith(PACKAGE) and Path(path).name not in LAUNCHES
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        result = run()
-    finally:
-        sys.setprofile(before)
-    return count, result
 
 
 @EACH

@@ -9,7 +9,7 @@ import types
 import pytest
 import torch
 
-from rwkv_jit.desk import bench, demo, doctor
+from rwkv_jit.desk import demo, doctor, inputs
 from rwkv_jit.kernels import cache, cuda, env, identity
 from rwkv_jit.kernels.cache import bundle, lock
 from rwkv_jit.kernels.errors import NvrtcNotFoundError
@@ -408,11 +408,11 @@ def test_check_of_the_demo_sees_a_wrong_op(monkeypatch):
     good = demo.check("wkv6", 4, torch.float32, "cpu")
     assert good["passed"]
     assert 0 < good["error"] < good["limit"] == 5e-6
-    function = bench.OPS["wkv6"]
+    function = inputs.OPS["wkv6"]
 
     def wrong(*inputs, **options):
         y, state = function(*inputs, **options)
         return 1.001 * y, state
 
-    monkeypatch.setitem(bench.OPS, "wkv6", wrong)
+    monkeypatch.setitem(inputs.OPS, "wkv6", wrong)
     assert not demo.check("wkv6", 4, torch.float32, "cpu")["passed"]

@@ -3,19 +3,13 @@
 So does a call under a mode of torch's dispatcher, which sees the torch ops as a compiler's graph has them.
 """
 
-import sys
-from pathlib import Path
-
 import launch_calls
 import pytest
-import random_calls
+from stub_driver import frames
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import rwkv_jit
 from rwkv_jit.kernels import signatures
 
-PACKAGE = str(Path(rwkv_jit.__file__).parent)
-LAUNCHES = ("launch.py", "cuda.py")  # each launch takes one function, however many there are
 MOST_FORWARD, MOST_BACKWARD = 12, 10
 EACH = pytest.mark.parametrize(("op", "verb"), launch_calls.KINDS)
 
@@ -27,37 +21,18 @@ class Passes(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def frames(run):
-    """Return how many functions of the package a call enters, but for launches, and its result."""
-    count = 0
-
-    def note(frame, event, _):
-        nonlocal count
-        path = frame.f_code.co_filename
-        is_launch = Path(path).name in LAUNCHES or frame.f_code.co_name == "launch"
-        count += event == "call" and path.startswith(PACKAGE) and not is_launch
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        result = run()
-    finally:
-        sys.setprofile(before)
-    return count, result
-
-
 @EACH
-def test_launches_and_functions_of_known_calls(op, verb, on_gpu, monkeypatch):
-    monkeypatch.setattr(random_calls, "DEVICE", "cpu")  # where all say that they are on a GPU
+def test_launches_and_functions_of_known_calls(op, verb, on_gpu, without_values):
     on_gpu.use("sm_90")
     signatures.forget()
     slow = {}
     for call in launch_calls.of(op, verb):
-        launched, count = [], 0
-        for _ in range(3):
+        launched = []
+        for run in (call.run, call.run, lambda call=call: frames(call.run)):
             on_gpu.order.clear()
-            count, _ = frames(call.run)
+            result = run()
             launched.append(launch_calls.lines(on_gpu.order))
+        count, _ = result
         on_gpu.order.clear()
         with Passes():
             call.run()

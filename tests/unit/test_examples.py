@@ -278,6 +278,18 @@ def test_the_trainer_says_what_is_wrong_with_a_folder(trained, tmp_path):
     assert "File exists" in trained.again("--out", tmp_path / "file")[0]
 
 
+def test_learned_states_lower_the_loss(root, monkeypatch, capsys):
+    """Of a model that has learned for two steps."""
+    names = runpy.run_path(str(root / "examples" / "state_tuning.py"))
+    names["main"].__globals__["train"] = lambda model, steps, device: names["train"](model, 2, device)
+    monkeypatch.setattr(sys, "argv", ["state_tuning.py", "--quick"])
+    names["main"]()
+    _, _, gradients, first, *_, last = capsys.readouterr().out.splitlines()
+    assert float(gradients.split()[6]) < 1e-4
+    assert float(last.split()[3].strip(",")) < float(first.split()[3].strip(","))
+
+
+@pytest.mark.full
 def test_learned_states_write_a_word_that_was_never_read(example, capsys):
     assert example("state_tuning", "--quick", "--word", "mouse") is None
     _, _, gradients, first, *_, last = capsys.readouterr().out.splitlines()

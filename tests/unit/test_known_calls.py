@@ -1144,7 +1144,7 @@ def test_what_the_torch_op_may_do_a_public_call_may_not(on_gpu):
 
 @pytest.mark.parametrize("op", RECURRENCES)
 def test_tuner_launches_the_geometry_it_is_asked_for_from_kernels_it_has_compiled(op, on_gpu, monkeypatch):
-    from rwkv_jit.desk import bench, tune
+    from rwkv_jit.desk import inputs, tune
 
     compiled = []
 
@@ -1155,7 +1155,7 @@ def test_tuner_launches_the_geometry_it_is_asked_for_from_kernels_it_has_compile
         return done
 
     monkeypatch.setattr(kernel, "get_async", get_async)
-    monkeypatch.setattr(bench, "make_inputs", lambda op, shape, dtype: [*make(op, shape, dtype, grad=True).values()])
+    monkeypatch.setattr(inputs, "make_inputs", lambda op, shape, dtype: [*make(op, shape, dtype, grad=True).values()])
     algorithm = CHUNKS[op]
     forward, backward = algorithm.TEMPLATES[:2]
 
@@ -1179,7 +1179,7 @@ def test_tuner_launches_the_geometry_it_is_asked_for_from_kernels_it_has_compile
     assert [tuned[n].parameters["BLOCKS_PER_SM"] for n in (0, -1)] == [1, 4]
     limits = {launch.parameters["LARGEST_DECAY"] for launch in tuned}
     assert limits == {LARGEST_DECAY["bf16"] if op in ("wkv5", "wkv6", "gla") else 0}  # wkv7 trains with sigmoids
-    assert {launch.parameters["DECAY"] for launch in launches} == {bench.decay_of(op)}
+    assert {launch.parameters["DECAY"] for launch in launches} == {inputs.decay_of(op)}
     assert {launch.parameters["STATE_LAYOUT"] for launch in launches} == {OPS[op].state_layout}
     assert results("forward", 32, 128, 2, training=False) == both
     several = [x for way in ("forward", "backward") for x in algorithm.candidates(way, 16, Gpu("sm_80"))]

@@ -11,6 +11,10 @@ import rwkv_jit
 from rwkv_jit.schedules.layers import OPS
 
 CASES = pytest.mark.parametrize(("name", "how"), layer_cases.ALL)
+ENDS = [(name, how) for name, several in layer_cases.WAYS.items() for how in (several[0], several[-1])]
+SOME = pytest.mark.parametrize(
+    ("name", "how"), [pytest.param(*x, marks=() if x in ENDS else pytest.mark.full) for x in layer_cases.ALL]
+)
 
 
 def make(name, how, rows=7, heads=2, head_size=4, dtype=torch.float64, parameters=None):
@@ -74,7 +78,8 @@ def test_results_that_nothing_is_made_of(name, how):
 
 
 @CASES
-def test_torch_ops_are_what_torch_expects(name, how):
+def test_torch_ops_are_what_torch_expects(name, how, pytestconfig):
+    """The forward; and the backward of all gradients, of one or of none, in turn, or each of these with --full."""
     case = make(name, how, dtype=torch.float32)
     inputs = [case.tensors.get(x) for x in OPS[name].inputs]
     inputs = [x if x is None else x.requires_grad_() for x in inputs]
@@ -94,11 +99,13 @@ def test_torch_ops_are_what_torch_expects(name, how):
         wanted, plain[:2] = [x for x in wanted if x != "add"], [results[0].detach(), None]
         places[-1] = results[-1]
     backward = getattr(torch.ops.rwkv_jit, f"{name}_bwd").default
-    for names in (" ".join(wanted), wanted[0], ""):
+    every = (" ".join(wanted), wanted[0], "")
+    place = layer_cases.ALL.index((name, how)) % len(every)
+    for names in every if pytestconfig.getoption("--full") else every[place : place + 1]:
         torch.library.opcheck(backward, (*places, *plain, 64e-5, kinds), {"wanted": names})
 
 
-@CASES
+@SOME
 def test_compiled_calls_of_any_length(name, how):
     torch._dynamo.reset()
     counter, first = CompileCounterWithBackend("aot_eager"), make(name, how)

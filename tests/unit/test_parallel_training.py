@@ -20,8 +20,9 @@ def start(*command):
     ("world", "cases"),
     [
         (2, ["of_layers", "of_derived", "bad_input", "of_copies", "of_shards", "of_small_shards", "of_heads",
-             "of_families", "of_parts", "resumes_copies", "resumes_shards"]),
-        (4, ["of_heads", "of_heads_and_shards", "of_parts", "resumes_heads_and_shards", "resumes_parts"]),
+             "of_families", "of_parts", "resumes_copies", "resumes_shards", "resumes_parts"]),
+        (4, ["of_heads", "of_heads_and_shards", "of_parts", "resumes_heads_and_shards"]),
+        pytest.param(4, ["resumes_parts"], marks=pytest.mark.full),
     ],
 )  # fmt: skip
 def test_ranks_have_what_one_has(world, cases, root):

@@ -651,11 +651,16 @@ class NothingRuns(Exception):
     [
         ("wkv7", 64, 64, {"decay": "sigmoid"}, ("chunked", 32)),
         ("wkv7", 3, 64, {}, ("recurrent", 0)),
-        ("wkv7", 4, 64, {}, ("chunked", 16)),
-        ("wkv7", 20, 192, {"decay": "sigmoid", "backend": "split"}, ("large", 32)),
-        ("gla", 64, 192, {"decay_bound": -4.1}, ("large", 16)),
         ("gla", 64, 300, {"decay_bound": -2.1}, ("large", 64)),
-        ("gla", 64, 1025, {}, ("recurrent", 0)),
+        *(
+            pytest.param(*row, marks=pytest.mark.full)
+            for row in (
+                ("wkv7", 4, 64, {}, ("chunked", 16)),
+                ("wkv7", 20, 192, {"decay": "sigmoid", "backend": "split"}, ("large", 32)),
+                ("gla", 64, 192, {"decay_bound": -4.1}, ("large", 16)),
+                ("gla", 64, 1025, {}, ("recurrent", 0)),
+            )
+        ),
     ],
     ids=str,
 )

@@ -17,7 +17,7 @@ from rwkv_jit.ahead import requests as ahead_requests
 from rwkv_jit.call import tensors, torch_op, tuned
 from rwkv_jit.call.torch_op import Options
 from rwkv_jit.call.tuned import CHUNKS, Geometry
-from rwkv_jit.desk import bench, terminal, tune
+from rwkv_jit.desk import figures, inputs, terminal, tune
 from rwkv_jit.kernels import cuda, kernel, template
 from rwkv_jit.kernels.errors import NvrtcNotFoundError, RwkvJitError
 from rwkv_jit.kernels.gpu import Gpu
@@ -519,7 +519,7 @@ def measuring(monkeypatch):
     monkeypatch.setattr(cuda, "nvrtc", lambda: None)
     monkeypatch.setattr(tune, "_Kernels", fake)
     monkeypatch.setattr(tune, "_compile", lambda op, candidates, size, progress: None)
-    monkeypatch.setattr(bench, "median_ms", fake.median_ms)
+    monkeypatch.setattr(figures, "median_ms", fake.median_ms)
     return fake
 
 
@@ -616,9 +616,9 @@ def test_inputs_of_a_model_keep_the_range_of_every_chunk(op, monkeypatch):
     randn = torch.randn
     monkeypatch.setattr(torch, "randn", lambda *sizes, device: randn(*sizes))
     torch.manual_seed(0)
-    inputs = dict(zip(OPS[op].names, bench.make_inputs(op, (1, 4096, 16, 64), torch.bfloat16), strict=True))
-    w = inputs["w"].detach().float().expand(1, 4096, 16, 64)
-    decays = {"raw": w.exp(), "log": -w}[bench.decay_of(op)]
+    given = dict(zip(OPS[op].names, inputs.make_inputs(op, (1, 4096, 16, 64), torch.bfloat16), strict=True))
+    w = given["w"].detach().float().expand(1, 4096, 16, 64)
+    decays = {"raw": w.exp(), "log": -w}[inputs.decay_of(op)]
     longest = max(diagonal_chunked.CHUNK_LENS)
     assert decays.unflatten(1, (-1, longest // 2)).sum(2).max() < LARGEST_DECAY["bf16"] / 2
 

@@ -48,10 +48,7 @@ FUNCTIONS = {
     "fla.ops.lightning_attn.chunk": ("chunk_lightning_attn",),
     "fla.ops.lightning_attn.fused_recurrent": ("fused_recurrent_lightning_attn",),
 }
-LAYERS = {
-    "fla.layers.rwkv7": ("RWKV7Attention",),
-    "fla.models.rwkv7.modeling_rwkv7": ("RWKV7FeedForward",),
-}
+LAYERS = {"fla.layers.rwkv7": ("RWKV7Attention",), "fla.models.rwkv7.modeling_rwkv7": ("RWKV7FeedForward",)}
 _PATCHES = f"{__name__}.patches"
 
 

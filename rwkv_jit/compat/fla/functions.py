@@ -1,13 +1,20 @@
 """FLA's functions with its arguments: decays are logarithms, states [K, V], and `scale=None` is K^(-1/2).
 
-Each raises `UnsupportedConfigError` where the kernels cannot do what is asked, before anything runs.
+Source: github.com/fla-org/flash-linear-attention. Each function is a row: its arguments as FLA writes them, and what
+runs it. Options that change nothing here are taken: `safe_gate`, `chunk_size`, `disable_recompute`, `cu_seqlens_cpu`,
+`chunk_indices`, `max_num_seqs`, and whatever FLA itself would not read. `state_v_first` makes states [V, K]. A function
+returns o and the final state, (N, H, K, V) in float32, or None.
+
+Each raises `UnsupportedConfigError` where the kernels cannot do a call, before anything runs: `cp_context`,
+`head_first`, `reverse`, `output_attentions` or `gv` is given, dtypes are several, or sizes are beyond the kernels.
 """
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from collections.abc import Mapping, Sequence
-from itertools import accumulate, chain
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,7 +22,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rwkv_jit.call import tensors
-from rwkv_jit.compat.fla import FUNCTIONS
 from rwkv_jit.compat.naming import named
 from rwkv_jit.kernels.errors import UnsupportedConfigError
 from rwkv_jit.layers import token_shift as layer
@@ -28,23 +34,75 @@ from rwkv_jit.plain.layers import last_tokens
 from rwkv_jit.schedules.legal import StateLayout
 
 Result = tuple[Tensor, Tensor | None]
-POWERS_OF_TWO = tuple(2**x for x in range(31))
+POWERS_OF_TWO = (None, *(2**x for x in range(31)))
+_REFUSED = ("cp_context", "reverse", "output_attentions", "gv")
+_TENSORS = (
+    *("q", "k", "v", "r", "w", "a", "b", "u", "g", "beta", "x", "kk", "gk", "gv", "g_gamma", "state", "initial_state"),
+    *("cu_seqlens", "cu_seqlens_cpu", "chunk_indices", "A_log", "dt_bias", "cache"),
+)
+
+# ---- rows --------------------------------------------------------------------------------------------------------
 
 
-def refuse(*rows: Tensor, **unsupported: Any) -> None:
-    """Raise an error where the kernels have not what is asked for, and FLA's code may have it.
+def function(
+    name: str, run: Callable[..., Any], arguments: str, says: str, chunks: Sequence[int | None] = (),
+    reads_older_name: bool = True, any_state: bool = False, **names: str,
+) -> Callable[..., Any]:  # fmt: skip
+    """Return the function that FLA calls so.
 
     Parameters
     ----------
-    *rows : torch.Tensor
-        Those that share a device and a dtype here.
-    **unsupported
-        Options by their names, which must be None or False.
+    name : str
+        FLA's.
+    run : callable
+        Takes the arguments, by the names of the op below.
+    arguments : str
+        As in its definition, "q, k, scale=None, **more"; what `more` has is not read.
+    says : str
+        Its docstring.
+    chunks : sequence of int or None
+        The `chunk_size` that FLA has, its default first: others are FLA's to refuse, and all of them do the same.
+    reads_older_name : bool, default True
+        Whether `transpose_state_layout` is `state_v_first` by another name.
+    any_state : bool, default False
+        Whether an initial state may be no tensor.
+    **names
+        What FLA calls an argument, by what the op below calls it.
+    """
+    listed = [each.partition("=")[0] for each in arguments.split(", ") if each[0] != "*"]
+    more = "more" if "**more" in arguments else "{}"
+    bind = eval(f"lambda {arguments}: ({{{', '.join(f'{x!r}: {x}' for x in listed)}}}, {more})")  # as Python binds them
+    bind.__name__ = bind.__qualname__ = name
+    below = {theirs: ours for ours, theirs in names.items()}
+    parameters = inspect.signature(bind).parameters.values()
 
-    Raises
-    ------
-    UnsupportedConfigError
-        An option is given, or the tensors are elsewhere or of other dtypes.
+    def call(*arguments: Any, **options: Any) -> Any:
+        by_name, more = bind(*arguments, **options)
+        refuse(head_first=more.get("head_first"), **{x: by_name[x] for x in _REFUSED if x in by_name})
+        if chunks:
+            size = more.get("chunk_size", chunks[0])
+            if size not in chunks:
+                raise UnsupportedConfigError(f"chunk_size={size} is not supported")
+            by_name["chunk_size"] = size
+        if "state_v_first" in by_name:
+            by_name["state_layout"] = _layout(by_name["state_v_first"], more if reads_older_name else {})
+        return run(**{below.get(x, x): value for x, value in by_name.items()})
+
+    def shown(x: inspect.Parameter) -> inspect.Parameter:
+        is_tensor = x.name in _TENSORS and not (any_state and x.name == "initial_state")
+        kind = f"Tensor{'' if x.default is x.empty else ' | None'}" if is_tensor else "Any"
+        return x.replace(annotation=kind)
+
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = says
+    call.__signature__ = inspect.Signature(list(map(shown, parameters)))  # type: ignore[attr-defined]
+    return named(**names)(call)
+
+
+def refuse(*rows: Tensor, **unsupported: Any) -> None:
+    """Raise UnsupportedConfigError where the kernels lack what FLA's code may have.
+
+    That is options that are neither None nor False, and `rows` of a device or dtype that is none here, or of several.
     """
     for name, value in unsupported.items():
         if value is not None and value is not False:
@@ -59,44 +117,31 @@ def refuse(*rows: Tensor, **unsupported: Any) -> None:
         raise UnsupportedConfigError(f"{' beside '.join(dtypes)} is not supported")
 
 
-def check_chunks(more: Mapping[str, Any], *sizes: int | None) -> None:
-    """Leave it to FLA to refuse a `chunk_size` that is none of these; the first is its default, and all do the same."""
-    if more.get("chunk_size", sizes[0]) not in sizes:
-        raise UnsupportedConfigError(f"chunk_size={more['chunk_size']} is not supported")
-
-
-def layout_of(state_v_first: bool, more: Mapping[str, Any]) -> StateLayout:
+def _layout(state_v_first: bool, more: Mapping[str, Any]) -> StateLayout:
     """Return the layout of states, which `more` may have by its older name."""
-    refuse(head_first=more.get("head_first"))
     if "transpose_state_layout" in more:
         if state_v_first:
             raise ValueError("transpose_state_layout: is the older name of state_v_first, got both")
-        # Behind this function, the one that is called, what names its arguments, and what stands in FLA's module.
+        # Behind this function, what reads arguments, what names them, and what stands in FLA's module.
         warnings.warn("transpose_state_layout is now state_v_first", DeprecationWarning, stacklevel=5)
         state_v_first = more["transpose_state_layout"]
     return "vk" if state_v_first else "kv"
 
 
 def run(
-    op: Any, rows: Sequence[Tensor], scale: float | None, state: Any, wants_state: bool, cu_seqlens: Tensor | None,
-    *more: Any, every: int = 0, **options: Any,
+    op: Any, rows: Sequence[Tensor], scale: float | None = None, initial_state: Any = None,
+    output_final_state: bool = False, cu_seqlens: Tensor | None = None, *more: Any, **options: Any,
 ) -> Result:  # fmt: skip
-    """Run an op on the tokens that sequences have: behind the last one o is zeros, and so are all gradients.
-
-    With `every` the states before so many tokens each are a third result.
-    """
-    if every:
-        given = op, rows, scale, state, wants_state, cu_seqlens
-        return _run_with_states(every, *given, **options)  # type: ignore[no-any-return]
+    """Run an op on the tokens that sequences have: behind the last one o is zeros, and so are all gradients."""
     scale = rows[0].shape[-1] ** -0.5 if scale is None else scale
     behind = tensors.tokens_behind(cu_seqlens, rows[0])
     if behind:
         rows = [x[:, :-behind] if x.dim() > 2 else x for x in rows]  # u and fixed decays have no tokens
-    o, final = op(*rows, state_of(state), wants_state, cu_seqlens, *more, scale=scale, **options)
+    o, final = op(*rows, state_of(initial_state), output_final_state, cu_seqlens, *more, scale=scale, **options)
     return F.pad(o, (0, 0, 0, 0, 0, behind)) if behind else o, final
 
 
-def _run_with_states(
+def run_with_states(
     size: int, op: Any, rows: Sequence[Tensor], scale: float | None, state: Any, wants_state: bool,
     cu_seqlens: Tensor | None, **options: Any,
 ) -> Any:  # fmt: skip
@@ -121,252 +166,152 @@ def _run_with_states(
         assert finals is not None
         before |= {middle: x for (_, middle), x in zip(halves, finals, strict=True)}
         parts = halves + [(middle, end) for (_, middle), (_, end) in zip(halves, parts, strict=True)]
-    made = torch.stack([before[begin] for begin in sorted(before)]) if before else final[:0]
-    return o, final if wants_state else None, made.view(batch, -1, *final.shape[1:]).to(o.dtype)
+    states = torch.stack([before[begin] for begin in sorted(before)]) if before else final[:0]
+    return o, final if wants_state else None, states.view(batch, -1, *final.shape[1:]).to(o.dtype)
 
 
-def state_of(given: Any) -> Any:
+def state_of(state: Any) -> Any:
     """Return a state that final ones have the dtype of: float32, as FLA's are."""
-    return given.float() if isinstance(given, Tensor) and given.dtype.itemsize < 4 else given
+    return state.float() if isinstance(state, Tensor) and state.dtype.itemsize < 4 else state
 
 
-def small(q: Tensor, *given: Tensor | None) -> tuple[Any, ...]:
+def small(q: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
     """Return what kernels take in q's dtype or in float32, in float32 where it has another one."""
     legal = q.dtype, torch.float32
     if torch.is_autocast_enabled(q.device.type):
-        return given
-    return tuple(x if x is None or x.dtype in legal else x.float() for x in given)
+        return others
+    return tuple(x if x is None or x.dtype in legal else x.float() for x in others)
+
+
+def call_of(
+    scale: float | None = None, initial_state: Any = None, output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None, **_: Any,
+) -> tuple[float | None, Any, bool, Tensor | None]:  # fmt: skip
+    """Return what all functions have beside their rows, of a call's arguments."""
+    return scale, initial_state, output_final_state, cu_seqlens
 
 
 # ---- RWKV-7 ------------------------------------------------------------------------------------------------------
 
 
-def chunk_dplr_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, gk: Tensor, scale: float | None = None,
-    initial_state: Tensor | None = None, output_final_state: bool = False, cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None, safe_gate: bool = False, chunk_size: int | None = None,
-    disable_recompute: bool = False, cp_context: Any = None, lower_bound: float | None = None, **more: Any,
-) -> Result:  # fmt: skip
-    r"""Run the delta rule with a diagonal plus a low rank, which is RWKV-7's.
-
-        S_t = diag(e^gk_t) S_{t-1} + b_t (a_t^T S_{t-1}) + k_t v_t^T;   o_t = scale S_t^T q_t
-
-    Parameters
-    ----------
-    q, k, a, b : torch.Tensor, shape (B, T, H, K)
-        As `wkv7` takes r, k, a and b.
-    v : torch.Tensor, shape (B, T, H, V)
-        Value.
-    gk : torch.Tensor, shape (B, T, H, K)
-        Logarithm of the decay.
-    scale : float, optional
-        Of o; K^(-1/2) by default.
-    initial_state : torch.Tensor, shape (N, H, K, V), optional
-        State before the first token.
-    output_final_state : bool, default False
-        Whether to return the state after the last token.
-    cu_seqlens : torch.Tensor, shape (N + 1,), optional
-        Where packed sequences begin and end; B is 1 then.
-    lower_bound : float, optional
-        The least value of gk.
-    cu_seqlens_cpu, safe_gate, chunk_size, disable_recompute
-        Change nothing here: any decay is right, and chunks are chosen by the sizes.
-    cp_context
-        Must be None; `rwkv_jit.parallel` shares sequences between processes.
-    **more
-        `head_first` must be False; FLA reads nothing else.
-
-    Returns
-    -------
-    o : torch.Tensor, shape (B, T, H, V)
-    final_state : torch.Tensor, shape (N, H, K, V), float32, or None
-
-    Raises
-    ------
-    UnsupportedConfigError
-        `cp_context` or `head_first` is given, q, k, v, a and b have several dtypes or one that the kernels have not, or
-        the sizes are beyond theirs.
-    TypeError, ValueError
-        As `wkv7`.
-    """
-    refuse(q, k, v, a, b, cp_context=cp_context, head_first=more.get("head_first"))
-    return run(
-        wkv7, (q, *small(q, gk), k, v, a, b), scale, initial_state, output_final_state, cu_seqlens, decay="log",
-        decay_bound=lower_bound, state_layout="kv",
-    )  # fmt: skip
+def _rwkv7(
+    r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, lower_bound: float | None = None, **call: Any
+) -> Result:
+    refuse(r, k, v, a, b)
+    rows = (r, *small(r, w), k, v, a, b)
+    return run(wkv7, rows, *call_of(**call), decay="log", decay_bound=lower_bound, state_layout="kv")
 
 
-def chunk_rwkv7(
-    r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, scale: float | None = 1.0,
-    initial_state: Tensor | None = None, output_final_state: bool = False, cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None, safe_gate: bool = False, chunk_size: int | None = None,
-    disable_recompute: bool = False, cp_context: Any = None, lower_bound: float | None = None,
-) -> Result:  # fmt: skip
-    """Run RWKV-7 time mixing: `chunk_dplr_delta_rule` with r for q and w for gk, and a scale of 1 by default."""
-    return chunk_dplr_delta_rule(
-        r, k, v, a, b, w, scale, initial_state, output_final_state, cu_seqlens, cp_context=cp_context,
-        lower_bound=lower_bound,
-    )  # fmt: skip
+def _rwkv7_of_rates(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, **call: Any) -> Result:
+    return _rwkv7(r, w, k, v, -a, a * b, **call)
 
 
-def fused_recurrent_dplr_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, gk: Tensor, scale: float | None = None,
-    initial_state: Tensor | None = None, output_final_state: bool = False, reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> Result:  # fmt: skip
-    """Run `chunk_dplr_delta_rule`; `reverse` must be False."""
-    refuse(reverse=reverse)
-    return chunk_dplr_delta_rule(q, k, v, a, b, gk, scale, initial_state, output_final_state, cu_seqlens)
-
-
-def fused_recurrent_rwkv7(
-    r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, scale: float | None = None,
-    initial_state: Tensor | None = None, output_final_state: bool = True, cu_seqlens: Tensor | None = None,
-) -> Result:  # fmt: skip
-    """Run `chunk_rwkv7`, with a scale of K^(-1/2) and the final state by default."""
-    return chunk_dplr_delta_rule(r, k, v, a, b, w, scale, initial_state, output_final_state, cu_seqlens)
-
-
-def fused_mul_recurrent_rwkv7(
-    r: Tensor, w: Tensor, k: Tensor, v: Tensor, kk: Tensor, a: Tensor, scale: float | None = 1.0,
-    initial_state: Tensor | None = None, output_final_state: bool = False, reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> Result:  # fmt: skip
-    """Run `chunk_rwkv7` with -kk for a and kk a for b; `reverse` must be False."""
-    refuse(reverse=reverse)
-    return chunk_dplr_delta_rule(r, k, v, -kk, kk * a, w, scale, initial_state, output_final_state, cu_seqlens)
-
+_STATE = "scale=None, initial_state=None, output_final_state=False"
+_ROWS_OF_RWKV7, _SCALE_OF_1 = "r, w, k, v, a, b", _STATE.replace("None", "1.0", 1)
+_CHUNKED = (
+    "cu_seqlens=None, cu_seqlens_cpu=None, safe_gate=False, chunk_size=None, disable_recompute=False, cp_context=None, "
+    "lower_bound=None"
+)
+chunk_dplr_delta_rule = function(
+    "chunk_dplr_delta_rule", _rwkv7, f"q, k, v, a, b, gk, {_STATE}, {_CHUNKED}, **more",
+    "Run the delta rule with a diagonal plus a low rank: `wkv7` with log-decays gk, `lower_bound` the least of them.",
+    r="q", w="gk",
+)  # fmt: skip
+fused_recurrent_dplr_delta_rule = function(
+    "fused_recurrent_dplr_delta_rule", _rwkv7, f"q, k, v, a, b, gk, {_STATE}, reverse=False, cu_seqlens=None",
+    "Run `chunk_dplr_delta_rule`.", r="q", w="gk",
+)  # fmt: skip
+chunk_rwkv7 = function(
+    "chunk_rwkv7", _rwkv7, f"{_ROWS_OF_RWKV7}, {_SCALE_OF_1}, {_CHUNKED}", "Run `wkv7` with log-decays w."
+)
+fused_recurrent_rwkv7 = function(
+    "fused_recurrent_rwkv7", _rwkv7, f"{_ROWS_OF_RWKV7}, {_STATE.replace('False', 'True')}, cu_seqlens=None",
+    "Run `chunk_rwkv7`.",
+)  # fmt: skip
+fused_mul_recurrent_rwkv7 = function(
+    "fused_mul_recurrent_rwkv7", _rwkv7_of_rates, f"r, w, k, v, kk, a, {_SCALE_OF_1}, reverse=False, cu_seqlens=None",
+    "Run `chunk_rwkv7` with -kk for a and kk a for b.", a="kk", b="a",
+)  # fmt: skip
 
 # ---- without a delta term ----------------------------------------------------------------------------------------
 
 
-def chunk_rwkv6(
-    r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, scale: float | None = None,
-    initial_state: Tensor | None = None, output_final_state: bool = False, cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None, **more: Any,
-) -> Result:  # fmt: skip
-    """Run RWKV-6 time mixing as `wkv6` does; w is the logarithm of the decay, and scale K^(-1/2) by default."""
-    refuse(r, k, v, head_first=more.get("head_first"))
-    check_chunks(more, None, *POWERS_OF_TWO)
-    return run(
-        wkv6, (r, k, v, *small(r, w, u)), scale, initial_state, output_final_state, cu_seqlens, decay="log",
-        state_layout="kv",
-    )  # fmt: skip
+def _rwkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, **call: Any) -> Result:
+    refuse(r, k, v)
+    return run(wkv6, (r, k, v, *small(r, w, u)), *call_of(**call), decay="log", state_layout="kv")
 
 
-def fused_recurrent_rwkv6(
-    r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, scale: float | None = None,
-    initial_state: Tensor | None = None, output_final_state: bool = False, reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> Result:  # fmt: skip
-    """Run `chunk_rwkv6`; `reverse` must be False."""
-    refuse(reverse=reverse)
-    return chunk_rwkv6(r, k, v, w, u, scale, initial_state, output_final_state, cu_seqlens)
-
-
-def chunk_gla(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
-    output_final_state: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
-) -> Result:  # fmt: skip
-    """Run gated linear attention as `gla` does; states are [V, K] with `state_v_first`."""
+def _gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state_layout: StateLayout, **call: Any) -> Result:
     refuse(q, k, v)
-    return run(
-        gla, (q, k, v, *small(q, g)), scale, initial_state, output_final_state, cu_seqlens,
-        state_layout="vk" if state_v_first else "kv",
-    )  # fmt: skip
+    op: Any = linear_attention if g is None else gla
+    return run(op, (q, k, v, *(() if g is None else small(q, g))), *call_of(**call), state_layout=state_layout)
 
 
-def fused_recurrent_gla(
-    q: Tensor, k: Tensor, v: Tensor, gk: Tensor | None = None, gv: Tensor | None = None, scale: float | None = None,
-    initial_state: Tensor | None = None, output_final_state: bool = False, reverse: bool = False,
-    state_v_first: bool = False, cu_seqlens: Tensor | None = None, **more: Any,
-) -> Result:  # fmt: skip
-    """Run `chunk_gla`, without a gate `linear_attention`; `gv` must be None and `reverse` False."""
-    refuse(q, k, v, gv=gv, reverse=reverse)
-    layout = layout_of(state_v_first, more)
-    if gk is not None:
-        return chunk_gla(q, k, v, gk, scale, initial_state, output_final_state, layout == "vk", cu_seqlens)
-    state = initial_state, output_final_state
-    return run(linear_attention, (q, k, v), scale, *state, cu_seqlens, state_layout=layout)
-
-
-def chunk_linear_attn(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, initial_state: Any = None,
-    output_final_state: bool = False, normalize: bool = True, cu_seqlens: Tensor | None = None,
+def _linear(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, initial_state: Any, output_final_state: bool, normalize: bool,
+    cu_seqlens: Tensor | None, **_: Any,
 ) -> tuple[Tensor, Any]:  # fmt: skip
-    """Run linear attention as `linear_attention` does, normalized by default.
-
-    Normalized states are pairs (S, z) with z of shape (N, 1, H, K); S alone begins with a z of zeros.
-    """
+    """Run `linear_attention`. Normalized states are pairs (S, z), z (N, 1, H, K); S alone begins with a z of zeros."""
     refuse(q, k, v)
-    if not normalize:
-        initial_state = state_of(initial_state)
-    elif initial_state is not None:
+    if normalize and initial_state is not None:
         state, z = initial_state if isinstance(initial_state, tuple) else (initial_state, None)
         state, z = (x if x is None else state_of(tensors.from_any("initial_state", x)) for x in (state, z))
-        texts = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+        sequences = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
         heads, head_size, value_size = *k.shape[2:], v.shape[-1]
         if state is None:
-            state = q.new_zeros(texts, heads, head_size, value_size, dtype=torch.float32)
-        z = q.new_zeros(texts, heads, head_size, dtype=state.dtype) if z is None else z.squeeze(1).to(state.dtype)
+            state = q.new_zeros(sequences, heads, head_size, value_size, dtype=torch.float32)
+        z = q.new_zeros(sequences, heads, head_size, dtype=state.dtype) if z is None else z.squeeze(1).to(state.dtype)
         initial_state = state, z
-    o, final = run(
-        linear_attention, (q, k, v), scale, initial_state, output_final_state, cu_seqlens, normalize, state_layout="kv"
-    )
+    call = scale, initial_state, output_final_state, cu_seqlens
+    o, final = run(linear_attention, (q, k, v), *call, normalize, state_layout="kv")
     return o, (final[0], final[1].unsqueeze(1)) if normalize and final is not None else final
 
 
-fused_chunk_linear_attn = chunk_linear_attn
-
-
-def fused_recurrent_linear_attn(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, initial_state: Any = None,
-    output_final_state: bool = False, reverse: bool = False, normalize: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Any]:  # fmt: skip
-    """Run `chunk_linear_attn`, not normalized by default; `reverse` must be False."""
-    refuse(reverse=reverse)
-    return chunk_linear_attn(q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens)
-
-
-def fused_recurrent_rwkv4(w: Tensor, u: Tensor, k: Tensor, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Run RWKV-4 time mixing as `wkv4` does, with w before -exp(w) and states of shape (B, 3, 1, C)."""
+def _rwkv4(w: Tensor, u: Tensor, k: Tensor, v: Tensor, initial_state: Tensor) -> tuple[Tensor, Tensor]:
     refuse(k, v)
     w, u = small(k, w, u)
-    y, final = wkv4(w, u, k, v, state.squeeze(2), True, decay="raw")
+    y, final = wkv4(w, u, k, v, initial_state.squeeze(2), True, decay="raw")
     assert final is not None
     return y, final.unsqueeze(2)
 
 
-def token_shift(
-    x: Tensor, cu_seqlens: Tensor | None = None, cache: Tensor | None = None, output_cache: bool = False,
-    chunk_indices: Tensor | None = None,
-) -> Any:  # fmt: skip
-    """Return the token before minus each token, and with `output_cache` the last token of each text, (N, C).
-
-    On a GPU it is left to FLA, whose kernel writes the difference at once.
-    """
+def _shifted(
+    x: Tensor, cu_seqlens: Tensor | None, first: Tensor | None, output_cache: bool, chunk_indices: Tensor | None
+) -> Any:
     if x.device.type != "cpu":
         raise UnsupportedConfigError("the difference alone is FLA's own")
-    first = None if cache is None else cache.reshape(-1, x.shape[-1])
+    first = None if first is None else first.reshape(-1, x.shape[-1])
     (before,) = layer.token_shift(x, x.new_ones(1, x.shape[-1]), first=first, cu_seqlens=cu_seqlens)
     return (before - x, last_tokens(x, first, cu_seqlens)) if output_cache else before - x
 
 
-_OF_RWKV7 = {"q": "r", "gk": "w"}
-_NAMES = {  # what arguments are called, by what they are below
-    "chunk_dplr_delta_rule": {"r": "q", "w": "gk"}, "chunk_rwkv7": _OF_RWKV7, "fused_recurrent_rwkv7": _OF_RWKV7,
-    "fused_mul_recurrent_rwkv7": {**_OF_RWKV7, "a": "kk", "b": "a"}, "fused_recurrent_gla": {"g": "gk"},
-    "fused_recurrent_rwkv4": {"initial_state": "state"}, "token_shift": {"first": "cache"},
-    "chunk_gdn2": {"beta": "b", "write_gate": "w"},
-}  # fmt: skip
-
-
-def name_arguments(module: dict[str, Any]) -> None:
-    """Let the functions of a module that FLA has too name arguments as it does."""
-    for name in {*chain(*FUNCTIONS.values())} & module.keys():
-        module[name] = named(**_NAMES.get(name, {}))(module[name])
-
-
-name_arguments(globals())
+_PACKED = "cu_seqlens=None, cu_seqlens_cpu=None"
+chunk_rwkv6 = function(
+    "chunk_rwkv6", _rwkv6, f"r, k, v, w, u, {_STATE}, {_PACKED}, **more", "Run `wkv6` with log-decays w.", POWERS_OF_TWO
+)
+fused_recurrent_rwkv6 = function(
+    "fused_recurrent_rwkv6", _rwkv6, f"r, k, v, w, u, {_STATE}, reverse=False, cu_seqlens=None", "Run `chunk_rwkv6`."
+)
+chunk_gla = function("chunk_gla", _gla, f"q, k, v, g, {_STATE}, state_v_first=False, {_PACKED}", "Run `gla`.")
+fused_recurrent_gla = function(
+    "fused_recurrent_gla", _gla,
+    f"q, k, v, gk=None, gv=None, {_STATE}, reverse=False, state_v_first=False, cu_seqlens=None, **more",
+    "Run `chunk_gla`; without gk `linear_attention`.", g="gk",
+)  # fmt: skip
+chunk_linear_attn = fused_chunk_linear_attn = function(
+    "chunk_linear_attn", _linear, f"q, k, v, {_STATE}, normalize=True, cu_seqlens=None", str(_linear.__doc__),
+    any_state=True,
+)  # fmt: skip
+fused_recurrent_linear_attn = function(
+    "fused_recurrent_linear_attn", _linear, f"q, k, v, {_STATE}, reverse=False, normalize=False, cu_seqlens=None",
+    "Run `chunk_linear_attn`, not normalized by default.", any_state=True,
+)  # fmt: skip
+fused_recurrent_rwkv4 = function(
+    "fused_recurrent_rwkv4", _rwkv4, "w, u, k, v, state",
+    "Run `wkv4` with w before -exp(w); states are (B, 3, 1, C).", initial_state="state",
+)  # fmt: skip
+token_shift = function(
+    "token_shift", _shifted, "x, cu_seqlens=None, cache=None, output_cache=False, chunk_indices=None",
+    "Return the token before minus each token, with `output_cache` also the last of each sequence, (N, C); on a CPU.",
+    first="cache",
+)  # fmt: skip
