@@ -374,7 +374,7 @@ def called(function):
 def frames(function):
     """Return how many functions of the package a call enters, but for launches, and its result."""
     codes, result = profiled(function)
-    return sum(Path(code.co_filename).name not in LAUNCHES for code in codes), result
+    return sum(Path(code.co_filename).name not in LAUNCHES and code.co_name != "launch" for code in codes), result
 
 
 def entered(function):

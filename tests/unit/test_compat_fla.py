@@ -415,6 +415,7 @@ def test_channel_mixing(installed):
 
 
 def test_parts_with_a_cache_are_the_whole(installed):
+    torch.manual_seed(0)
     time, channel = random_layer(RWKV7Attention, head_dim=K, layer_idx=0), random_layer(RWKV7FeedForward, layer_idx=0)
     x = torch.randn(B, T, WIDTH)
     want, want_mixed = time(x)[0], channel(x)[0]
