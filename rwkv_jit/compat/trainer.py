@@ -96,7 +96,7 @@ def _gradients(
 
 
 def _any_heads(x: Tensor) -> Tensor:
-    """Return rows as heads of any size, for what does not go by heads."""
+    """Return rows as heads of any size, for ops whose results do not depend on heads."""
     heads: Tensor = x.unflatten(-1, (-1, gcd(x.shape[-1], 64)))
     return heads
 
