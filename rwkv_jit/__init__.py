@@ -20,14 +20,15 @@ _MODULES = lazy.modules({
     "ops.wkv5": "wkv5",
     "ops.wkv6": "wkv6",
     "ops.wkv7": "wkv7",
-    "pool.update": "gla_update linear_attention_update wkv5_update wkv6_update wkv7_update",
-    "pool.varlen": "gla_varlen linear_attention_varlen wkv5_varlen wkv6_varlen wkv7_varlen",
-    "derived.delta": "kda gated_delta_rule delta_rule gated_delta_rule2",
-    "derived.diagonal": "simple_gla hgrn2 ssd",
-    "derived.delta_pooled":
-        "kda_update gated_delta_rule_update delta_rule_update gated_delta_rule2_update kda_varlen "
-        "gated_delta_rule_varlen delta_rule_varlen gated_delta_rule2_varlen",
-    "derived.diagonal_pooled": "simple_gla_update hgrn2_update ssd_update simple_gla_varlen hgrn2_varlen ssd_varlen",
+    "ops.delta": "kda gated_delta_rule delta_rule gated_delta_rule2",
+    "ops.diagonal": "simple_gla hgrn2 ssd",
+    "pool.functions":
+        "delta_rule_update delta_rule_varlen gated_delta_rule2_update gated_delta_rule2_varlen "
+        "gated_delta_rule_update gated_delta_rule_varlen gla_replay gla_update gla_varlen gla_verify hgrn2_update "
+        "hgrn2_varlen kda_update kda_varlen linear_attention_replay linear_attention_update linear_attention_varlen "
+        "linear_attention_verify simple_gla_update simple_gla_varlen ssd_update ssd_varlen wkv5_replay wkv5_update "
+        "wkv5_varlen wkv5_verify wkv6_replay wkv6_update wkv6_varlen wkv6_verify wkv7_replay wkv7_update wkv7_varlen "
+        "wkv7_verify",
     "plain.derived_references":
         "kda_ref gated_delta_rule_ref delta_rule_ref gated_delta_rule2_ref simple_gla_ref hgrn2_ref ssd_ref",
     "layers.activate": "activate",
@@ -45,9 +46,7 @@ _MODULES = lazy.modules({
     "call.options": "CallOptions DecayOptions",
     "pool.options":
         "PoolOptions UpdateOptions DecayUpdateOptions VarlenOptions DecayVarlenOptions ReplayOptions FlushOptions",
-    "pool.replay":
-        "gla_replay gla_verify linear_attention_replay linear_attention_verify wkv5_replay wkv5_verify wkv6_replay "
-        "wkv6_verify wkv7_replay wkv7_verify replay_commit replay_flush",
+    "pool.replay": "replay_commit replay_flush",
     "pool.ring": "ReplayRing",
     "call.custom": "Template",
     "pool.state_pool": "StatePool",

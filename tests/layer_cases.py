@@ -43,7 +43,7 @@ def function_of(name):
 
 def delta_operands(k, beta, q=None, g=None, A_log=None, dt_bias=None, *, kinds, lower_bound=0.0):
     """What `wkv7` takes for the delta rules."""
-    return tuple(calls.call(KIND, (k, q, beta, g, A_log, dt_bias), (None,) * 5, (lower_bound, *kinds)))
+    return tuple(calls.call(KIND, (k, q, beta, g, A_log, dt_bias), (), (lower_bound, *kinds)))
 
 
 def make(name, how, sizes, dtype, parameters, device="cpu"):

@@ -8,10 +8,10 @@
 //   weight, bias  [CHANNELS]  T_WEIGHT, T_BIAS  in       mixes  [MIXES, CHANNELS]  T_MIXES  in
 //   first        [texts, CHANNELS]  T_MIXED  in with HAS_FIRST, else null, for zeros: n of the token before a text
 //   cu_seqlens   [texts + 1]  int32 or int64  in where PACKED: where texts begin and end; else each has `tokens` rows
-//   residual     [rows, CHANNELS]  T_IO  out: z
+//   residual     [rows, CHANNELS]  T_IO  out, or null: z
 //   mixed0, ...  [rows, CHANNELS]  T_MIXED  out, MIXES of them
 //   last         [texts, CHANNELS]  T_MIXED  out: n of the last token of a text; of one without tokens its `first`
-//   stats        [rows, 2]  fp32  out: the mean and 1 / sqrt(variance + eps), for the backward
+//   stats        [rows, 2]  fp32  out, or null: the mean and 1 / sqrt(variance + eps), for the backward
 //
 // What is normed is z as it is stored, and n_{t-1} is rounded as `last` is: so it does not matter where a text is cut.
 //
@@ -87,10 +87,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, max_of(1, 768 / NUM_TH
         for_pieces([&](int n, int channel) {
 #pragma unroll
             for (int i = 0; i < VECTOR; ++i) z[n][i] = own.at(n, i);
-            if (is_own) write(residual + row * CHANNELS + channel, z[n]);
+            if (is_own && residual != nullptr) write(residual + row * CHANNELS + channel, z[n]);
         });
         const Statistics found = centre(z, eps, smem.parts[0], smem.parts[1]);
-        if (is_own && threadIdx.x == 0) stats[2 * row] = found.mean, stats[2 * row + 1] = found.factor;
+        if (is_own && threadIdx.x == 0 && stats != nullptr)
+            stats[2 * row] = found.mean, stats[2 * row + 1] = found.factor;
         if (is_own && row == text.end) text = text_of(row, cu_seqlens, tokens, texts, rows);
         for_pieces([&](int n, int channel) {
             Piece<T_WEIGHT> slope;

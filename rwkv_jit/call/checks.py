@@ -21,7 +21,7 @@ STATE_LAYOUTS: tuple[str, ...] = get_args(StateLayout)
 _LARGEST = sys.float_info.max
 # Of calls that _warn_of_order is silent about, and the modules between those and a user.
 _FEW_TOKENS, _MOST_HEADS = 16, 128
-_BETWEEN = ("rwkv_jit.call.", "rwkv_jit.ops.", "rwkv_jit.derived.", "rwkv_jit.compat")
+_BETWEEN = ("rwkv_jit.call.", "rwkv_jit.ops.", "rwkv_jit.compat")
 _has_warned = False
 # What messages call the dimensions of inputs.
 _DIMENSIONS = {"K": "head size", "V": "value size", "G": "key heads", "C": "channels"}
@@ -79,6 +79,15 @@ def check_switches(op: Op, arrays: Sequence[Any], traits: Mapping[str, Any]) -> 
                 raise ValueError(f"{name}: needs A_log too")
     if bound is not None:
         check_lower_bound(bound)
+
+
+def step_limits(dt_limit: Any) -> tuple[float | None, float | None]:
+    """Return the limits of steps, None for those that there are without any."""
+    if isinstance(dt_limit, (tuple, list)) and len(dt_limit) == 2:
+        least, most = dt_limit
+        if isinstance(least, (int, float)) and isinstance(most, (int, float)) and least <= most:
+            return None if least == 0.0 else float(least), None if most == math.inf else float(most)
+    raise ValueError(f"dt_limit: expected a pair of numbers that does not fall, got {dt_limit!r}")
 
 
 def check_lower_bound(lower_bound: Any) -> None:

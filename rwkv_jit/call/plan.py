@@ -147,9 +147,9 @@ class Plan:
             if self._copies:
                 self._write_back(given, arrays)
             return results
-        results = []
+        results, new = [], tensors.new
         for shape, strides, dtype in self._results:
-            made = tensors.new(shape, strides, dtype)
+            made = new(shape, strides, dtype)
             results.append(made)
             values.append(made.data_ptr())
         if self._kept_places:
@@ -157,7 +157,7 @@ class Plan:
             for offset in self._kept_places:
                 values.append(begin + offset)
         if self._scratch_bytes:
-            scratch = tensors.new((self._scratch_bytes,), (1,), torch.uint8)
+            scratch = new((self._scratch_bytes,), (1,), torch.uint8)
             begin = scratch.data_ptr()
             for offset in self._scratch_places:
                 values.append(begin + offset)

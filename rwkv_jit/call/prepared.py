@@ -79,14 +79,14 @@ class Known:
             cu_seqlens = tensors.readable_packing(cu_seqlens)
         return self._forward.run([*arrays, state, cu_seqlens])
 
-    def record(self, arrays: Arrays) -> tuple[Sequence[Any], Sequence[Any], Sequence[Tensor]]:
-        """Run the forward; return y and the final state, what the backward takes, and no results without gradients."""
+    def record(self, arrays: Arrays) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Run the forward; return y and the final state, and what the backward takes."""
         given = arrays
         if arrays[-1] is not None:
             given = [*arrays[:-1], tensors.readable_packing(arrays[-1])]
         results = self._forward.run(given)
         final = results[1] if self.problem.has_final_state else None
-        return (results[0], final), (*given, results[-1] if self.keeps else None), ()
+        return (results[0], final), (*given, results[-1] if self.keeps else None)
 
     def differentiate(self, saved: Arrays, grads: Arrays) -> list[Tensor | None]:
         """Return the gradients of all inputs, or None, from the arrays and what the forward kept."""
@@ -98,6 +98,8 @@ class Known:
         present = [x for x in given if x is not None]
         latest = self._latest
         if latest is None or len(present) != latest.length or not latest.are_alike(*present):
+            if not tensors.are_own(present):
+                return [*self.differentiate_by_op(saved, grads)]
             latest = self._prepare(given, present)
         made: list[Any] = latest.plan.run(given)
         for place in self._unwanted:
@@ -124,11 +126,11 @@ class Known:
 class Differentiable(Protocol):
     """A prepared call with gradients."""
 
-    def record(self, arrays: Arrays) -> tuple[Sequence[Any], Sequence[Any], Sequence[Tensor]]:
-        """Run the forward; return its results, what the backward takes, and the results that have no gradient."""
+    def record(self, arrays: Arrays) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Run the forward; return its results, and what the backward takes."""
 
     def differentiate(self, saved: Sequence[Any], grads: Arrays) -> Sequence[Tensor | None]:
-        """Return the gradients of the arrays by prepared kernels."""
+        """Return the gradients of the arrays by prepared kernels, or by the op where tensors are not torch's own."""
 
     def differentiate_by_op(self, saved: Sequence[Any], grads: Arrays) -> Sequence[Tensor | None]:
         """Return the same by the torch op, which compilers and modes can see."""
@@ -137,17 +139,16 @@ class Differentiable(Protocol):
 class _Recorded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Differentiable, *arrays: Any) -> tuple[Any, ...]:
-        results, saved, constants = call.record(arrays)
+        results, saved = call.record(arrays)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
-        ctx.mark_non_differentiable(*constants)
         ctx.call = call
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         saved, call = ctx.saved_tensors, ctx.call
-        if not torch.is_grad_enabled() and tensors.is_eager(grads, saved):
+        if not torch.is_grad_enabled() and tensors.is_eager():
             return None, *call.differentiate(saved, grads)
         return None, *call.differentiate_by_op(saved, grads)
 
@@ -211,7 +212,7 @@ def with_nearest(
 
 # ---- finding them ------------------------------------------------------------------------------------------------
 
-calls: BySignature[Known] = BySignature()
+calls: BySignature[Any] = BySignature()
 # The last of those that differ in nothing but tensors behind the first: a check whether these are alike, and the call.
 # To ask every tensor for its signature takes as long as half a launch.
 _latest: BySignature[tuple[Callable[..., bool], Any]] = BySignature()
@@ -219,9 +220,10 @@ IS_THERE = partial(is_not, None)  # a call of C, as every known call takes it fo
 
 
 def latest(key: tuple[Any, ...], arrays: Sequence[Any], lead: int = 0, cu_seqlens: Any = None) -> Any:
-    """Return the last call with such arrays and `key`, which is all else; None if a compiler or mode looks on."""
-    if not tensors.is_eager():
-        return None
+    """Return the call that came last with such arrays; None where there is none.
+
+    `key` is all of a call but its arrays, of which one is the lead. No compiler or mode may look on.
+    """
     try:
         if cu_seqlens is not None:
             key = tensors.longest(cu_seqlens, arrays[lead].shape[1]), *key
@@ -281,9 +283,10 @@ def find_or_keep(
     key = asked if cu_seqlens is None else (_longest(arrays[lead], cu_seqlens), *asked)
     given = *arrays, initial_state, cu_seqlens
     signature = key, training, _wants(arrays, initial_state, training and is_public), tensors.signature(given)
-    known = calls.get(signature)
+    known: Known | None = calls.get(signature)
     if known is None:
-        known = calls.keep(signature, prepare())
+        known = prepare()
+        calls.keep(signature, known)
         keep_latest(asked, given, known, lead, cu_seqlens)
     return known
 

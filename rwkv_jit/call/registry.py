@@ -142,7 +142,7 @@ for _op in OPS.values():
     if _op.state:
         register_op(_op, f"ops.{_op.name}")
 for _op in derived.OPS.values():
-    register_op(_op, "derived.delta" if "beta" in _op.inputs else "derived.diagonal")
+    register_op(_op, "ops.delta" if "beta" in _op.inputs else "ops.diagonal")
 for _name, _schema in _TIMEX.items():
     register(_name, _schema, "ops.timex", casts=_name == "timex_fwd")
 # It imports triton, which nobody but those who count needs.

@@ -198,8 +198,7 @@ def readable_packing(cu_seqlens: Tensor) -> Tensor:
 
 # ---- known calls -------------------------------------------------------------------------------------------------
 
-_PLAIN = (Tensor, torch.nn.Parameter)
-PLAIN = {*_PLAIN, type(None)}  # what nobody else looks at
+_PLAIN = (Tensor, torch.nn.Parameter)  # what nobody else looks at
 # Every call asks these: found once.
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_transforms = torch._C._functorch.peek_interpreter_stack
@@ -208,16 +207,8 @@ _any_autocast = torch._C._is_any_autocast_enabled
 is_batched = torch._C._functorch.is_legacy_batchedtensor  # by `torch.autograd.grad(is_grads_batched=True)`
 
 
-def is_eager(grads: Sequence[Any] = (), saved: Sequence[Any] = ()) -> bool:
-    """Return whether an op may run without torch's dispatcher: no compiler, mode, transform or trace looks on.
-
-    Of a backward neither gradients nor what was saved may be subclasses, and no gradient several at once.
-    """
-    if grads and not PLAIN.issuperset(map(type, (*grads, *saved))):
-        return False
-    for x in grads:
-        if x is not None and is_batched(x):
-            return False
+def is_eager() -> bool:
+    """Return whether an op may be run without torch's dispatcher: no compiler, mode, transform or trace looks on."""
     return not (
         torch.compiler.is_compiling()
         or _dispatch_modes()
@@ -259,6 +250,11 @@ def are_plain(arrays: Iterable[Any]) -> bool:
     """Return whether these are tensors of torch or None, and no subclass that sees every op."""
     # A tuple, as the compiler of torch 2.6 does not know sets.
     return all(x is None or type(x) in _PLAIN for x in arrays)
+
+
+def are_own(arrays: Sequence[Any]) -> bool:
+    """Return whether the tensors of a backward are torch's own, and none of them several at once."""
+    return are_plain(arrays) and not any(is_batched(x) for x in arrays if x is not None)
 
 
 def signature(arrays: Sequence[Any]) -> tuple[Any, ...] | None:
@@ -323,14 +319,6 @@ def apart(out: Any, others: Iterable[Any]) -> Any:
                 if x.numel() and begin < x.data_ptr() + x.element_size() * (reach + 1):
                     return torch.empty_like(out)
     return out
-
-
-def new_on(device: int, made_of: Memory) -> Tensor:
-    """Return a tensor on a device, whichever is current."""
-    if torch._C._cuda_getDevice() == device:
-        return new(*made_of)
-    with torch.cuda.device(device):
-        return new(*made_of)
 
 
 # ---- devices and addresses ---------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def call(
     switches = modes.current()
     asked = (op.name, output_final_state, options, traits, switches, torch.is_grad_enabled())
     given = *arrays, initial_state, cu_seqlens
-    known = prepared.latest(asked, given, op.lead, cu_seqlens)
+    known = prepared.latest(asked, given, op.lead, cu_seqlens) if tensors.is_eager() else None
     if known is None:
         known, training = prepared.find(asked, arrays, initial_state, cu_seqlens, op.lead)
     else:

@@ -12,12 +12,11 @@ from torch.nn import functional as F
 
 from rwkv_jit.call import tensors
 from rwkv_jit.compat.naming import named
-from rwkv_jit.derived.diagonal import ssd
-from rwkv_jit.derived.diagonal_pooled import ssd_update
 from rwkv_jit.kernels.errors import UnsupportedConfigError
+from rwkv_jit.ops.diagonal import ssd
 from rwkv_jit.plain.operands import of_value_heads, skip_gate
 from rwkv_jit.pool import arguments
-from rwkv_jit.pool.update import gla_update
+from rwkv_jit.pool.functions import gla_update, ssd_update
 
 __all__ = ["mamba_chunk_scan_combined", "selective_state_update"]
 

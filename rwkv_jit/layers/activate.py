@@ -67,7 +67,7 @@ def activate(x: Array, kinds: Kind | Sequence[Kind], *, out: Array | None = None
         raise unexpected("activate", next(iter(_unknown)))
     in_place = out is x
     given = tuple(kinds) if isinstance(kinds, Sequence) and not isinstance(kinds, (str, bytes, memoryview)) else kinds
-    made = calls.call(KIND, (x,), (None if in_place else out,), (given, in_place))
+    made = calls.call(KIND, (x,), () if in_place or out is None else (out,), (given, in_place))
     return made[0] if out is None else out  # type: ignore[return-value]
 
 

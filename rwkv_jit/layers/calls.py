@@ -41,10 +41,16 @@ class Call(NamedTuple):
     kinds: tuple[str, ...] = ()
     in_place: bool = False
     dtypes: Mapping[str, torch.dtype] = {}  # of results in another one
+    spared: tuple[str, ...] = ()  # results that kernels do not write, as nobody reads them
 
     def new(self, name: str, make: Callable[..., Tensor] = Tensor.new_empty) -> Tensor:
         """Return a tensor like a result."""
         return make(self.lead, self.results[name], dtype=self.dtypes.get(name, self.lead.dtype))
+
+    @property
+    def made(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the new tensors that there will be."""
+        return {name: shape for name, shape in self.results.items() if name not in self.spared}
 
     @property
     def tensors(self) -> list[Any]:
@@ -73,7 +79,9 @@ class Kind:
     lead: str = ""  # the input whose heads results of DTensors have, where that is not the first one
     has_flat_heads: bool = False  # results have heads side by side, as channels
     results: tuple[str, ...] = ()  # of the torch op with gradients; those that a call does not have are empty there
-    kept: tuple[str, ...] = ()  # of these: what the backward alone takes
+    kept: tuple[str, ...] = ()  # of these, the last ones: what the backward alone takes, and no public call returns
+    # Of the inputs by name: the results that a call without gradients has no need of, the kept ones among them.
+    spared: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda named: ()
     replaced: Mapping[str, str] = field(default_factory=dict)  # inputs that the backward takes a result instead of
     shared: Mapping[str, str] = field(default_factory=dict)  # inputs whose gradient is that of another, but its dtype
     unused: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda named: ()  # inputs that no result depends on
@@ -113,8 +121,11 @@ def kind_of(name: str) -> Kind:
 
 
 def call(kind: Kind, inputs: Sequence[Any], written: Sequence[Any], options: tuple[Any, ...]) -> list[Tensor]:
-    """Run a call, at once where it came before, else after all checks; return its new tensors."""
-    if torch.compiler.is_compiling():
+    """Run a call, at once where it came before, else after all checks; return its new tensors.
+
+    `written` are tensors of the caller's, or None; none at all where it writes into nothing of the caller's.
+    """
+    if not tensors.is_eager():
         return _checked_call(kind, inputs, written, options, None)
     address = 0
     try:
@@ -138,7 +149,7 @@ def call(kind: Kind, inputs: Sequence[Any], written: Sequence[Any], options: tup
 def call_for(names: Sequence[str], name: str, inputs: Mapping[str, Any], options: tuple[Any, ...]) -> list[Tensor]:
     """Run a call for some of its results by name, in the order of `Kind.written`; it has no gradient."""
     kind = kind_of(name)
-    return call(kind, [inputs.get(x) for x in kind.names], [None] * len(kind.written), (*options, *names))
+    return call(kind, [inputs.get(x) for x in kind.names], (), (*options, *names))
 
 
 def _checked_call(
@@ -148,20 +159,22 @@ def _checked_call(
     present = [x for x in arrays if x is not None]
     if sharding.any_distributed(present):
         return _distributed(kind, inputs, written, options)
-    call = kind.check(inputs, written, *options)
+    call = kind.check(inputs, written or _nothing(kind), *options)
     is_recorded = torch.is_grad_enabled() and _want_gradients(call.tensors)
     if is_recorded:
         _check_gradient(call)
+    else:
+        call = _spared(call)
     if call.lead.is_cuda and call.lead.numel() and tensors.is_eager() and tensors.are_plain(call.tensors):
         run = _Prepared(call, is_recorded).run
-        results = run(call.tensors)
+        results = run(call.tensors if written else call.inputs)
         if key is not None and all(isinstance(x, Tensor) for x in present) and not env.checks_indices():
             prepared.keep_latest(key, arrays, run)
         return results
     if _has_gradient(call) and not _writes_in_place(call):
-        results = registry.find(f"{kind.name}_fwd")(*call.inputs, call.eps, call.kinds, True)
+        results = registry.find(f"{kind.name}_fwd")(*call.inputs, call.eps, call.kinds, is_recorded)
         by_name = dict(zip(kind.results, results if isinstance(results, (tuple, list)) else (results,), strict=True))
-        return [by_name[x] for x in call.results]
+        return [by_name[x] for x in call.made if x not in kind.kept]
     new = {x: call.new(x) for x in call.results}
     if call.lead.numel():
         places = zip(kind.written, call.written, strict=True)
@@ -184,6 +197,8 @@ def _distributed(
     if not isinstance(named[lead], Tensor):
         raise TypeError(f"{lead}: expected a DTensor like another argument, got {type(named[lead]).__name__}")
     roles, count = kind.roles(named, options)
+    if not (torch.is_grad_enabled() and _want_gradients(inputs)):
+        count -= len({*kind.spared(named)}.difference(kind.kept))
 
     def of_rank(*local: Any) -> list[Tensor]:
         results = call(kind, local, written, options)
@@ -196,8 +211,19 @@ def _distributed(
 
 
 def _in_plain_torch(call: Call) -> list[Tensor]:
-    results = call.kind.plain(call.inputs, call.eps, call.kinds)
-    return [x.to(call.dtypes.get(name, call.lead.dtype)) for name, x in zip(call.results, results, strict=True)]
+    """Return the results of a call in plain torch."""
+    results = dict(zip(call.results, call.kind.plain(call.inputs, call.eps, call.kinds), strict=True))
+    return [results[name].to(call.dtypes.get(name, call.lead.dtype)) for name in call.made]
+
+
+def _nothing(kind: Kind) -> list[None]:
+    """Return what a call writes to that writes to nothing of the caller's."""
+    return [None] * len(kind.written)
+
+
+def _spared(call: Call) -> Call:
+    """Return a call without the results that nobody reads without gradients."""
+    return call._replace(spared=call.kind.spared(dict(zip(call.kind.names, call.inputs, strict=True))))
 
 
 def _want_gradients(arrays: Sequence[Any]) -> bool:
@@ -238,14 +264,15 @@ def _plan(call: Call) -> Plan:
 
     def prepare() -> Plan:
         dtypes = dict.fromkeys(call.results, call.lead.dtype) | dict(call.dtypes)
-        results = {name: Result(shape, tensors.STORAGE[dtypes[name]]) for name, shape in call.results.items()}
+        results = {name: Result(shape, tensors.STORAGE[dtypes[name]]) for name, shape in call.made.items()}
         given = kind.given(call)._replace(results=results)
         given = given._replace(alignment=min(alignment, given.alignment))
         named = dict(zip((*kind.names, *kind.written), call.tensors, strict=True))
         named |= {name: slots_of(x) for name, x in named.items() if name in POOLS and x is not None}
         return Plan(kind.forward(call, given), problem_of(kind.op, given), named)
 
-    key = kind.name, alignment, call.null_index, call.eps, call.kinds, call.in_place, tensors.signature(call.tensors)
+    asked = kind.name, alignment, call.null_index, call.eps, call.kinds, call.in_place, call.spared
+    key = *asked, tensors.signature(call.tensors)
     return plans.find(key, prepare)
 
 
@@ -278,6 +305,8 @@ def _plan_of_backward(call: Call, named: Mapping[str, Any], wanted: tuple[str, .
 
 
 class _Backward(NamedTuple):
+    """A prepared backward, and which arrays it is for."""
+
     plan: Plan
     there: tuple[bool, ...]
     are_alike: Callable[..., bool]
@@ -289,14 +318,14 @@ class _Prepared:
     def __init__(self, call: Call, is_recorded: bool):
         kind = self._kind = call.kind
         self._forward = _plan(call)
-        self._count, self._behind = len(call.inputs), [None] * len(call.written)
+        self._behind: list[None] = [] if any(x is not None for x in call.written) else _nothing(kind)
         self._packed = kind.packed if kind.packed is not None and call.inputs[kind.packed] is not None else None
         self._tokens = call.lead.shape[1] if self._packed is not None else 0
         self._is_recorded = is_recorded
         if not is_recorded:
             return
         results = list(call.results)
-        self._kept = [results.index(x) for x in kind.kept]
+        self._count, self._kept = len(call.inputs), len(results) - len(kind.kept)
         self._replaced = [(kind.names.index(x), results.index(y)) for x, y in kind.replaced.items()]
         self._dropped = [kind.names.index(x) for x in kind.shared]
         named = dict(zip(kind.names, call.inputs, strict=True))
@@ -307,8 +336,10 @@ class _Prepared:
         self._makes = _made_for(kind, self._wanted)
         self._places = [kind.names.index(x) for x in self._makes]
         self._empty: list[Tensor | None] = [None] * self._count
-        self._graded = [x for x in results if x not in kind.kept]
-        self._needed = [place for place, x in enumerate(self._graded) if x not in OPTIONAL]
+        self._graded = results[: self._kept]
+        # Behind what was saved: the kept results, and the inputs.
+        behind = len(kind.kept) + self._count
+        self._needed = [behind + place for place, x in enumerate(self._graded) if x not in OPTIONAL]
         pairs = [(x, y) for x, y in kind.shared.items() if x in self._wanted]
         self._shared = [(kind.names.index(x), kind.names.index(y)) for x, y in pairs]
         self._call = call._replace(inputs=(), written=(), lead=call.lead.new_empty(0))  # which holds no memory
@@ -322,10 +353,10 @@ class _Prepared:
     def run(self, arrays: Sequence[Any]) -> list[Tensor]:
         """Run the call, and record it where gradients are needed; return its new tensors."""
         if self._is_recorded:
-            return list(prepared.record(self, *arrays[: self._count]))
+            return list(prepared.record(self, *arrays))
         if self._packed is not None:
             arrays = self._readable(arrays)
-        return self._forward.run(arrays)
+        return self._forward.run([*arrays, *self._behind])
 
     def _readable(self, arrays: Sequence[Any]) -> list[Any]:
         """Return the arrays with bounds of sequences that have been looked at."""
@@ -334,32 +365,33 @@ class _Prepared:
         several[place] = tensors.packing(several[place], self._tokens)
         return several
 
-    def record(self, inputs: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Tensor]]:
-        """Run the forward; return the results, what the backward takes, and the results that have no gradient."""
+    def record(self, inputs: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Run the forward; return the results but what it keeps, and what the backward takes."""
         if self._packed is not None:
             inputs = self._readable(inputs)
         results = self._forward.run([*inputs, *self._behind])
-        kept = [results[place] for place in self._kept]
         if self._replaced or self._dropped:
             inputs = list(inputs)
             for place, result in self._replaced:
                 inputs[place] = results[result]
             for place in self._dropped:
                 inputs[place] = None
-        return results, (*kept, *inputs), kept
+        return results[: self._kept], (*results[self._kept :], *inputs)
 
     def differentiate(self, saved: Sequence[Any], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients of the inputs by prepared kernels."""
-        arrays = list(grads[: len(self._graded)])
+        arrays = [*saved, *grads]
         for place in self._needed:
             if arrays[place] is None:  # nothing depends on this result, and kernels need a tensor
                 call = self._call._replace(lead=saved[len(saved) - self._count])
-                arrays[place] = call.new(self._graded[place], Tensor.new_zeros)
+                arrays[place] = call.new(self._graded[place - len(saved)], Tensor.new_zeros)
         there, latest = tuple(map(IS_THERE, arrays)), self._latest
         if latest is None or latest.there != there or not latest.are_alike(*compress(arrays, there)):
-            latest = self._latest = self._prepare(saved, arrays, there)
+            if not tensors.are_own(arrays):
+                return self.differentiate_by_op(saved, grads)
+            latest = self._latest = self._prepare(saved, arrays[len(saved) :], there)
         gradients = list(self._empty)
-        for place, grad in zip(self._places, latest.plan.run([*saved, *arrays]), strict=True):
+        for place, grad in zip(self._places, latest.plan.run(arrays), strict=True):
             gradients[place] = grad
         for place, other in self._shared:
             gradients[place] = _shared(gradients[other], self._call.kinds)
@@ -369,12 +401,12 @@ class _Prepared:
         inputs = saved[len(saved) - self._count :]
         named = _named(self._kind, saved, dict(zip(self._graded, grads, strict=True)))
         plan = _plan_of_backward(self._call._replace(inputs=inputs, lead=inputs[0]), named, self._makes)
-        return _Backward(plan, there, tensors.likeness([x for x in grads if x is not None]))
+        return _Backward(plan, there, tensors.likeness([x for x in (*saved, *grads) if x is not None]))
 
     def differentiate_by_op(self, saved: Sequence[Any], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the same by the torch op."""
         call, kind = self._call, self._kind
-        of_results = dict(zip(call.results, grads, strict=True))
+        of_results = dict(zip(self._graded, grads, strict=True))
         arrays = [of_results.get(x) for x in kind.results if x not in kind.kept]
         by_name = _differentiate(kind, arrays, saved, call.eps, call.kinds, self._wanted)
         return [by_name.get(x) for x in kind.names]
@@ -421,7 +453,7 @@ def define(kind: Kind) -> Kind:
     with_gradient = [x for x in kind.results if x not in kind.kept]
 
     def checked(inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> Call:
-        return kind.check(inputs, [None] * len(kind.written), *kind.options(eps, kinds))
+        return kind.check(inputs, _nothing(kind), *kind.options(eps, kinds))
 
     def in_places(names: Sequence[str], results: Sequence[Tensor], lead: Tensor) -> Any:
         """Return results as the op does: an empty one where a call does not have it."""
@@ -433,24 +465,24 @@ def define(kind: Kind) -> Kind:
         return [x for x, array in zip(kind.op.names, inputs, strict=False) if array is not None]
 
     def forward(*arguments: Any) -> Any:
-        *inputs, eps, kinds, _ = arguments
-        key = f"{name}_fwd", eps, tuple(kinds)
+        *inputs, eps, kinds, save = arguments
+        key = f"{name}_fwd", eps, tuple(kinds), save
         found = prepared.latest(key, inputs)
         if found is None:
-            call = checked(inputs, eps, kinds)
+            call = checked(inputs, eps, kinds) if save else _spared(checked(inputs, eps, kinds))
             if not (call.lead.is_cuda and call.lead.numel()):
                 torch_op.say_reference(name, call.lead)
                 with tensors.exactly(call.lead), torch.no_grad():
-                    return in_places([*call.results], _in_plain_torch(call), call.lead)
-            found = [*call.results], _Prepared(call, False).run
+                    return in_places([*call.made], _in_plain_torch(call), call.lead)
+            found = [*call.made], _Prepared(call, False).run
             prepared.keep_latest(key, inputs, found)
         names, run = found
-        return in_places(names, run([*inputs, *[None] * len(kind.written)]), inputs[0])
+        return in_places(names, run(inputs), inputs[0])
 
     def forward_fake(*arguments: Any) -> Any:
-        *inputs, eps, kinds, _ = arguments
-        call = checked(inputs, eps, kinds)
-        return in_places([*call.results], [call.new(x) for x in call.results], call.lead)
+        *inputs, eps, kinds, save = arguments
+        call = checked(inputs, eps, kinds) if save else _spared(checked(inputs, eps, kinds))
+        return in_places([*call.made], [call.new(x) for x in call.made], call.lead)
 
     def setup(ctx: Any, arguments: Sequence[Any], _: dict[str, Any], results: Any) -> None:
         *inputs, ctx.eps, ctx.kinds, _save = arguments
@@ -571,7 +603,7 @@ def _step(
     in_place = not inputs
     if in_place:
         inputs, written = list(written), []
-    call = Call(kind, inputs, [None] * len(kind.written), {}, inputs[0], null_index, eps, tuple(kinds), in_place)
+    call = Call(kind, inputs, _nothing(kind), {}, inputs[0], null_index, eps, tuple(kinds), in_place)
     names: Any = kind.written
     if kind.backward is not None:
         names = kind.check(inputs, call.written, *kind.options(eps, kinds)).results

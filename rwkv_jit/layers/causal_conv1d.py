@@ -108,7 +108,7 @@ def causal_conv1d(
         raise unexpected("causal_conv1d", next(iter(_unknown)))
     if output_final_state is not True and output_final_state is not False:
         output_final_state = checks.check_flag("output_final_state", output_final_state)
-    (y,) = calls.call(KIND, (x, weight, bias, initial_state, cu_seqlens), (None,), (activation,))
+    (y,) = calls.call(KIND, (x, weight, bias, initial_state, cu_seqlens), (), (activation,))
     if not output_final_state:
         return y, None
     named = {"x": x, "weight": weight, "initial_state": initial_state, "cu_seqlens": cu_seqlens}

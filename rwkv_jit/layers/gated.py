@@ -58,7 +58,7 @@ def gated(x: Array, g: Array, gate: Gate = "sigmoid", **_unknown: NoReturn) -> T
     """
     if _unknown:
         raise unexpected("gated", next(iter(_unknown)))
-    return calls.call(KIND, (x, g), (None,), (gate,))[0]
+    return calls.call(KIND, (x, g), (), (gate,))[0]
 
 
 def _check(inputs: Sequence[Any], written: Sequence[Any], gate: Any) -> Call:

@@ -101,7 +101,8 @@ def gated_norm(
     """
     if _unknown:
         raise unexpected("gated_norm", next(iter(_unknown)))
-    inputs, written = (y, g, weight, bias, r, k, v, r_k, bonus), (out, None, None)
+    inputs = y, g, weight, bias, r, k, v, r_k, bonus
+    written = () if out is None else (out, None, None)
     made = calls.call(KIND, inputs, written, (eps, gate, norm))
     return made[0] if out is None else out  # type: ignore[return-value]
 

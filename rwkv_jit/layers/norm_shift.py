@@ -78,7 +78,8 @@ def norm_shift(
     Returns
     -------
     residual : torch.Tensor, shape and dtype of x
-        z. Pass on this one and not x: so its gradient is added in the same kernel.
+        z, which is x itself without `add` and without gradients. Pass on this one and not x: so its gradient is added
+        in the same kernel.
     mixed : tuple of M torch.Tensor, shape of x
     last : torch.Tensor, shape (N, C)
         n of the last token of each sequence; of one without tokens, what came before it.
@@ -112,8 +113,11 @@ def norm_shift(
     if _unknown:
         raise unexpected("norm_shift", next(iter(_unknown)))
     inputs = x, add, weight, bias, mixes, first, cu_seqlens
-    residual, *mixed, last, _ = calls.call(KIND, inputs, (None,) * 9, (eps, dtype))
-    return residual, tuple(mixed), last
+    *mixed, last = calls.call(KIND, inputs, (), (eps, dtype))
+    if len(mixed) > mixes.shape[0]:  # type: ignore[union-attr]
+        return mixed[0], tuple(mixed[1:]), last
+    residual = x if isinstance(x, Tensor) else tensors.from_any("x", x)
+    return residual.detach() if residual.requires_grad else residual, tuple(mixed), last
 
 
 def _check(inputs: Sequence[Any], written: Sequence[Any], eps: float, dtype: Any) -> Call:
@@ -143,7 +147,7 @@ def _options(eps: float, kinds: Sequence[str]) -> tuple[Any, ...]:
 
 def _roles(named: Mapping[str, Any], options: Sequence[Any]) -> tuple[Roles, int]:
     """Return what ranks may share, the norm taking all channels, and the number of results."""
-    return roles_of_sequences(named, _ROLES), 3 + count_of_mixes(named)
+    return roles_of_sequences(named, _ROLES), 2 + count_of_mixes(named)
 
 
 KIND = calls.define(
@@ -163,6 +167,7 @@ KIND = calls.define(
         roles=_roles,
         results=(*RESULTS["norm_shift"], *KEPT["norm_shift"]),
         kept=("stats",),
+        spared=lambda named: ("residual", "stats") if named["add"] is None else ("stats",),
         replaced={"x": "residual"},
         shared={"add": "x"},
     )

@@ -107,7 +107,7 @@ def prepare_keys(
     if _unknown:
         raise unexpected("prepare_keys", next(iter(_unknown)))
     inputs = k, v, rate, v_first, v_gate, k_k, k_a, a0, v0, r, r_k
-    made = calls.call(KIND, inputs, (None,) * 7, (rate_map,))
+    made = calls.call(KIND, inputs, (), (rate_map,))
     return tuple(made) if v_first is not None else (made[0], v, *made[1:])  # type: ignore[arg-type]
 
 

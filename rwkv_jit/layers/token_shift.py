@@ -80,7 +80,7 @@ def token_shift(
     """
     if _unknown:
         raise unexpected("token_shift", next(iter(_unknown)))
-    return tuple(calls.call(KIND, (x, mixes, amounts, first, cu_seqlens), (None,) * 6, ()))
+    return tuple(calls.call(KIND, (x, mixes, amounts, first, cu_seqlens), (), ()))
 
 
 def _check(inputs: Sequence[Any], written: Sequence[Any]) -> Call:

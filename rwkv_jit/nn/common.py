@@ -272,8 +272,8 @@ def recur(
     if shard is None:
         y, final = op(*inputs, state, True, cu_seqlens, **options)
     else:
-        from rwkv_jit.parallel import recurrences
+        from rwkv_jit.parallel import functions
 
-        y, final = getattr(recurrences, op.__name__)(*inputs, shard, state, True, **options)
+        y, final = getattr(functions, op.__name__)(*inputs, shard, state, True, **options)
     assert final is not None
     return y, final

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from rwkv_jit.call.checks import check_lower_bound
-from rwkv_jit.derived.delta import gated_delta_rule, kda
 from rwkv_jit.nn import common
+from rwkv_jit.ops.delta import gated_delta_rule, kda
 from rwkv_jit.pool.arguments import count
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rwkv_jit.derived.diagonal import ssd
 from rwkv_jit.nn import common
+from rwkv_jit.ops.diagonal import ssd
 from rwkv_jit.plain.reference import STRONGEST_RAW
 from rwkv_jit.pool.arguments import count
 

@@ -13,7 +13,7 @@ from rwkv_jit.nn.common import before_texts, in_files, recur, tensors_of
 from rwkv_jit.nn.mixing import Block, ChannelMix, TimeMixOfHeads
 from rwkv_jit.ops.wkv5 import wkv5
 from rwkv_jit.plain.layers import last_tokens
-from rwkv_jit.pool.update import wkv5_update
+from rwkv_jit.pool.functions import wkv5_update
 
 
 @in_files

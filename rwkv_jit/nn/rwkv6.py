@@ -13,7 +13,7 @@ from rwkv_jit.nn.common import before_texts, in_files, recur, tensors_of, under_
 from rwkv_jit.nn.mixing import Block, ChannelMix, TimeMixOfHeads
 from rwkv_jit.ops.wkv6 import wkv6
 from rwkv_jit.plain.layers import last_tokens
-from rwkv_jit.pool.update import wkv6_update
+from rwkv_jit.pool.functions import wkv6_update
 
 _WIDE = 4096  # from which width on the low-rank matrices have twice the rank
 

@@ -19,7 +19,7 @@ from rwkv_jit.nn.mixing import Layer
 from rwkv_jit.ops.wkv7 import wkv7
 from rwkv_jit.plain.layers import last_tokens
 from rwkv_jit.pool import arguments
-from rwkv_jit.pool.update import wkv7_update
+from rwkv_jit.pool.functions import wkv7_update
 
 _EPS_OF_HEADS = 64e-5
 # The ranks of the low-rank matrices are these times the square root of the width, in steps of 32.

@@ -32,28 +32,39 @@ def gla(
 ) -> tuple[Tensor, Tensor | None]:
     r"""Gated linear attention over sequences, with gradients to every input and to the initial state.
 
-        S_t = S_{t-1} diag(d(g_t)) + v_t k_t^T;   y_t = scale S_t q_t        per head, S [V, K]
+        S <- S diag(d(g)) + v k^T;   y = scale S q
+
+    per head and token, with S [V, K]. B is the batch, T the tokens, H the heads, K and V the head sizes of keys and
+    values (equal or not), N the number of sequences: B, or one less than the length of `cu_seqlens`.
 
     Parameters
     ----------
-    q, k, v : torch.Tensor, shape (B, T, H, K), and (B, T, H, V) of v, float16, bfloat16 or float32
-        Query, key and value, in memory and with the letters of `wkv7`. K and V may differ.
+    q, k : torch.Tensor, shape (B, T, H, K), float16, bfloat16 or float32
+        Query and key. Any strides; if the last one is not 1, the input is copied. DLPack hands over arrays of other
+        libraries.
+    v : torch.Tensor, shape (B, T, H, V), dtype of q
+        Value.
     g : torch.Tensor, shape (B, T, H, K), dtype of q or float32
         Decay before the map that `decay` names; by default its logarithm.
-    initial_state, output_final_state, cu_seqlens
-        As `wkv7` takes them, but that states are (K, V), and in the vk layout (V, K).
+    initial_state : torch.Tensor, shape (N, H, K, V) or (H, K, V), optional
+        State before the first token, float16, bfloat16 or float32; zeros by default. Without N the same for every
+        sequence. In the vk layout the last two sizes are (V, K).
+    output_final_state, cu_seqlens
+        As `wkv6` takes them.
     **options
         By name, as `DecayOptions` says: scale, decay, decay_bound, state_layout, checkpoint_interval, chunk_len,
         num_threads, backend. By default scale is K^-0.5, decay "log" and state_layout "kv".
 
     Returns
     -------
-    y, final_state : as `wkv7` returns them, the state (N, H, K, V) or (N, H, V, K)
+    y : torch.Tensor, shape (B, T, H, V), dtype of v
+    final_state : torch.Tensor, shape (N, H, K, V) or (N, H, V, K), or None
+        Dtype of `initial_state`, float32 without one. For T = 0 a differentiable copy of the initial state.
 
     Raises
     ------
     TypeError, ValueError, UnsupportedConfigError, NvrtcNotFoundError
-        As `wkv7`.
+        As `wkv6`.
 
     Notes
     -----

@@ -34,18 +34,25 @@ def linear_attention(
 ) -> tuple[Tensor, Any]:
     r"""Linear attention over sequences, with gradients to every input and to the initial state.
 
-        S_t = S_{t-1} + v_t k_t^T;   z_t = z_{t-1} + k_t
-        y_t = scale S_t q_t,   with `normalize` y_t = scale S_t q_t / (scale z_t . q_t + 1e-10)
+        S <- S + v k^T;   y = scale S q
 
-    per head, with S [V, K]. The letters are those of `wkv7`.
+    per head and token, with S [V, K]; with `normalize` y = scale S q / (scale z . q + 1e-10), where z is the sum of the
+    keys so far. B is the batch, T the tokens, H the heads, K and V the head sizes of keys and values (equal or not),
+    N the number of sequences: B, or one less than the length of `cu_seqlens`.
 
     Parameters
     ----------
-    q, k, v : torch.Tensor, shape (B, T, H, K), and (B, T, H, V) of v, float16, bfloat16 or float32
-        Query, key and value, in memory as `wkv7` takes them. K and V may differ.
-    initial_state, output_final_state, cu_seqlens
-        As `gla` takes them. With `normalize` the state is a pair of S and z, the sum of the keys, (N, H, K) or (H, K)
-        in the same dtype.
+    q, k : torch.Tensor, shape (B, T, H, K), float16, bfloat16 or float32
+        Query and key. Any strides; if the last one is not 1, the input is copied. DLPack hands over arrays of other
+        libraries.
+    v : torch.Tensor, shape (B, T, H, V), dtype of q
+        Value.
+    initial_state : torch.Tensor, shape (N, H, K, V) or (H, K, V), optional
+        State before the first token, float16, bfloat16 or float32; zeros by default. Without N the same for every
+        sequence. In the vk layout the last two sizes are (V, K). With `normalize` a pair of this and z, the sum of the
+        keys, (N, H, K) or (H, K) in the same dtype.
+    output_final_state, cu_seqlens
+        As `wkv6` takes them.
     normalize : bool, default False
         Whether y is divided by what it would be for values of 1.
     **options
@@ -54,21 +61,34 @@ def linear_attention(
 
     Returns
     -------
-    y, final_state : as `gla` returns them, with `normalize` a pair, as the initial state is
+    y : torch.Tensor, shape (B, T, H, V), dtype of v
+    final_state : torch.Tensor, shape (N, H, K, V) or (N, H, V, K), or None
+        Dtype of `initial_state`, float32 without one. For T = 0 a differentiable copy of the initial state. With
+        `normalize` a pair, as the initial state is.
 
     Raises
     ------
     TypeError, ValueError, UnsupportedConfigError, NvrtcNotFoundError
-        As `wkv7`.
+        As `wkv6`.
 
     Notes
     -----
-    As of `wkv6`, but that errors of the tensor cores are below 8e-4 in float16, and that about half the memory is kept
-    where a state is saved every 64 tokens.
+    The recurrent kernels: arithmetic, state and saved states are float32. Relative L2 error against float64 on the
+    same rounded inputs, y and gradients: below 5e-6 in float32; below 3e-3 in float16 and bfloat16, which is the
+    rounding of the outputs. The backward recomputes the states forward from the saved ones, and keeps
+    4 B H V K ceil(T / checkpoint_interval) bytes between the passes.
+
+    The tensor cores: products of operands of the inputs' dtype with float32 sums, the state in float32. Relative L2
+    errors in bfloat16 are below 6e-3; in float16 below 8e-4, as long as products and states stay within its range
+    (`CallOptions`). 2 B H V K ceil(T / chunk_len) bytes are kept between the passes, with V and K rounded up to
+    multiples of 32, or about half of them where a state is saved every 64 tokens; for heads that blocks share the
+    backward needs as many again while it runs. Segments keep 4 K bytes more for each of their heads.
 
     With `normalize` the op runs on values with up to eight more columns, one of them ones, and y is divided by what
     comes out of that one, in the dtype of v: errors then are about twice as large in float16 and bfloat16, and grow
     where z . q is near 0, as keys and queries may not all be positive.
+
+    Results, derivatives, `torch.autocast`, DTensors, the first call and CPU tensors are as of `wkv6`, with q for r.
 
     References
     ----------

@@ -168,15 +168,20 @@ class _Known:
             soon = directions.backward(later).requests(later.gpu)
         return Plan(directions.forward(problem), problem, {"w": w, "k": k}, soon=soon)
 
-    def record(self, arrays: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Tensor]]:
-        """Run the forward; return the output, what the backward takes, and no outputs without a gradient."""
-        return (self.run(*arrays),), arrays, ()
+    def record(self, arrays: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Run the forward; return the output, and what the backward takes."""
+        return (self.run(*arrays),), arrays
 
     def differentiate(self, saved: Sequence[Any], grads: Sequence[Any]) -> Sequence[Tensor | None]:
         assert self.backward is not None
         (w, k), (g,) = saved, grads
-        vectors, latest = _vectors(w, k, g), self._latest
-        if latest is None or latest.vectors != vectors or not latest.are_alike(w, k, g):
+        latest = self._latest
+        if latest is not None and not latest.are_alike(w, k, g):
+            latest = None
+        if latest is None and not tensors.are_own((w, k, g)):
+            return self.differentiate_by_op(saved, grads)
+        vectors = _vectors(w, k, g)
+        if latest is None or latest.vectors != vectors:
             plan = _find_backward(g, w, k, vectors, self.backward, self._wanted)
             latest = self._latest = _Backward(plan, vectors, tensors.likeness((w, k, g)))
         made = latest.plan.run((w, k, g))
@@ -409,7 +414,7 @@ def timex(w: Array, k: Array, eps: float = 0.0, backend: TimexBackend = "auto", 
     if _unknown:
         raise unexpected("timex", next(iter(_unknown)))
     key = ("timex", eps, backend, switches.is_batch_invariant(), torch.is_grad_enabled())
-    known: _Known | None = prepared.latest(key, (w, k), _OP.lead)
+    known: _Known | None = prepared.latest(key, (w, k), _OP.lead) if tensors.is_eager() else None
     if known is None:
         if sharding.any_distributed((w, k)):
             of_w, of_k = map(sharding.roles, _OP.inputs.values())

@@ -33,30 +33,38 @@ def wkv5(
 ) -> tuple[Tensor, Tensor | None]:
     r"""RWKV-5 time mixing over sequences, with gradients to every input and to the initial state.
 
-        y_t = scale (S_{t-1} r_t + (sum_j u_j r_tj k_tj) v_t);   S_t = S_{t-1} diag(d(w)) + v_t k_t^T
+        y = scale (S r + (sum_j u_j r_j k_j) v);   S <- S diag(d(w)) + v k^T
 
-    per head, with S [V, K].
+    per head and token, with S [V, K]. B is the batch, T the tokens, H the heads, K and V the head sizes of keys and
+    values (equal or not), N the number of sequences: B, or one less than the length of `cu_seqlens`.
 
     Parameters
     ----------
-    r, k, v : torch.Tensor, shape (B, T, H, K), and (B, T, H, V) of v, float16, bfloat16 or float32
-        Receptance, key and value, as `wkv6` takes them.
-    w, u : torch.Tensor, shape (H, K), dtype of r or float32
-        Decay before the map that `decay` names, the same for every token, and bonus of the current token.
+    r, k : torch.Tensor, shape (B, T, H, K), float16, bfloat16 or float32
+        Receptance and key. Any strides; if the last one is not 1, the input is copied. DLPack hands over arrays of
+        other libraries.
+    v : torch.Tensor, shape (B, T, H, V), dtype of r
+        Value.
+    w : torch.Tensor, shape (H, K), dtype of r or float32
+        Decay before the map that `decay` names, the same for every token.
+    u : torch.Tensor, shape (H, K), dtype of r or float32
+        Bonus of the current token.
     initial_state, output_final_state, cu_seqlens
-        As `wkv7` takes them.
+        As `wkv6` takes them.
     **options
         By name, as `DecayOptions` says: scale, decay, decay_bound, state_layout, checkpoint_interval, chunk_len,
         num_threads, backend.
 
     Returns
     -------
-    y, final_state : as `wkv7` returns them
+    y : torch.Tensor, shape (B, T, H, V), dtype of v
+    final_state : torch.Tensor, shape (N, H, V, K) or (N, H, K, V), or None
+        Dtype of `initial_state`, float32 without one. For T = 0 a differentiable copy of the initial state.
 
     Raises
     ------
     TypeError, ValueError, UnsupportedConfigError, NvrtcNotFoundError
-        As `wkv7`.
+        As `wkv6`.
 
     Notes
     -----

@@ -33,10 +33,10 @@ def wkv7(
 ) -> tuple[Tensor, Tensor | None]:
     r"""RWKV-7 time mixing over sequences, with gradients to every input and to the initial state.
 
-        sa_t = S_{t-1} a_t;   S_t = S_{t-1} diag(d(w_t)) + sa_t b_t^T + v_t k_t^T;   y_t = scale S_t r_t
+        sa = S a;   S <- S diag(d(w)) + sa b^T + v k^T;   y = scale S r
 
-    per head, with S [V, K]. B is the batch, T the tokens, H the heads, K and V the head sizes of keys and values
-    (usually equal), N the number of sequences: B, or one less than the length of `cu_seqlens`.
+    per head and token, with S [V, K]. B is the batch, T the tokens, H the heads, K and V the head sizes of keys and
+    values (usually equal), N the number of sequences: B, or one less than the length of `cu_seqlens`.
 
     Parameters
     ----------

@@ -7,7 +7,8 @@ from rwkv_jit.kernels import lazy
 _MODULES = lazy.modules({
     "parallel.shard": "Shard",
     "parallel.summaries": "compose merge neutral",
-    "parallel.recurrences": "gla linear_attention summary wkv5 wkv6 wkv7",
+    "parallel.functions": "gla linear_attention wkv5 wkv6 wkv7",
+    "parallel.recurrences": "summary",
     "nn.tensor_parallel": "tensor_parallel",
     "parallel.shifting": "token_shift",
 })  # fmt: skip

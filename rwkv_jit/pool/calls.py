@@ -4,32 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
-from itertools import compress
+from functools import cache
 from math import prod
-from operator import is_not
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from rwkv_jit.call import checks, registry, sharding, switches, tensors, torch_op
+from rwkv_jit.call import checks, prepared, registry, sharding, switches, tensors, torch_op
+from rwkv_jit.call import plan as plans
 from rwkv_jit.call.plan import Plan
 from rwkv_jit.call.tensors import Memory
 from rwkv_jit.kernels import env
-from rwkv_jit.kernels.signatures import BySignature
 from rwkv_jit.pool.ring import ReplayRing
 from rwkv_jit.schedules.problem import Op, Problem
 from rwkv_jit.schedules.update import Pool
 
 ADDRESS_BITS = 15  # of an address that is no multiple of 16
 _PLAIN = (str, int, float, type(None))
-_IS_THERE = partial(is_not, None)  # a call of C, as every known call takes it for each of its inputs
 Traits = tuple[tuple[str, Any], ...]  # the switches of a call by name
 
 
 class Step(Protocol):
     """A call that has been checked."""
+
+    @property
+    def op(self) -> Op:
+        """Return the op."""
 
     @property
     def state(self) -> Tensor:
@@ -51,8 +52,12 @@ class Step(Protocol):
     def is_empty(self) -> bool:
         """Return whether there is nothing to do."""
 
-    def run(self) -> Plan:
-        """Run the kernels, and return their plan."""
+    @property
+    def options(self) -> tuple[Any, ...]:
+        """Return what else a plan depends on."""
+
+    def plan(self) -> Plan:
+        """Return a new plan."""
 
 
 class Kind(NamedTuple):
@@ -61,21 +66,16 @@ class Kind(NamedTuple):
     name: str  # of the public function, with {op} for the op's name
     torch_op: str
     tensors: tuple[str, ...]  # the options that are tensors, in the order in which plans take them
+    others: tuple[str, ...]  # the options that are none, but for where y is written
     check: Callable[..., Step]  # of the op, the name, the pool, the inputs, the options, and the ring if there is one
     has_tokens: bool = True  # the inputs are those of the op
 
 
 class _Known(NamedTuple):
-    """A call that has come before: what tells whether another one is like it, its plan, and the memory of its y."""
+    """A call that has come before: its plan, and what its y is made of."""
 
-    options: list[tuple[str, Any]]  # that are no tensors
-    tensors: list[str]  # those that are
-    are_alike: Callable[..., bool]  # the pool, the ring, the inputs and these
     plan: Plan
     y: Memory | None
-
-
-_known: BySignature[_Known] = BySignature()
 
 
 def call(
@@ -87,43 +87,37 @@ def call(
         out = tensors.apart(options["out"], arrays)
         if out is not options["out"]:
             return options["out"].copy_(call(kind, op, state, arrays, {**options, "out": out}, ring, traits))  # type: ignore[no-any-return]
-    asked: Any = None
-    known: _Known | None = None
-    try:
-        if tensors.is_eager():
-            length, of_ring = (0, ()) if ring is None else (ring.length, ring.tensors)
-            there = tuple(map(_IS_THERE, arrays))
-            asked = (
-                op.name, kind.name, length, arrays[0].shape if arrays else None, there, tuple(options), traits,
-                torch.is_grad_enabled(), switches.is_batch_invariant(), state.data_ptr() & ADDRESS_BITS,
-            )  # fmt: skip
-            known = _known.get(asked)
-            if known is not None:
-                for name, value in known.options:
-                    if options[name] is not value and options[name] != value:
-                        known = None
-                        break
-                else:
-                    present = compress(arrays, there)
-                    if not known.are_alike(state, *of_ring, *present, *map(options.get, known.tensors)):
-                        known = None
-    except (AttributeError, TypeError, RuntimeError):  # no dense tensors, or an option that cannot be one
-        asked = known = None
-    if known is None:
-        return _checked_call(kind, op, state, arrays, dict(options), ring, traits, asked)
+    if not tensors.is_eager():
+        return _checked_call(kind, op, state, arrays, dict(options), ring, traits)
     get = options.get
     y = get("out")
+    try:
+        length, fields = (0, ()) if ring is None else (ring.length, ring.fields)
+        given = [*arrays, state, *map(get, kind.tensors), y, *fields]
+        key = (
+            kind.name, op.name, length, tuple(options), tuple(map(get, kind.others)), traits, torch.is_grad_enabled(),
+            switches.is_batch_invariant(), state.data_ptr() & ADDRESS_BITS,
+        )  # fmt: skip
+    except (AttributeError, RuntimeError):  # no dense tensor, or no ring
+        return _checked_call(kind, op, state, arrays, dict(options), ring, traits)
+    known: _Known | None = prepared.latest(key, given)
+    if known is None:
+        return _checked_call(kind, op, state, arrays, dict(options), ring, traits, key, given)
     if y is None and known.y is not None:
-        y = tensors.new_on(known.plan.device.index, known.y)
-    known.plan.run([*arrays, state, *map(get, kind.tensors), y, *(() if ring is None else ring.fields)])
+        index = known.plan.device.index
+        if torch._C._cuda_getDevice() != index:
+            with torch.cuda.device(index):
+                return call(kind, op, state, arrays, options, ring, traits)
+        y = given[len(arrays) + 1 + len(kind.tensors)] = tensors.new(*known.y)
+    known.plan.run(given)
     return y  # type: ignore[return-value]
 
 
 def _checked_call(
     kind: Kind, op: Op, state: Any, arrays: Sequence[Any], options: dict[str, Any], ring: ReplayRing | None,
-    traits: Traits, asked: Any,
+    traits: Traits, key: tuple[Any, ...] | None = None, given: Sequence[Any] = (),
 ) -> Tensor:  # fmt: skip
-    """Run a call after all checks; one that was `asked` for so is known from then on."""
+    """Run a call after all checks; one with a key is known from then on by that and the tensors that were passed."""
     name = kind.name.format(op=op.name)
     if sharding.any_distributed((state, *arrays, *options.values())):
         raise TypeError(f"state: {name} changes it in place and takes no DTensors; pass to_local() of each")
@@ -140,19 +134,22 @@ def _checked_call(
         return step.y  # type: ignore[return-value]
     if step.is_empty:
         return step.y  # type: ignore[return-value]
-    plan = step.run()
-    own = [option for option, value in options.items() if isinstance(value, Tensor)]
-    others = [(option, value) for option, value in options.items() if option not in own]
+    plan = run(step)
     # Others are looked at anew each time: arrays of another library, seeds that are numbers, slots to check.
-    present = [x for x in arrays if x is not None]
-    are_the_same = all(isinstance(x, Tensor) for x in (state, *present)) and not env.checks_indices()
-    are_the_same = are_the_same and all(isinstance(x, _PLAIN) and option != "seed" for option, x in others)
-    if asked is not None and are_the_same:
-        of_ring = () if ring is None else ring.tensors
-        are_alike = tensors.likeness([state, *of_ring, *present, *(options[option] for option in own)])
+    are_tensors = all(x is None or isinstance(x, Tensor) for x in given) and not env.checks_indices()
+    if key is not None and are_tensors and all(isinstance(options.get(x), _PLAIN) for x in kind.others):
         made_of = None if step.y is None else tensors.memory(step.y.shape, step.y.dtype)
-        _known.keep(asked, _Known(others, own, are_alike, plan, made_of))
+        prepared.keep_latest(key, given, _Known(plan, made_of))
     return step.y  # type: ignore[return-value]
+
+
+def run(step: Step) -> Plan:
+    """Run a call that has been checked, and return its plan."""
+    arrays, alignment = step.tensors, step.state.data_ptr() & ADDRESS_BITS
+    key = type(step), step.op.name, step.options, switches.is_batch_invariant(), alignment, tensors.signature(arrays)
+    plan = plans.find(key, step.plan)
+    plan.run(arrays)
+    return plan
 
 
 # ---- what kernels are made for -----------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from torch import Tensor
 from rwkv_jit.call import registry, switches, tensors, torch_op
 from rwkv_jit.call.plan import Plan
 from rwkv_jit.kernels.errors import brief
-from rwkv_jit.kernels.signatures import BySignature
 from rwkv_jit.pool import arguments, calls, plain, update
 from rwkv_jit.pool.options import FlushOptions, ReplayOptions
 from rwkv_jit.pool.ring import ReplayRing
@@ -95,19 +94,11 @@ class _Step(NamedTuple):
     def tensors(self) -> list[Tensor | None]:
         return [*self.arrays, self.state, self.w0, self.state_indices, self.seed, self.y, *self.fields]
 
-    def run(self) -> Plan:
-        alignment = self.state.data_ptr() & calls.ADDRESS_BITS
-        key = (
-            self.op.name, self.phase, self.length, *self[-4:], switches.is_batch_invariant(), alignment,
-            tensors.signature(self.tensors),
-        )  # fmt: skip
-        plan = _plans.get(key)
-        if plan is None:
-            plan = _plans.keep(key, self._plan())
-        plan.run(self.tensors)
-        return plan
+    @property
+    def options(self) -> tuple[Any, ...]:
+        return self.phase, self.length, *self[-4:]
 
-    def _plan(self) -> Plan:
+    def plan(self) -> Plan:
         state = self.state
         index_bytes = 4 if self.state_indices is None else self.state_indices.element_size()
         pool = calls.pool_of(state, index_bytes, self.null_index, self.w0, self.seed)
@@ -204,12 +195,11 @@ def _check_commit(op: Op, name: str, state: Any, arrays: Sequence[Any], options:
     )  # type: ignore[call-arg]  # fmt: skip
 
 
-_TENSORS = ("w0", "state_indices", "seed")
-STEP = calls.Kind("{op}_replay", "replay_states", _TENSORS, _check_step)
-DRAFT = calls.Kind("{op}_verify", "replay_states", _TENSORS, _check_step)
-COMMIT = calls.Kind("replay_commit", "replay_states", _TENSORS, _check_commit, has_tokens=False)
-FLUSH = calls.Kind("replay_flush", "replay_states", _TENSORS, _check_commit, has_tokens=False)
-_plans: BySignature[Plan] = BySignature()
+_TENSORS, _OTHERS = ("w0", "state_indices", "seed"), ("scale", "decay", "state_layout", "null_index", "rounding")
+STEP = calls.Kind("{op}_replay", "replay_states", _TENSORS, _OTHERS, _check_step)
+DRAFT = calls.Kind("{op}_verify", "replay_states", _TENSORS, _OTHERS, _check_step)
+COMMIT = calls.Kind("replay_commit", "replay_states", _TENSORS, _OTHERS, _check_commit, has_tokens=False)
+FLUSH = calls.Kind("replay_flush", "replay_states", _TENSORS, _OTHERS, _check_commit, has_tokens=False)
 
 
 # ---- the torch op ------------------------------------------------------------------------------------------------
@@ -221,7 +211,7 @@ def run(op: str, *given: Any) -> None:
     if step.is_empty:
         return
     if step.state.is_cuda:
-        step.run()
+        calls.run(step)
         return
     torch_op.say_reference(step.phase.format(op=op), step.state)
     with tensors.exactly(step.state), torch.no_grad():

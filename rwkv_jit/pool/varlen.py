@@ -3,195 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rwkv_jit.call import checks, registry, rule, switches, tensors, torch_op
 from rwkv_jit.call.plan import Plan
-from rwkv_jit.call.tensors import Array
-from rwkv_jit.kernels.signatures import BySignature
 from rwkv_jit.pool import arguments, calls, plain
 from rwkv_jit.pool.options import DecayVarlenOptions
 from rwkv_jit.schedules import common, directions, varlen
 from rwkv_jit.schedules.common import Case
 from rwkv_jit.schedules.derived_table import ALL
 from rwkv_jit.schedules.problem import Op, Problem
-from rwkv_jit.schedules.table import OPS
 from rwkv_jit.schedules.varlen import FEW_TOKENS, Varlen
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from rwkv_jit.pool.options import VarlenOptions
-
-
-# ---- the public calls --------------------------------------------------------------------------------------------
-
-
-def wkv7_varlen(
-    state: Array, r: Array, w: Array, k: Array, v: Array, a: Array, b: Array, **options: Unpack[DecayVarlenOptions]
-) -> Tensor:
-    r"""RWKV-7 time mixing of sequences of any lengths, which changes states of a pool in place: prompts beside decodes.
-
-        sa = S a;   S <- S diag(d(w)) + sa b^T + v k^T;   y = scale S r        per sequence and head, S [V, K]
-
-    Parameters
-    ----------
-    state, **options
-        As `PoolOptions` and `DecayVarlenOptions` say, errors and precision too.
-    r, w, k, v, a, b : torch.Tensor, shape (T, H, K) or (1, T, H, K), v with V for K
-        As `wkv7` takes them.
-
-    Returns
-    -------
-    y : torch.Tensor, shape and dtype of v
-
-    References
-    ----------
-    As `wkv7`.
-
-    Examples
-    --------
-    >>> pool = torch.zeros(16, 4, 64, 64, device="cuda")
-    >>> r, w, k, v, a, b = torch.randn(6, 102, 4, 64, device="cuda") / 8
-    >>> bounds = torch.tensor([0, 1, 2, 102], dtype=torch.int32, device="cuda")  # two decodes and a prompt
-    >>> slots = torch.tensor([5, 2, 11], dtype=torch.int32, device="cuda")
-    >>> rwkv_jit.wkv7_varlen(pool, r, w, k, v, a, b, cu_seqlens=bounds, state_indices=slots).shape
-    torch.Size([102, 4, 64])
-    """
-    return calls.call(KIND, OPS["wkv7"], state, (r, w, k, v, a, b), options)
-
-
-def wkv6_varlen(
-    state: Array, r: Array, k: Array, v: Array, w: Array, u: Array, **options: Unpack[DecayVarlenOptions]
-) -> Tensor:
-    r"""RWKV-6 time mixing of sequences of any lengths, which changes states of a pool in place.
-
-        y = scale (S r + (sum_j u_j r_j k_j) v);   S <- S diag(d(w)) + v k^T        per sequence and head, S [V, K]
-
-    Parameters
-    ----------
-    state, **options
-        As `PoolOptions` and `DecayVarlenOptions` say, errors and precision too.
-    r, k, v, w, u : torch.Tensor, shape (T, H, K) or (1, T, H, K), v with V for K, u (H, K)
-        As `wkv6` takes them.
-
-    Returns
-    -------
-    y : torch.Tensor, shape and dtype of v
-
-    References
-    ----------
-    As `wkv6`.
-
-    Examples
-    --------
-    >>> pool = torch.zeros(16, 4, 64, 64, device="cuda")
-    >>> r, k, v, w = torch.randn(4, 50, 4, 64, device="cuda")
-    >>> bounds = torch.tensor([0, 20, 50], device="cuda")
-    >>> rwkv_jit.wkv6_varlen(pool, r, k, v, w, torch.zeros(4, 64, device="cuda"), cu_seqlens=bounds).shape
-    torch.Size([50, 4, 64])
-    """
-    return calls.call(KIND, OPS["wkv6"], state, (r, k, v, w, u), options)
-
-
-def wkv5_varlen(
-    state: Array, r: Array, k: Array, v: Array, w: Array, u: Array, **options: Unpack[DecayVarlenOptions]
-) -> Tensor:
-    r"""RWKV-5 time mixing of sequences of any lengths, which changes states of a pool in place.
-
-        y = scale (S r + (sum_j u_j r_j k_j) v);   S <- S diag(d(w)) + v k^T        per sequence and head, S [V, K]
-
-    Parameters
-    ----------
-    state, **options
-        As `PoolOptions` and `DecayVarlenOptions` say, errors and precision too.
-    r, k, v, w, u : torch.Tensor, shape (T, H, K) or (1, T, H, K), v with V for K, w and u (H, K)
-        As `wkv5` takes them.
-
-    Returns
-    -------
-    y : torch.Tensor, shape and dtype of v
-
-    References
-    ----------
-    As `wkv5`.
-
-    Examples
-    --------
-    >>> pool = torch.zeros(16, 4, 64, 64, device="cuda")
-    >>> r, k, v = torch.randn(3, 50, 4, 64, device="cuda")
-    >>> w, u = torch.randn(2, 4, 64, device="cuda")
-    >>> bounds = torch.tensor([0, 20, 50], device="cuda")
-    >>> rwkv_jit.wkv5_varlen(pool, r, k, v, w, u, cu_seqlens=bounds).shape
-    torch.Size([50, 4, 64])
-    """
-    return calls.call(KIND, OPS["wkv5"], state, (r, k, v, w, u), options)
-
-
-def gla_varlen(state: Array, q: Array, k: Array, v: Array, g: Array, **options: Unpack[DecayVarlenOptions]) -> Tensor:
-    r"""Gated linear attention of sequences of any lengths, which changes states of a pool in place.
-
-        S <- S diag(d(g)) + v k^T;   y = scale S q        per sequence and head, S [V, K]
-
-    Parameters
-    ----------
-    state, **options
-        As `PoolOptions` and `DecayVarlenOptions` say, errors and precision too.
-    q, k, v, g : torch.Tensor, shape (T, H, K) or (1, T, H, K), v with V for K
-        As `gla` takes them.
-
-    Returns
-    -------
-    y : torch.Tensor, shape and dtype of v
-
-    References
-    ----------
-    As `gla`.
-
-    Examples
-    --------
-    >>> pool = torch.zeros(16, 4, 64, 128, device="cuda")
-    >>> q, k, x = torch.randn(3, 50, 4, 64, device="cuda")
-    >>> v, g = torch.randn(50, 4, 128, device="cuda"), torch.nn.functional.logsigmoid(x)
-    >>> rwkv_jit.gla_varlen(pool, q, k, v, g, cu_seqlens=torch.tensor([0, 20, 50], device="cuda")).shape
-    torch.Size([50, 4, 128])
-    """
-    return calls.call(KIND, OPS["gla"], state, (q, k, v, g), options)
-
-
-def linear_attention_varlen(state: Array, q: Array, k: Array, v: Array, **options: Unpack[VarlenOptions]) -> Tensor:
-    r"""Linear attention of sequences of any lengths, which changes states of a pool in place.
-
-        S <- S + v k^T;   y = scale S q        per sequence and head, S [V, K]
-
-    Parameters
-    ----------
-    state, **options
-        As `PoolOptions` and `VarlenOptions` say, errors and precision too.
-    q, k, v : torch.Tensor, shape (T, H, K) or (1, T, H, K), v with V for K
-        As `linear_attention` takes them.
-
-    Returns
-    -------
-    y : torch.Tensor, shape and dtype of v
-
-    References
-    ----------
-    As `linear_attention`.
-
-    Examples
-    --------
-    >>> pool = torch.zeros(16, 4, 64, 128, device="cuda")
-    >>> q, k = torch.randn(2, 50, 4, 64, device="cuda")
-    >>> v, bounds = torch.randn(50, 4, 128, device="cuda"), torch.tensor([0, 20, 50], device="cuda")
-    >>> rwkv_jit.linear_attention_varlen(pool, q, k, v, cu_seqlens=bounds).shape
-    torch.Size([50, 4, 128])
-    """
-    return calls.call(KIND, OPS["linear_attention"], state, (q, k, v), options)
-
 
 # ---- a call ------------------------------------------------------------------------------------------------------
 
@@ -238,20 +63,13 @@ class _Step(NamedTuple):
     def tensors(self) -> list[Tensor | None]:
         return [*self.inputs, self.state, *self[4:13], self.y]
 
-    def run(self) -> Plan:
-        arrays = self.tensors
-        alignment = self.state.data_ptr() & calls.ADDRESS_BITS
-        options = self[13:], self.has_few_tokens, switches.is_batch_invariant()
-        key = self.op.name, options, alignment, tensors.signature(arrays)
-        plan = _plans.get(key)
-        if plan is None:
-            named = dict(zip((*self.op.names, "state", *KIND.tensors, "y"), arrays, strict=True))
-            named["state"] = calls.one_slot(self.state)
-            plan = _plans.keep(key, self._plan(named))
-        plan.run(arrays)
-        return plan
+    @property
+    def options(self) -> tuple[Any, ...]:
+        return self[13:]
 
-    def _plan(self, named: dict[str, Tensor | None]) -> Plan:
+    def plan(self) -> Plan:
+        named = dict(zip((*self.op.names, "state", *KIND.tensors, "y"), self.tensors, strict=True))
+        named["state"] = calls.one_slot(self.state)
         options: dict[str, Any] = {"scale": self.scale, "decay": self.decay, "state_layout": self.state_layout}
         options["traits"] = self.traits
         p = calls.problem_of(self.op, self.inputs, self.state, **options)
@@ -372,9 +190,9 @@ KIND = calls.Kind(
     "varlen_states",
     ("w0", "cu_seqlens", "state_indices", "write_indices", "has_initial_state", "num_active", "checkpoint_offsets",
      "checkpoint_indices", "seed"),
+    ("max_seqlen", "scale", "decay", "decay_bound", "state_layout", "null_index", "rounding"),
     _check,
 )  # fmt: skip
-_plans: BySignature[Plan] = BySignature()
 
 
 # ---- the torch op ------------------------------------------------------------------------------------------------
@@ -387,7 +205,7 @@ def run(op: str, state: Tensor, y: Tensor, inputs: Sequence[Any], *given: Any, *
     if step.is_empty:
         return
     if step.state.is_cuda:
-        step.run()
+        calls.run(step)
         return
     torch_op.say_reference(f"{op}_varlen", step.state)
     with tensors.exactly(step.state), torch.no_grad():

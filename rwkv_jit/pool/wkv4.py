@@ -13,7 +13,6 @@ from rwkv_jit.call import checks, recording, registry, tensors, torch_op
 from rwkv_jit.call.plan import Plan
 from rwkv_jit.call.tensors import Array
 from rwkv_jit.kernels.errors import unexpected
-from rwkv_jit.kernels.signatures import BySignature
 from rwkv_jit.pool import arguments, calls, plain
 from rwkv_jit.schedules import wkv4 as schedules
 from rwkv_jit.schedules.legal import Wkv4Decay
@@ -120,13 +119,11 @@ class _Step(NamedTuple):
     def is_empty(self) -> bool:
         return self.y.numel() == 0
 
-    def run(self) -> Plan:
-        key = self[-2:], tensors.signature(self.tensors)
-        plan = _plans.get(key) or _plans.keep(key, self._plan())
-        plan.run(self.tensors)
-        return plan
+    @property
+    def options(self) -> tuple[Any, ...]:
+        return self[-2:]
 
-    def _plan(self) -> Plan:
+    def plan(self) -> Plan:
         state, problem = self.state, calls.problem_of(self.op, self.inputs, self.state, decay=self.decay)
         strides = dict(zip(("slot_stride", "number_stride", "channel_stride"), state.stride(), strict=True))
         indices = self.state_indices if self.state_indices is not None else self.write_indices
@@ -176,8 +173,9 @@ def _check_memory(state: Tensor) -> None:
         end += stride * (size - 1)
 
 
-_KIND = calls.Kind("{op}_update", "wkv4_states", ("state_indices", "write_indices"), check)
-_plans: BySignature[Plan] = BySignature()
+_KIND = calls.Kind(
+    "{op}_update", "wkv4_states", ("state_indices", "write_indices"), ("decay", "null_index"), check
+)  # fmt: skip
 
 
 # ---- the torch op ------------------------------------------------------------------------------------------------
@@ -189,7 +187,7 @@ def run(op: str, *given: Any) -> None:
     if step.is_empty:
         return
     if step.state.is_cuda:
-        step.run()
+        calls.run(step)
         return
     torch_op.say_reference("wkv4_update", step.state)
     slots = step.state_indices, step.write_indices

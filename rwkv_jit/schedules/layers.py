@@ -219,6 +219,7 @@ def norm_shift(given: Given, texts: Sequences, eps: float) -> Schedule:
         "rows": given.rows, "tokens": texts.tokens, "texts": texts.number, "block_rows": block_rows, "eps": eps,
     }  # fmt: skip
     bind |= {f"mixed{m}": None for m in range(given.sizes[1], MOST_MIXES)}
+    bind |= {x: None for x in ("residual", "stats") if x not in given.results}
     grid = ceil(given.rows / block_rows), 1, 1
     return _schedule("norm_shift", given, vector, parameters | {"HAS_ADD": "add" in given.types}, grid, bind)
 

@@ -235,12 +235,13 @@ def long_ago(name, how, is_batch_invariant=False):
 
 
 def layer(name, how, rows=(7, 2, 16), dtype=BF16, few_sums=False):
-    """The small work of a layer in both directions."""
+    """The small work of a layer in both directions, and without gradients, where kernels may write less."""
     case = layer_cases.make(name, how, layer_cases.sizes_of(name, how, *rows), dtype, FP32)
     with pytest.MonkeyPatch.context() as patch:
         if few_sums:  # a thread has no room for those of the mixes
             patch.setattr(layer_gradients, "_MOST_SUMS", 0)
         results, grads, weights = layer_cases.differentiate(case, case.run)
+    assert all(torch.equal(*pair) for pair in zip(case.run(case.tensors), results, strict=True))
     wanted, wanted_grads = layer_cases.exactly(case, weights)
     errors = {name: relative(x, wanted_grads[name]) for name, x in grads.items()}
     errors |= {place: relative(x, want) for place, (x, want) in enumerate(zip(results, wanted, strict=True))}

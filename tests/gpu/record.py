@@ -11,7 +11,7 @@ RECORD = Path(__file__).with_name("record.json")
 OWED = Path(__file__).with_name("owed.json")
 # The ops, and how the names of their templates begin. Inference, layers and parallel are as three more, each with a
 # room, and the first two with a folder of templates. Of the modules of inference wkv4 needs all, as its update stands
-# there, and layers some. The modules of nn are made of layers, and the derived ops of their kernels and the ops'.
+# there, and layers some. The modules of nn are made of layers.
 INFERENCE, LAYERS, PARALLEL = "inference", "layers", "parallel"
 STEMS = {
     "timex": ("timex",), "wkv4": ("wkv4",), "wkv5": ("gla",), "wkv6": ("gla",), "wkv7": ("wkv7",), "gla": ("gla",),
@@ -25,14 +25,15 @@ LAUNCHING = tuple(
     f"kernels/{name}.py" for name in ("compiler", "cuda", "dlpack", "gpu", "kernel", "launch", "signatures", "template")
 )
 ROOMS, PLAIN = ("call", "ops", "schedules"), "call/plain.py"
-# Of these rooms, what others have: schedules of calls over a pool, and of layers.
+# Of these rooms, what others have: schedules of calls over a pool, and of layers, which stand for ops that are another
+# one with other inputs, too.
 OF_POOL = {f"schedules/{name}.py" for name in ("replay", "update", "varlen")}
 OF_LAYERS = {
     f"schedules/{name}.py"
     for name in (
         "channel_decay", "convolution", "derived_table", "head_decay", "layer_gradients", "layers", "loss", "operands"
     )
-}  # fmt: skip
+} | {"ops/delta.py", "ops/diagonal.py"}  # fmt: skip
 FOR_LAYERS = {"pool/arguments.py", "pool/calls.py"}
 _MEASURED_WITH = re.compile(r'^_TEMPLATES = "\w+"$', re.MULTILINE)
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
@@ -98,7 +99,7 @@ def modules(op: str) -> list[str]:
     of_others = set().union(*(own_modules(other) for other in OPS if other != op))
     own = _in_room("pool") | OF_POOL if op in (INFERENCE, "wkv4") else set()
     if op == LAYERS:
-        own = _in_room(LAYERS) | _in_room("nn") | _in_room("derived") | FOR_LAYERS | OF_LAYERS
+        own = _in_room(LAYERS) | _in_room("nn") | FOR_LAYERS | OF_LAYERS
     if op == PARALLEL:
         own = _in_room(PARALLEL)
     return sorted({*LAUNCHING, *own, *(_in_rooms() - OF_POOL - OF_LAYERS)} - of_others - {PLAIN})

@@ -71,7 +71,7 @@ class Recorder:
 
     def record(self, arrays):
         y, *states, kept = self.run(arrays[:-2], *arrays[-2:])
-        return (y, states[0] if self.problem.has_final_state else None), (*arrays, kept), ()
+        return (y, states[0] if self.problem.has_final_state else None), (*arrays, kept)
 
 
 def longest(cu_seqlens, tokens):

@@ -485,8 +485,8 @@ def test_counts_of_many_threads_add_up():
 
 # The rooms from the ground up: each imports from those before it alone. `schedules` know sizes and names, no tensors.
 ROOMS = (
-    "kernels", "schedules", "plain", "call", "pool", "ops", "layers", "derived", "parallel", "nn", "ahead", "compat",
-    "desk", "__main__",
+    "kernels", "schedules", "plain", "call", "pool", "ops", "layers", "parallel", "nn", "ahead", "compat", "desk",
+    "__main__",
 )  # fmt: skip
 WITHOUT_TORCH = {
     "call.options", "call.rule", "ahead.kernel_wheels", "desk.cli", "desk.commands",

@@ -42,7 +42,7 @@ def copied_sources(tmp_path, monkeypatch):
         *templates,
         *(
             f"rwkv_jit/{room}"
-            for room in ("call", "derived", "kernels", "layers", "nn", "ops", "parallel", "pool", "plain", "schedules")
+            for room in ("call", "kernels", "layers", "nn", "ops", "parallel", "pool", "plain", "schedules")
         ),
     ):
         (tmp_path / folder).mkdir(parents=True)
@@ -99,7 +99,7 @@ def test_any_other_change_is_seen(copied_sources, path, old, new):
         ("kernel_templates/layers/layer_heads.cuh", {"layers"}),
         ("rwkv_jit/schedules/layers.py", {"layers"}),
         ("rwkv_jit/nn/rwkv7.py", {"layers"}),
-        ("rwkv_jit/derived/delta.py", {"layers"}),
+        ("rwkv_jit/ops/delta.py", {"layers"}),
         ("rwkv_jit/parallel/exchange.py", {"parallel"}),
         ("rwkv_jit/pool/arguments.py", {"wkv4", "inference", "layers"}),
         ("kernel_templates/wkv4/wkv4_update.cu", {"wkv4"}),

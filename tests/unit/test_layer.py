@@ -1,5 +1,7 @@
 """The small work of a layer without a GPU: values in plain torch, what is checked, what is launched, how it is cut."""
 
+import contextlib
+import ctypes
 import importlib
 import itertools
 import math
@@ -12,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stub_driver import entered
+from torch.utils.flop_counter import FlopCounterMode
 
 import rwkv_jit
 from rwkv_jit.ahead import warm
@@ -622,6 +625,46 @@ def test_a_residual_of_float32_gets_a_gradient_of_16_bits_for_what_is_added(on_g
         forward, backward = on_gpu.take()
         assert {y.parameters["T_IO"] for y in (forward, backward)} == {"fp32"}
         assert {y.parameters["T_MIXED"] for y in (forward, backward)} == {"bf16"}
+
+
+@pytest.mark.parametrize("with_add", [False, True])
+def test_a_norm_without_gradients_writes_what_is_read_alone(on_gpu, with_add):
+    x, add = torch.randn(2, 3, 5, C).unbind()
+    weight, bias, mixes = (torch.randn(*shape, C) for shape in ((), (), (2,)))
+    add = add if with_add else None
+    unread = {"stats"} if with_add else {"stats", "residual"}
+    for mode in (contextlib.nullcontext(), contextlib.nullcontext(), FlopCounterMode(display=False)):
+        with mode:
+            residual, mixed, last = rwkv_jit.norm_shift(x, weight, bias, mixes, add=add)
+        assert (residual is x) == (not with_add)
+        assert (residual.shape, len(mixed), last.shape) == (x.shape, 2, (3, C))
+        (launch,) = on_gpu.take()
+        assert {name for name in ("residual", "stats", "last") if not launch.addresses[name]} == unread
+    residual, *_ = rwkv_jit.norm_shift(x, weight.requires_grad_(), bias, mixes, add=add)
+    assert residual is not x
+    (launch,) = on_gpu.take()
+    assert launch.addresses["residual"] == residual.data_ptr()
+    assert launch.addresses["stats"]
+    with torch.no_grad():
+        assert not rwkv_jit.norm_shift(x.clone().requires_grad_(), weight, bias, mixes, add=add)[0].requires_grad
+
+
+def test_what_was_saved_may_come_back_with_other_strides(on_gpu):
+    keys = {name: x.requires_grad_() for name, x in make_keys().items()}
+    seen = []
+
+    def read(launch):
+        if launch.template == "layer_prepare_keys_backward":
+            memory = (ctypes.c_float * keys["k"].numel()).from_address(launch.named["k"])
+            seen.append(torch.frombuffer(bytearray(memory), dtype=torch.float32))
+
+    on_gpu.while_running = read
+    for come_back in (torch.clone, torch.clone, lambda x: torch.stack([x, x], -1)[..., 0]):
+        with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, come_back):
+            results = rwkv_jit.prepare_keys(**keys)
+        torch.autograd.grad(results, [keys["k"]], [torch.ones_like(x) for x in results])
+    assert len(seen) == 3
+    assert all(torch.equal(x, keys["k"].flatten()) for x in seen)
 
 
 def test_slots_and_bounds_on_a_gpu_are_looked_at_when_asked(on_gpu, monkeypatch):

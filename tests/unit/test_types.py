@@ -87,12 +87,17 @@ def ends(is_wanted: bool) -> None:
 """
 
 
+def tool_of(root, name):
+    spec = importlib.util.spec_from_file_location(name, root / "tools" / f"{name}.py")
+    tool = importlib.util.module_from_spec(spec)
+    sys.modules[name] = tool  # named tuples look for the module of their annotations
+    spec.loader.exec_module(tool)
+    return tool
+
+
 @pytest.fixture
 def tool(root):
-    spec = importlib.util.spec_from_file_location("stubs", root / "tools" / "stubs.py")
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
+    return tool_of(root, "stubs")
 
 
 def parsed(root, package):
@@ -118,6 +123,11 @@ def test_types_are_those_of_the_sources(package, root, tool):
     assert package in tool.PACKAGES
     assert tool.path_of(package) == root / package.replace(".", "/") / "__init__.pyi"
     assert tool.path_of(package).read_text(encoding="utf-8") == tool.text_of(package)
+
+
+def test_variations_are_those_of_the_functions_over_sequences(root):
+    """Else: python tools/functions.py."""
+    assert all(path.read_text(encoding="utf-8") == text for path, text in tool_of(root, "functions").files().items())
 
 
 @pytest.mark.parametrize("package", PACKAGES)

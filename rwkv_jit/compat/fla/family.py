@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from rwkv_jit.compat.fla.functions import POWERS_OF_TWO, Result, call_of, function, refuse, run, run_with_states, small
-from rwkv_jit.derived.delta import delta_rule, gated_delta_rule, gated_delta_rule2, kda
-from rwkv_jit.derived.diagonal import simple_gla
 from rwkv_jit.kernels.errors import UnsupportedConfigError
+from rwkv_jit.ops.delta import delta_rule, gated_delta_rule, gated_delta_rule2, kda
+from rwkv_jit.ops.diagonal import simple_gla
 from rwkv_jit.ops.linear_attention import linear_attention
 
 # ---- delta rules -------------------------------------------------------------------------------------------------

@@ -70,20 +70,27 @@ def kda(
     Parameters
     ----------
     q, k : torch.Tensor, shape (B, T, G, K), float16, bfloat16 or float32
-        Query and key. Any strides; if the last one is not 1, the input is copied.
+        Query and key. Any strides; where the last one is not 1, a copy is made.
     v : torch.Tensor, shape (B, T, H, V), dtype of q
         Value. Value head h has key head h // (H // G).
     g : torch.Tensor, shape (B, T, H, K), dtype of q or float32
         Log-decay of each channel; raw with A_log.
     beta : torch.Tensor, shape (B, T, H), dtype of q or float32
         Rate of erasing and writing, behind `beta_map`.
-    initial_state, output_final_state, cu_seqlens
-        As `gla` takes them.
-    A_log, dt_bias : torch.Tensor, shapes (H,) and (H, K) or (H * K,), dtype of q or float32, optional
-        With A_log g is raw: the log-decay is -exp(A_log) softplus(g + dt_bias). dt_bias goes with A_log.
+    initial_state : torch.Tensor, shape (N, H, K, V) or (H, K, V), optional
+        State before the first token, float16, bfloat16 or float32; zeros by default. Without N the same for every
+        sequence. In the vk layout the last two sizes are (V, K).
+    output_final_state : bool, default False
+        Whether to return the state after the last token.
+    cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
+        Sequences packed along T with B = 1: sequence i is the tokens cu_seqlens[i] to cu_seqlens[i + 1].
+    A_log : torch.Tensor, shape (H,), dtype of q or float32, optional
+        With it g is raw: the log-decay is -exp(A_log) softplus(g + dt_bias).
+    dt_bias : torch.Tensor, shape (H, K) or (H * K,), dtype of q or float32, optional
+        Is added to the raw g; goes with A_log.
     lower_bound : float, optional
         Below 0, and goes with A_log: the log-decay is lower_bound sigmoid(exp(A_log) (g + dt_bias)) then. It is the
-        `decay_bound` too, where there is none.
+        `decay_bound` too, where none is given.
     qk_norm : bool, default False
         Whether q and k are first divided by sqrt(|x|^2 + 1e-6), per head.
     beta_map : {"identity", "sigmoid", "twice_sigmoid"}, default "identity"
@@ -94,24 +101,30 @@ def kda(
 
     Returns
     -------
-    y, final_state : as `gla` returns them
+    y : torch.Tensor, shape (B, T, H, V), dtype of v
+    final_state : torch.Tensor, shape (N, H, K, V) or (N, H, V, K), or None
+        Dtype of `initial_state`, float32 without one.
 
     Raises
     ------
-    TypeError, ValueError, UnsupportedConfigError, NvrtcNotFoundError
-        As `wkv7`.
+    TypeError, ValueError
+        An argument does not fit; the message has its name, what was expected and what came. Nothing has been launched.
+    UnsupportedConfigError
+        No kernel for this `chunk_len` or `num_threads`, with the legal values; or a call that the `backend` cannot do.
+    NvrtcNotFoundError
+        CUDA tensors without CuPy or NVRTC; with the command that installs them.
 
     Notes
     -----
     One kernel prepares the inputs of `wkv7`, with norms, gates and rates, and `wkv7` does the rest: its notes have
     precision and choice of kernels. These inputs are rounded to the dtype of q; computed log-decays are float32. Any
     decay is right. Besides what `wkv7` keeps between the passes, they are kept: for each token and value head 3 K
-    numbers of the dtype of q, and one of float32 for each of K with A_log.
+    numbers of the dtype of q, and one of float32 for each of K where A_log is given.
 
-    On sm_90, calls with 16 bits and enough heads of 128 run dedicated kernels, which prepare no such inputs; with
-    gradients, those with as many key heads as value heads. Between the passes these keep beside inputs, y and final
-    state, of 16 bits, for every 64 tokens of a head a state of 128 x 128 and two matrices of 64 x 64, and for each
-    token and head the 128 numbers of v - S k.
+    On sm_90, calls with 16 bits and enough heads of 128 run dedicated kernels, which prepare no such inputs;
+    with gradients, those with as many key heads as value heads. Besides inputs, y and final state these keep between
+    the passes, for every 64 tokens of a head a state of 128 x 128 and two matrices of 64 x 64, and for each token and
+    head the 128 numbers of v - S k, all of 16 bits.
 
     Results have the same bits in every run. A second derivative is an error. Under `torch.autocast` inputs are cast
     like those of `wkv7`; g and beta may stay float32. CPU tensors run plain torch, with one notice.
@@ -157,20 +170,32 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     r"""The gated delta rule over sequences, with gradients to every input and to the initial state.
 
-        S <- e^g S;   u = beta (v - S k);   S <- S + u k^T;   y = scale S q        per head, S [V, K]
+        S <- e^g S;   u = beta (v - S k);   S <- S + u k^T;   y = scale S q
+
+    per head, with S [V, K]. The letters are those of `kda`.
 
     Parameters
     ----------
-    q, k, v, g, beta, initial_state, output_final_state, cu_seqlens, A_log, dt_bias, qk_norm, beta_map
-        As `kda` takes them: q and k (B, T, G, K), v (B, T, H, V), beta and g, which is the log-decay of each head,
-        (B, T, H), dt_bias (H,).
+    q, k : torch.Tensor, shape (B, T, G, K), float16, bfloat16 or float32
+        Query and key. Any strides; where the last one is not 1, a copy is made.
+    v : torch.Tensor, shape (B, T, H, V), dtype of q
+        Value. Value head h has key head h // (H // G).
+    g : torch.Tensor, shape (B, T, H), dtype of q or float32
+        Log-decay of each head; raw with A_log.
+    beta : torch.Tensor, shape (B, T, H), dtype of q or float32
+        Rate of erasing and writing, behind `beta_map`.
+    initial_state, output_final_state, cu_seqlens, A_log, qk_norm, beta_map
+        As `kda` takes them.
+    dt_bias : torch.Tensor, shape (H,), dtype of q or float32, optional
+        Is added to the raw g; goes with A_log.
     **options
         By name, as `CallOptions` says: scale, state_layout, checkpoint_interval, chunk_len, num_threads, backend. By
         default scale is K^-0.5 and state_layout "kv".
 
     Returns
     -------
-    y, final_state : as `kda` returns them
+    y, final_state
+        As `kda` returns them.
 
     Raises
     ------
@@ -222,19 +247,28 @@ def delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     r"""The delta rule over sequences, with gradients to every input and to the initial state.
 
-        u = beta (v - S k);   S <- S + u k^T;   y = scale S q        per head, S [V, K]
+        u = beta (v - S k);   S <- S + u k^T;   y = scale S q
+
+    per head, with S [V, K]. The letters are those of `kda`.
 
     Parameters
     ----------
-    q, k, v, beta, initial_state, output_final_state, cu_seqlens, qk_norm, beta_map
-        As `kda` takes them: q and k (B, T, G, K), v (B, T, H, V), beta (B, T, H).
+    q, k : torch.Tensor, shape (B, T, G, K), float16, bfloat16 or float32
+        Query and key. Any strides; where the last one is not 1, a copy is made.
+    v : torch.Tensor, shape (B, T, H, V), dtype of q
+        Value. Value head h has key head h // (H // G).
+    beta : torch.Tensor, shape (B, T, H), dtype of q or float32
+        Rate of erasing and writing, behind `beta_map`.
+    initial_state, output_final_state, cu_seqlens, qk_norm, beta_map
+        As `kda` takes them.
     **options
         By name, as `CallOptions` says: scale, state_layout, checkpoint_interval, chunk_len, num_threads, backend. By
         default scale is K^-0.5 and state_layout "kv".
 
     Returns
     -------
-    y, final_state : as `kda` returns them
+    y, final_state
+        As `kda` returns them.
 
     Raises
     ------
@@ -243,8 +277,12 @@ def delta_rule(
 
     Notes
     -----
-    As of `gated_delta_rule`, but that of prepared inputs 4 K numbers of the dtype of q are kept for each token and
-    value head.
+    Prepared inputs, results, derivatives and `torch.autocast` are as of `kda`, but of these inputs are kept, for each
+    token and value head, 3 K numbers of the dtype of q, and K more.
+
+    Calls with 16 bits, head sizes up to 128 and enough heads run dedicated kernels in both directions, which compute
+    norms and rates. Besides inputs, y and final state these keep between the passes, for each token and value head
+    V numbers of the dtype of v, K V / 64 more, and about 200 bytes.
 
     References
     ----------
@@ -285,23 +323,32 @@ def gated_delta_rule2(
 ) -> tuple[Tensor, Tensor | None]:
     r"""The gated delta rule by channels over sequences, with gradients to every input and to the initial state.
 
-        S <- S diag(e^g);   u = write_gate v - S (beta k);   S <- S + u k^T;   y = scale S q        per head, S [V, K]
+        S <- S diag(e^g);   u = write_gate v - S (beta k);   S <- S + u k^T;   y = scale S q
+
+    per head, with S [V, K]. The letters are those of `kda`.
 
     Parameters
     ----------
-    q, k, v, g, initial_state, output_final_state, cu_seqlens, A_log, dt_bias, lower_bound, qk_norm
-        As `kda` takes them: q and k (B, T, G, K), v (B, T, H, V), g (B, T, H, K).
+    q, k : torch.Tensor, shape (B, T, G, K), float16, bfloat16 or float32
+        Query and key. Any strides; where the last one is not 1, a copy is made.
+    v : torch.Tensor, shape (B, T, H, V), dtype of q
+        Value. Value head h has key head h // (H // G).
+    g : torch.Tensor, shape (B, T, H, K), dtype of q or float32
+        Log-decay of each channel; raw with A_log.
     beta : torch.Tensor, shape (B, T, H, K), dtype of q or float32
         How much of each channel of the key is erased.
     write_gate : torch.Tensor, shape (B, T, H, V), dtype of q
         How much of each value is written.
+    initial_state, output_final_state, cu_seqlens, A_log, dt_bias, lower_bound, qk_norm
+        As `kda` takes them.
     **options
         By name, as `DecayOptions` says: scale, decay, decay_bound, state_layout, checkpoint_interval, chunk_len,
         num_threads, backend. By default scale is K^-0.5 and state_layout "kv"; decay is "log" alone.
 
     Returns
     -------
-    y, final_state : as `kda` returns them
+    y, final_state
+        As `kda` returns them.
 
     Raises
     ------
@@ -311,7 +358,7 @@ def gated_delta_rule2(
     Notes
     -----
     Prepared inputs, results, derivatives and `torch.autocast` are as of `kda`, but of these inputs are kept, for each
-    token and value head, 3 K numbers of the dtype of q and V more, and K of float32 with A_log. There are no
+    token and value head, 3 K numbers of the dtype of q and V more, and K of float32 where A_log is given. There are no
     dedicated kernels.
 
     References

@@ -1,4 +1,4 @@
-"""Linear attention whose decays, keys or values are computed from other inputs: `gla` with other operands."""
+"""Linear attention whose decays, keys or values are made of other inputs: `gla` with other operands."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NO_LIMIT = (0.0, math.inf)  # of steps
 def _check_limits(arrays: Sequence[Any], traits: Mapping[str, Any]) -> None:
     """Check the limits of steps."""
     least, most = traits["least_step"], traits["most_step"]
-    steps_between((0.0 if least is None else least, math.inf if most is None else most))
+    checks.step_limits((0.0 if least is None else least, math.inf if most is None else most))
 
 
 _SIMPLE_GLA, _HGRN2 = (torch_op.define(op, gla_ref, partial(operands, op)) for op in (OPS["simple_gla"], OPS["hgrn2"]))
@@ -53,12 +53,17 @@ def simple_gla(
 ) -> tuple[Tensor, Tensor | None]:
     r"""Scalar-gated linear attention over sequences, with gradients to every input and to the initial state.
 
-        S <- e^g S + v k^T;   y = scale S q        per head, S [V, K]
+        S <- e^g S + v k^T;   y = scale S q
+
+    per head, with S [V, K]. B is the batch, T the tokens, G the key heads, H the value heads, K and V the head
+    sizes of keys and values, N the number of sequences: B, or one less than the length of `cu_seqlens`.
 
     Parameters
     ----------
-    q, k, v : torch.Tensor, q and k (B, T, G, K), v (B, T, H, V), float16, bfloat16 or float32
-        As `kda` takes them.
+    q, k : torch.Tensor, shape (B, T, G, K), float16, bfloat16 or float32
+        Query and key. Any strides; where the last one is not 1, a copy is made.
+    v : torch.Tensor, shape (B, T, H, V), dtype of q
+        Value. Value head h has key head h // (H // G).
     g : torch.Tensor, shape (B, T, H) or (H,), dtype of q or float32
         Logarithm of the decay of each head: of each token, or fixed, as in retention and lightning attention.
     initial_state, output_final_state, cu_seqlens
@@ -69,7 +74,9 @@ def simple_gla(
 
     Returns
     -------
-    y, final_state : as `gla` returns them
+    y : torch.Tensor, shape (B, T, H, V), dtype of v
+    final_state : torch.Tensor, shape (N, H, K, V) or (N, H, V, K), or None
+        Dtype of `initial_state`, float32 without one.
 
     Raises
     ------
@@ -119,14 +126,19 @@ def hgrn2(
 ) -> tuple[Tensor, Tensor | None]:
     r"""HGRN2 over sequences, with gradients to every input and to the initial state.
 
-        S <- S diag(e^g) + v (1 - e^g)^T;   y = scale S q        per head, S [V, K]
+        S <- S diag(e^g) + v (1 - e^g)^T;   y = scale S q
+
+    per head, with S [V, K]. B is the batch, T the tokens, H the heads, K and V the head sizes of keys and values, N
+    the number of sequences: B, or one less than the length of `cu_seqlens`.
 
     Parameters
     ----------
-    q, v : torch.Tensor, shape (B, T, H, K), and (B, T, H, V) of v, float16, bfloat16 or float32
-        Query and value, as `gla` takes them.
+    q : torch.Tensor, shape (B, T, H, K), float16, bfloat16 or float32
+        Query. Any strides; where the last one is not 1, a copy is made.
     g : torch.Tensor, shape (B, T, H, K), dtype of q or float32
         Logarithm of the forget gate, at most 0; 1 - e^g is the key.
+    v : torch.Tensor, shape (B, T, H, V), dtype of q
+        Value.
     initial_state, output_final_state, cu_seqlens
         As `gla` takes them.
     **options
@@ -135,7 +147,8 @@ def hgrn2(
 
     Returns
     -------
-    y, final_state : as `gla` returns them
+    y, final_state
+        As `simple_gla` returns them.
 
     Raises
     ------
@@ -185,23 +198,29 @@ def ssd(
 
         S <- e^(dt A) S + dt x B^T;   y = (S C + D x) silu(z)
 
-    per head, with S [V, K]; without D and z their parts are left out. G is the groups; the other letters are those of
-    `wkv7`.
+    per head, with S [V, K]; without D and z their parts are left out. B is the batch, T the tokens, G the groups, H the
+    heads, K and V the head sizes of keys and values, N the number of sequences: B, or one less than the length of
+    `cu_seqlens`.
 
     Parameters
     ----------
     x : torch.Tensor, shape (B, T, H, V), float16, bfloat16 or float32
-        Input. Any strides; if the last one is not 1, the input is copied.
+        Input. Any strides; where the last one is not 1, a copy is made.
     dt : torch.Tensor, shape (B, T, H), dtype of x or float32
         Step; raw with `dt_bias` and `dt_softplus`.
     A : torch.Tensor, shape (H,), dtype of x or float32
         Log-decay of a step of 1, which is negative.
     B, C : torch.Tensor, shape (B, T, G, K), dtype of x
         Key by which an input is written, and query by which the state is read. Head h has those of group h // (H // G).
-    initial_state, output_final_state, cu_seqlens
-        As `wkv7` takes them.
-    D, z : torch.Tensor, (H,) or (H, V), dtype of x or float32, of D; shape and dtype of x of z; optional
-        How much of the input is added to y, and what y is multiplied by silu of.
+    initial_state : torch.Tensor, shape (N, H, V, K) or (H, V, K), optional
+        State before the first token, float16, bfloat16 or float32; zeros by default. Without N the same for every
+        sequence. In the kv layout the last two sizes are (K, V).
+    output_final_state, cu_seqlens
+        As `gla` takes them.
+    D : torch.Tensor, shape (H,) or (H, V), dtype of x or float32, optional
+        How much of the input is added to y.
+    z : torch.Tensor, shape and dtype of x, optional
+        y is multiplied by silu(z).
     dt_bias : torch.Tensor, shape (H,), dtype of x or float32, optional
         Is added to the raw dt.
     dt_softplus : bool, default False
@@ -214,7 +233,9 @@ def ssd(
 
     Returns
     -------
-    y, final_state : as `wkv7` returns them
+    y : torch.Tensor, shape and dtype of x
+    final_state : torch.Tensor, shape (N, H, V, K) or (N, H, K, V), or None
+        Dtype of `initial_state`, float32 without one.
 
     Raises
     ------
@@ -232,7 +253,8 @@ def ssd(
     gradient of A is a sum of steps times differences of float32 sums: with long steps it may be mostly rounding. Tokens
     whose decay is 0 in float32 have no part in it.
 
-    Results, derivatives and `torch.autocast` are as of `simple_gla`; dt may stay float32.
+    Results have the same bits in every run. A second derivative is an error. Under `torch.autocast` inputs are cast
+    like those of `gla`; dt may stay float32. CPU tensors run plain torch, with one notice.
 
     References
     ----------
@@ -250,7 +272,7 @@ def ssd(
     if dt_softplus is not True and dt_softplus is not False:
         dt_softplus = checks.check_flag("dt_softplus", dt_softplus)
     is_pair = type(dt_limit) is tuple and len(dt_limit) == 2  # whose numbers the checks of a call look at
-    least, most = dt_limit if is_pair else steps_between(dt_limit)
+    least, most = dt_limit if is_pair else checks.step_limits(dt_limit)
     if D is not None and not isinstance(D, Tensor):
         D = tensors.from_any("D", D)
     of_heads = tuple(getattr(x, "shape", ()))[-2:]
@@ -276,12 +298,3 @@ def _of_tokens(g: Any, v: Any) -> Any:
     if not is_fixed:
         return g
     return (g if isinstance(g, Tensor) else tensors.from_any("g", g)).expand(v.shape[:-1])  # [..., H]
-
-
-def steps_between(dt_limit: Any) -> tuple[float | None, float | None]:
-    """Return the limits of steps, None for those that there are without any."""
-    if isinstance(dt_limit, (tuple, list)) and len(dt_limit) == 2:
-        least, most = dt_limit
-        if isinstance(least, (int, float)) and isinstance(most, (int, float)) and least <= most:
-            return None if least == 0.0 else float(least), None if most == math.inf else float(most)
-    raise ValueError(f"dt_limit: expected a pair of numbers that does not fall, got {dt_limit!r}")
