@@ -22,7 +22,8 @@ from rwkv_jit.desk.inputs import OURS, UPDATE
 from rwkv_jit.kernels.errors import UnsupportedConfigError
 from rwkv_jit.ops import timex as timex_module
 from rwkv_jit.plain.reference import decay_factor
-from rwkv_jit.schedules import common, table
+from rwkv_jit.schedules import table
+from rwkv_jit.schedules.problem import Problem
 from rwkv_jit.schedules.wkv4 import backend_of as backend_of_wkv4
 
 MOST_LOOPED_TOKENS = 128  # of a loop in torch: its launches are many, and its time grows no other way than linearly
@@ -96,27 +97,26 @@ def backend_of(case: Case, asked: str) -> str:
         return UPDATE
     batch, tokens, heads, head_size, value_size = case.shape
     device = torch.cuda.current_device()
-    if case.op == "timex":
-        directions = {"forward": ["forward"], "backward": ["backward"]}.get(case.phase, timex_module.MOST_TOKENS)
-        taken = [
-            timex_module.choose(asked, case.dtype, batch, tokens, lambda: tensors.gpu(device), direction)
-            for direction in directions
-        ]
-        return ", ".join(dict.fromkeys(taken))
-    if case.op == "wkv4":
-        return backend_of_wkv4(asked, batch * heads * head_size, tokens, tensors.multiprocessors(device))
+    if case.op in ("timex", "wkv4"):
+        op = op_of(case.op)
+        problem = Problem(
+            op, tensors.gpu(device), op.types_of(tensors.STORAGE[case.dtype]), B=batch, T=tokens, C=heads * head_size,
+            backend=asked, is_batch_invariant=switches.is_batch_invariant(),
+        )  # fmt: skip
+        if case.op == "wkv4":
+            return backend_of_wkv4(problem)
+        directions = [case.phase] if case.phase in ("forward", "backward") else ["forward", "backward"]
+        return ", ".join(dict.fromkeys(timex_module.choose(problem, direction) for direction in directions))
     (narrow, is_batch_invariant), storage = switches.current(), tensors.STORAGE[case.dtype]
     ends = ends_of(case)
-    sequences = batch if ends is None else len(ends) - 1
-    decay = "log" if case.op in DERIVED else case.decay
-    looked_at = common.Case(
-        op_of(DERIVED.get(case.op, case.op)), "fp16" if storage in narrow else storage, head_size, value_size,
-        tokens * batch // sequences, decay, None, None, training=case.has_gradients, blocks=sequences * heads,
-        is_packed=ends is not None, multiprocessors=lambda: tensors.multiprocessors(device),
-        longest=tensors.longest(ends, tokens),
+    sequences, op = batch if ends is None else len(ends) - 1, op_of(DERIVED.get(case.op, case.op))
+    problem = Problem(
+        op, tensors.gpu(device), op.types_of(storage), T=tokens if ends is None else batch * tokens, H=heads,
+        K=head_size, V=value_size, N=sequences, decay="log" if case.op in DERIVED else case.decay,
+        is_narrow=storage in narrow, is_batch_invariant=is_batch_invariant, training=case.has_gradients,
+        is_packed=ends is not None, longest=tensors.longest(ends, tokens), backend=asked, is_chosen=False,
     )  # fmt: skip
-    looked_at = looked_at.of_any_batch() if is_batch_invariant else looked_at
-    algorithm, _ = rule.choose(asked, looked_at, lambda: tensors.gpu(device))
+    algorithm, _ = rule.choose(rule.seen(problem))
     return "split" if algorithm in ("segments", "large", "large_segments") else algorithm
 
 

@@ -355,7 +355,7 @@ def host_us() -> dict[str, float]:
     calls: dict[str, Callable[[], Any]] = {
         "wkv7": lambda: wkv7(*constants),
         "wkv7, inputs with gradients": lambda: wkv7(*given),
-        "its prepared forward": lambda: known.run(constants, None, None),
+        "its prepared forward": lambda: known.run((*constants, None, None)),
         "torch.add(x, x, out=x)": lambda: torch.add(x, x, out=x),
     }
     with suppress(ImportError):

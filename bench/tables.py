@@ -103,7 +103,7 @@ def _origins(result: Mapping[str, Any]) -> str:
         (", ".join(names), name, str(commit)[:10], "" if copy is None else f"{copy:.2f}")
         for (name, commit, copy), names in measured.items()
     ]
-    return _lines([("suites", "measured on", "at commit", "copy TB/s"), ("---",) * 4, *lines])
+    return _table_of(("suites", "measured on", "at commit", "copy TB/s"), lines)
 
 
 # ---- speedups ----------------------------------------------------------------------------------------------------
@@ -197,25 +197,13 @@ def _words(row: Row) -> str:
     return "one token" if row["phase"] == "decode" else str(row["phase"].replace("+", " + "))
 
 
-def _speedup_lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """Return a line for each call that was measured with gradients, beside the fastest others."""
+def _speedup_table(rows: Sequence[Row]) -> str:
+    """Return a table with a line for each call that was measured with gradients, beside the fastest others."""
     by_call: dict[Case, dict[str, Speedup]] = {}
     for speedup in speedups(rows):
         *call, phase = case_of(speedup.ours)
         by_call.setdefault(tuple(call), {})[phase] = speedup
-    table: list[tuple[str, ...]] = [
-        (
-            "op",
-            "shape",
-            "dtype, GPU",
-            "forward ms",
-            "fastest other",
-            "forward + backward ms",
-            "fastest other",
-            "host us",
-        ),
-        ("---",) * 8,
-    ]
+    lines: list[tuple[str, ...]] = []
     for phases in by_call.values():
         trained = next((phases[phase] for phase in WITH_GRADIENTS if phase in phases), None)
         if trained is None:
@@ -224,8 +212,10 @@ def _speedup_lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
         hosts = ", ".join(_host(each.ours) for each in shown if each is not None and each.ours["host_us"] is not None)
         cells = (cell for each in shown for cell in _speedup_cells(each))
         where = f"{trained.ours['dtype']}, {gpu_of(trained.ours)}"
-        table.append((trained.ours["op"], shape_of(trained.ours), where, *cells, hosts))
-    return table
+        lines.append((trained.ours["op"], shape_of(trained.ours), where, *cells, hosts))
+    other = "fastest other"
+    head = ("op", "shape", "dtype, GPU", "forward ms", other, "forward + backward ms", other, "host us")
+    return _table_of(head, lines)
 
 
 def _speedup_cells(speedup: Speedup | None) -> tuple[str, str]:
@@ -245,7 +235,7 @@ def _first_page(rows: Sequence[Row]) -> str:
         f"{origin(rows)}, beside {others}. {HOST_BOUND}: the host takes longer than the GPU, so calls one after "
         "another take the host's time."
     )
-    return f"{_lines(_speedup_lines(rows))}\n{about}\n{_left_out(rows)}"
+    return f"{_speedup_table(rows)}\n{about}\n{_left_out(rows)}"
 
 
 # ---- the blocks of pages -----------------------------------------------------------------------------------------
@@ -280,7 +270,7 @@ def blocks(result: Mapping[str, Any]) -> dict[str, str]:
     }
     for op in (*OPS, *DERIVED):
         of_op = [row for row in rows if row["op"] == op and row["phase"] != UPDATE]
-        shown[op] = _table(of_op) if of_op else _NOTHING
+        shown[op] = _table(of_op)
     return shown
 
 
@@ -296,10 +286,7 @@ def _float32(rows: Sequence[Row]) -> str:
             lines.append(
                 (call, *map(milliseconds, times), f"{times[0] / times[1]:.0f}×", f"{gpu}, {row['commit'][:10]}")
             )
-    if not lines:
-        return _NOTHING
-    head = ("call", "float32 ms", "bfloat16 ms", "float32 takes", "GPU, commit")
-    return _lines([head, ("---",) * len(head), *lines])
+    return _table_of(("call", "float32 ms", "bfloat16 ms", "float32 takes", "GPU, commit"), lines)
 
 
 def _training(rows: Sequence[Row]) -> str:
@@ -314,10 +301,8 @@ def _training(rows: Sequence[Row]) -> str:
         for row in rows
         if row["part"] == "steps" and row["skipped"] is None
     ]  # fmt: skip
-    if not lines:
-        return _NOTHING
     head = ("RWKV-7", "by", "parameters", "ms a step", "tokens a second", "of the FLOPs", "peak GiB", "GPU, commit")
-    return _lines([head, ("---",) * len(head), *lines])
+    return _table_of(head, lines)
 
 
 def _service(costs: Mapping[str, Any] | None) -> str:
@@ -349,7 +334,7 @@ def _service(costs: Mapping[str, Any] | None) -> str:
         ("import", "its first op", f"{costs['op_import_ms']:.1f} ms"),
     ]  # fmt: skip
     where = f"{machine(costs)}, commit {str(costs['commit'])[:10]}"
-    return f"{where}.\n\n{_lines([('', 'of', 'measured'), ('---',) * 3, *lines])}"
+    return f"{where}.\n\n{_table_of(('', 'of', 'measured'), lines)}"
 
 
 def _first_and_others(times_us: Sequence[float]) -> str:
@@ -357,8 +342,11 @@ def _first_and_others(times_us: Sequence[float]) -> str:
     return f"{milliseconds(first)}, {milliseconds(others)} ms"
 
 
-def _lines(table: Iterable[Sequence[str]]) -> str:
-    return "".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |\n" for line in table)
+def _table_of(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown, or that there is nothing."""
+    table = [head, ("---",) * len(head), *lines]
+    whole = "".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |\n" for line in table)
+    return whole if len(table) > 2 else _NOTHING
 
 
 def _errors(rows: Sequence[Row]) -> str:
@@ -370,10 +358,7 @@ def _errors(rows: Sequence[Row]) -> str:
             other = "" if row["other"] is None else f"{row['other_error']:.1e} from {row['other']}"
             call = f"{row['op']} {shape_of(row)} {row['dtype']}"
             lines.append((call, contestant(row), row["phase"], errors, other))
-    if not lines:
-        return _NOTHING
-    head = ("call", "by", "phase", "against float64, first tokens", "all tokens, largest")
-    return _lines([head, ("---",) * len(head), *lines])
+    return _table_of(("call", "by", "phase", "against float64, first tokens", "all tokens, largest"), lines)
 
 
 def _table(rows: list[Row]) -> str:
@@ -386,7 +371,7 @@ def _table(rows: list[Row]) -> str:
         lines.setdefault(by, {})[row["phase"]] = row
     times = [f"{phase.replace('+', ' + ')} ms" for phase in phases]
     head = ["GPU", "shape", "dtype", "by", *times, "rwkv_jit is faster", "host us", "error", "memory MiB"]
-    table = [head, ["---"] * len(head)]
+    table = []
     for (gpu, _, shape, dtype, who), by_phase in lines.items():
         done = [by_phase[phase] for phase in phases if phase in by_phase]
         measured = [row for row in done if row["median_ms"] is not None]
@@ -398,16 +383,13 @@ def _table(rows: list[Row]) -> str:
         table.append(
             [gpu, shape, dtype, who, *(_time(by_phase.get(phase)) for phase in phases), faster, host, error, memory]
         )
-    return _lines(table) + _left_out(rows)
+    return _table_of(head, table) + _left_out(rows)
 
 
 def _updates(rows: list[Row]) -> str:
     """Return a table of updates, with a line for each case and contestant."""
-    if not rows:
-        return _NOTHING
-    first = our_rows(rows)
+    first, table = our_rows(rows), []
     head = ["GPU", "call", "dtype", "by", "update ms", "rwkv_jit is faster", "host us", "error of y", "of the states"]
-    table = [head, ["---"] * len(head)]
     for row in rows:
         is_compared = row["median_ms"] is not None and row["who"] != OURS and case_of(row) in first
         table.append([
@@ -416,7 +398,7 @@ def _updates(rows: list[Row]) -> str:
             "" if row["host_us"] is None else _host(row),
             *(f"{row['errors'][name]:.1e}" if name in row["errors"] else "" for name in ("y", "state")),
         ])  # fmt: skip
-    return _lines(table) + _left_out(rows)
+    return _table_of(head, table) + _left_out(rows)
 
 
 def _left_out(rows: Iterable[Row]) -> str:

@@ -29,8 +29,6 @@ _MODULES = lazy.modules({
         "linear_attention_verify simple_gla_update simple_gla_varlen ssd_update ssd_varlen wkv5_replay wkv5_update "
         "wkv5_varlen wkv5_verify wkv6_replay wkv6_update wkv6_varlen wkv6_verify wkv7_replay wkv7_update wkv7_varlen "
         "wkv7_verify",
-    "plain.derived_references":
-        "kda_ref gated_delta_rule_ref delta_rule_ref gated_delta_rule2_ref simple_gla_ref hgrn2_ref ssd_ref",
     "layers.activate": "activate",
     "layers.gated": "gated",
     "layers.gated_norm": "gated_norm",
@@ -42,7 +40,9 @@ _MODULES = lazy.modules({
         "activate_ref causal_conv1d_ref gated_ref gated_norm_ref norm_shift_ref prepare_keys_ref token_shift_ref",
     "layers.causal_conv1d": "causal_conv1d causal_conv1d_update",
     "layers.loss": "cross_entropy linear_cross_entropy",
-    "plain.reference": "gla_ref linear_attention_ref timex_ref wkv4_ref wkv5_ref wkv6_ref wkv7_ref",
+    "plain.reference":
+        "delta_rule_ref gated_delta_rule2_ref gated_delta_rule_ref gla_ref hgrn2_ref kda_ref linear_attention_ref "
+        "simple_gla_ref ssd_ref timex_ref wkv4_ref wkv5_ref wkv6_ref wkv7_ref",
     "call.options": "CallOptions DecayOptions",
     "pool.options":
         "PoolOptions UpdateOptions DecayUpdateOptions VarlenOptions DecayVarlenOptions ReplayOptions FlushOptions",

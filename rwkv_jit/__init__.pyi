@@ -401,7 +401,7 @@ def gla_ref(
     decay: Literal['raw', 'sigmoid', 'log', 'direct'] = 'log', decay_bound: float | None = None,
     state_layout: Literal['vk', 'kv'] = 'kv',
 ) -> tuple[Tensor, None]:
-    """Gated linear attention in plain torch, in float64 where the inputs are: `rwkv_jit.gla` says the arguments."""
+    """Gated linear attention: `rwkv_jit.gla` in plain torch, in float64 where the inputs are."""
 @overload
 def gla_ref(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state: Tensor | None, output_final_state: Literal[True],
@@ -599,7 +599,7 @@ def linear_attention_ref(
     cu_seqlens: Tensor | None = None, scale: float | None = None, state_layout: Literal['vk', 'kv'] = 'kv', *,
     normalize: Literal[True],
 ) -> tuple[Tensor, None]:
-    """Linear attention in plain torch, in float64 where the inputs are: `rwkv_jit.linear_attention` says the arguments."""
+    """Linear attention: `rwkv_jit.linear_attention` in plain torch, in float64 where the inputs are."""
 @overload
 def linear_attention_ref(
     q: Tensor, k: Tensor, v: Tensor, initial_state: Any = None, *, output_final_state: Literal[True],
@@ -784,7 +784,7 @@ def wkv4_ref(
     w: Tensor, u: Tensor, k: Tensor, v: Tensor, initial_state: Tensor | None = None,
     output_final_state: Literal[False] = False, decay: Literal['raw', 'log'] = 'raw',
 ) -> tuple[Tensor, None]:
-    """RWKV-4 time mixing in plain torch, in float64 where the inputs are: `rwkv_jit.wkv4` says the arguments."""
+    """RWKV-4 time mixing: `rwkv_jit.wkv4` in plain torch, in float64 where the inputs are."""
 @overload
 def wkv4_ref(
     w: Tensor, u: Tensor, k: Tensor, v: Tensor, initial_state: Tensor | None, output_final_state: Literal[True],
@@ -838,7 +838,7 @@ def wkv5_ref(
     decay: Literal['raw', 'sigmoid', 'log', 'direct'] = 'raw', decay_bound: float | None = None,
     state_layout: Literal['vk', 'kv'] = 'vk',
 ) -> tuple[Tensor, None]:
-    """RWKV-5 time mixing in plain torch, in float64 where the inputs are: `rwkv_jit.wkv5` says the arguments."""
+    """RWKV-5 time mixing: `rwkv_jit.wkv5` in plain torch, in float64 where the inputs are."""
 @overload
 def wkv5_ref(
     r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, initial_state: Tensor | None,
@@ -898,7 +898,7 @@ def wkv6_ref(
     decay: Literal['raw', 'sigmoid', 'log', 'direct'] = 'raw', decay_bound: float | None = None,
     state_layout: Literal['vk', 'kv'] = 'vk',
 ) -> tuple[Tensor, None]:
-    """RWKV-6 time mixing in plain torch, in float64 where the inputs are: `rwkv_jit.wkv6` says the arguments."""
+    """RWKV-6 time mixing: `rwkv_jit.wkv6` in plain torch, in float64 where the inputs are."""
 @overload
 def wkv6_ref(
     r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, initial_state: Tensor | None,
@@ -960,7 +960,7 @@ def wkv7_ref(
     decay: Literal['raw', 'sigmoid', 'log', 'direct'] = 'raw', decay_bound: float | None = None,
     state_layout: Literal['vk', 'kv'] = 'vk',
 ) -> tuple[Tensor, None]:
-    """RWKV-7 time mixing in plain torch, in float64 where the inputs are: `rwkv_jit.wkv7` says the arguments."""
+    """RWKV-7 time mixing: `rwkv_jit.wkv7` in plain torch, in float64 where the inputs are."""
 @overload
 def wkv7_ref(
     r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, initial_state: Tensor | None,

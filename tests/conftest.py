@@ -16,6 +16,7 @@ from pathlib import Path
 import images
 import ledger
 import pytest
+import warm
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))  # for the folder `bench`; behind all others, so that an installed rwkv_jit is the one tested
@@ -57,6 +58,8 @@ def pytest_configure(config):
         config.option.seed = config.workerinput["seed"]
     elif config.option.seed is None:
         config.option.seed = secrets.randbelow(2**32)
+    if not hasattr(config, "workerinput") and warm.VARIABLE not in os.environ:
+        config.add_cleanup(warm.start())
     config.pluginmanager.register(ledger.Ledger(config), "ledger")
     # What the package or a test is warned of is a fault of ours; other packages may warn themselves.
     config.addinivalue_line("filterwarnings", r"error::UserWarning:(rwkv_jit|tests)\b")
@@ -210,20 +213,23 @@ def make_entry():
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts Python code in another process that imports the same rwkv_jit; it is killed where it outlives the test."""
+    """Starts Python code in another process that imports the same rwkv_jit; it is killed where it outlives the test.
+
+    `after` names modules that are imported before: where the test is not about their import, that takes no time.
+    """
     import rwkv_jit
 
     package = str(Path(rwkv_jit.__file__).resolve().parents[1])
     with contextlib.ExitStack() as started:
 
-        def start(code, *arguments, unprivileged=False, without_posix=False, cwd=None, env=(), remove=()):
+        def start(code, *arguments, after="", unprivileged=False, without_posix=False, cwd=None, env=(), remove=()):
             prefix = (DROP_CAPABILITIES if unprivileged else "") + (REMOVE_POSIX_NAMES if without_posix else "")
             paths = os.pathsep.join(filter(None, [package, str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
             environment = {**os.environ, "PYTHONPATH": paths, **dict(env)}
             for name in remove:
                 environment.pop(name, None)
             process = subprocess.Popen(
-                [sys.executable, "-c", prefix + code, *map(str, arguments)],
+                [*warm.python(*after.split()), "-c", prefix + code, *map(str, arguments)],
                 cwd=cwd or tmp_path,
                 env=environment,
                 stdin=subprocess.PIPE,

@@ -7,8 +7,6 @@ import plain_layer
 import torch
 
 import rwkv_jit
-from rwkv_jit.layers import calls
-from rwkv_jit.layers.delta_operands import KIND
 
 LETTERS = "NTHKC"
 RANDOM = torch.randn
@@ -23,7 +21,7 @@ class Case(NamedTuple):
 
     def run(self, tensors, function=None):
         """Return what a function of the library makes, as a list."""
-        made = (function or function_of(self.name))(**tensors, **self.options)
+        made = (function or getattr(rwkv_jit, self.name))(**tensors, **self.options)
         if self.name == "norm_shift":
             residual, mixed, last = made
             return [residual, *mixed, last]
@@ -34,16 +32,6 @@ class Case(NamedTuple):
         """Return the same in float64."""
         made = self.run(tensors, getattr(plain_layer, self.name))
         return list(made[0].unbind()) if self.name == "token_shift" else made
-
-
-def function_of(name):
-    """Return the function of the library, which of `delta_operands` is no public one."""
-    return delta_operands if name == "delta_operands" else getattr(rwkv_jit, name)
-
-
-def delta_operands(k, beta, q=None, g=None, A_log=None, dt_bias=None, *, kinds, lower_bound=0.0):
-    """What `wkv7` takes for the delta rules."""
-    return tuple(calls.call(KIND, (k, q, beta, g, A_log, dt_bias), (), (lower_bound, *kinds)))
 
 
 def make(name, how, sizes, dtype, parameters, device="cpu"):
@@ -76,28 +64,6 @@ def _keys(how, sizes, rows, fixed, device):
     if "bonus" in how:
         given |= {"r": rows(*flat), "r_k": fixed(heads, head_size)}
     return Case("prepare_keys", given, {"rate_map": "identity"} if "given" in how else {})
-
-
-def _operands(how, sizes, rows, fixed, device):
-    *lead, heads, head_size = sizes
-    words = how.split()
-    value_heads = heads * next((int(x) for x in words if x.isdigit()), 1)
-    gate = next((x for x in ("log", "softplus", "bounded") if x in words), "none")
-    of = {"head": (value_heads,), "channel": (value_heads, head_size)}
-    gate_of, rate_of = "channel" if "channels" in words else "head", "channel" if "rates" in words else "head"
-    given = {"k": _apart(rows(*lead, heads, head_size)), "beta": fixed(*lead, *of[rate_of])}
-    if "q" in words:
-        given["q"] = _apart(rows(*lead, heads, head_size))
-    if gate != "none":
-        g = fixed(*lead, *of[gate_of])
-        given["g"] = -g.abs() if gate == "log" else g
-    if gate in ("softplus", "bounded"):
-        given["A_log"] = fixed(value_heads) / 2
-    if "bias" in words:
-        given["dt_bias"] = fixed(*of[gate_of])
-    rate_map = next((x for x in ("sigmoid", "twice_sigmoid") if x in words), "identity")
-    kinds = gate, gate_of, rate_map, rate_of, "l2" if "l2" in words else "none"
-    return Case("delta_operands", given, {"kinds": kinds, "lower_bound": -5.0})
 
 
 def _norm(how, sizes, rows, fixed, device):
@@ -151,27 +117,13 @@ def _norm_shift(how, sizes, rows, fixed, device):
 
 
 _CASES = {
-    "prepare_keys": _keys, "delta_operands": _operands, "gated_norm": _norm, "gated": _gated, "activate": _activate,
+    "prepare_keys": _keys, "gated_norm": _norm, "gated": _gated, "activate": _activate,
     "token_shift": _shift, "norm_shift": _norm_shift,
 }  # fmt: skip
 # How calls are made, by their names.
 WAYS = {
     "prepare_keys": (
         "", "a0", "first", "a0 first v0", "a0 bonus", "a0 first v0 bonus", "given", "given a0 first bonus",
-    ),
-    # The number is that of the value heads of a key head.
-    "delta_operands": (
-        "",
-        "2 l2 q",
-        "channels log l2 q",
-        "log q 2",
-        "channels softplus bias sigmoid l2 q",
-        "channels bounded bias twice_sigmoid l2 q 3",
-        "softplus bias sigmoid l2 q 4",
-        "softplus",
-        "channels bounded 2 q",
-        "channels log rates l2 q",
-        "channels softplus rates bias q 2",
     ),
     "gated_norm": ("bias bonus", "bias silu", "rms silu", "bonus sigmoid", "", "bias ready bonus"),
     "gated": ("identity", "sigmoid", "silu"),
@@ -215,3 +167,20 @@ def exactly(case, weights):
         options = {"dtype": dtype, **options, "normed": dtype}
     case = case._replace(tensors=wide, options=options)
     return differentiate(case, case.plainly, weights)[:2]
+
+
+def check_sums(launches, backward, grads):
+    """Check that one launch adds up what the blocks of a backward leave of these gradients, and of no others."""
+    if not grads:
+        assert launches == []
+        return
+    (launch,) = launches
+    assert launch.template == "sum_buffers"
+    named = [{x: launch.named[f"{x}{n}"] for x in ("rows", "sums", "group_rows", "width", "storage")} for n in range(5)]
+    for (x, grad), found in zip(grads.items(), named, strict=False):
+        assert found == {
+            "rows": backward.named[f"d{x}_rows"], "sums": grad.data_ptr(), "group_rows": backward.grid[0],
+            "width": grad.numel(), "storage": [torch.float16, torch.bfloat16, torch.float32].index(grad.dtype),
+        }  # fmt: skip
+    assert all(not found["rows"] and not found["sums"] and not found["width"] for found in named[len(grads) :])
+    assert launch.grid == (sum(-(-grad.numel() // 32) for grad in grads.values()), 1, 1)

@@ -57,15 +57,6 @@ def made_up_ref(q, k, v, g, d, initial_state, output_final_state, cu_seqlens, sc
 # ---- the algorithm -----------------------------------------------------------------------------------------------
 
 
-def why_not(case, gpu):
-    """Return nothing: the kernels can do every call."""
-
-
-def default_chunk_len(case, gpu):
-    """Return 0: there are no chunks."""
-    return 0
-
-
 def kept(p):
     """Return what the forward keeps: the state after every token."""
     return {"states": 4 * p.B * p.T * p.H * p.V * p.K}

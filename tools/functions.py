@@ -38,7 +38,7 @@ from torch import Tensor
 from rwkv_jit.call import checks
 from rwkv_jit.call.tensors import Array
 from rwkv_jit.pool import calls, update, varlen
-from rwkv_jit.pool.replay_calls import DRAFT, STEP
+from rwkv_jit.pool.replay import DRAFT, STEP
 from rwkv_jit.pool.ring import ReplayRing
 from rwkv_jit.schedules.derived_table import ALL
 from rwkv_jit.schedules.legal import BetaMap

@@ -21,7 +21,7 @@ from typing import Any, get_args
 from rwkv_jit.schedules import legal
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("rwkv_jit", "rwkv_jit.nn", "rwkv_jit.parallel")
+PACKAGES = ("rwkv_jit", "rwkv_jit.nn", "rwkv_jit.parallel", "rwkv_jit.compat")
 HEAD = '''"""{doc}"""
 
 # tools/stubs.py has written this.
@@ -36,6 +36,18 @@ SOURCES = {
     "Shard": "rwkv_jit.parallel.shard", "SupportsDLPack": "rwkv_jit.call.tensors", "Tensor": "torch",
     "Unpack": "typing_extensions", "inf": "math", "overload": "typing",
 }  # fmt: skip
+# What a package has itself.
+OF_PACKAGE = {
+    "rwkv_jit": "__version__: str\n",
+    "rwkv_jit.compat": """\
+MODELS: tuple[str, ...]
+is_installed: bool
+
+def install() -> None: ...
+def put(owner: object, name: str, ours: object) -> None: ...
+def uninstall() -> None: ...
+""",
+}
 FLAG, PAIR = "output_final_state", "normalize"
 TRUE, FALSE = "Literal[True]", "Literal[False]"
 
@@ -53,6 +65,8 @@ def text_of(package: str) -> str:
     same, own = [], []
     for name in sorted(module.__all__):
         public = getattr(module, name)
+        if name not in module._MODULES:
+            continue
         if inspect.isfunction(public) and FLAG in inspect.signature(public).parameters:
             own.append(function(public))
         else:
@@ -64,12 +78,12 @@ def text_of(package: str) -> str:
         if re.search(rf"\b{name}\b", body):
             used.setdefault(source, []).append(name)
     first = [f"from {source} import {', '.join(several)}" for source, several in sorted(used.items())]
-    version = "\n__version__: str\n" if hasattr(module, "__version__") else ""
+    of_package = f"\n{OF_PACKAGE[package]}" if package in OF_PACKAGE else ""
     names = textwrap.wrap(", ".join(f'"{name}"' for name in sorted(module.__all__)), WIDTH - 4)
     listed = "\n".join(f"    {line}" for line in names)
     parts = [
         HEAD.format(doc=doc.splitlines()[0]), "\n".join(first), "\n".join([*rooms, *sorted(same)]),
-        f"{version}\n__all__ = [\n{listed}\n]\n", body,
+        f"{of_package}\n__all__ = [\n{listed}\n]\n", body,
     ]  # fmt: skip
     return "\n".join(part for part in parts if part).rstrip() + "\n"
 

@@ -5,17 +5,16 @@ Those of one function of it, and all those that a layer of a model calls beside 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import Any, NamedTuple
 
 from rwkv_jit.kernels import kernel
 from rwkv_jit.kernels.errors import UnsupportedConfigError
 from rwkv_jit.kernels.gpu import Gpu
-from rwkv_jit.schedules import convolution, delta_operands, layer_gradients, layer_table, loss
-from rwkv_jit.schedules import layers as steps
-from rwkv_jit.schedules.layer_gradients import Options
-from rwkv_jit.schedules.layers import Given, Sequences
+from rwkv_jit.layers.calls import POOLS, Kind, kind_of
+from rwkv_jit.schedules import convolution, layer_table, loss
+from rwkv_jit.schedules.layers import Given, Options, Sequences
 from rwkv_jit.schedules.problem import Op, Problem
 from rwkv_jit.schedules.schedule import Result, Schedule
 
@@ -38,8 +37,10 @@ _COUNTS = (1, 2, 4, 8)  # of elements, by which neighbours that a thread takes a
 _COLUMNS = tuple(1 << power for power in range(7, 13))  # of logits, by which threads differ
 
 
-_TEXTS = tuple(Sequences(1, bound_bytes=count) for count in (0, 4, 8))
-_OVER_POOL = (Sequences(1), Sequences(1, 2), Sequences(1, bound_bytes=4), Sequences(1, bound_bytes=8))
+# What calls have as many of as they like, within these limits, and kernels depend on.
+_COUNTED = {
+    "mixes": (1, layer_table.MOST_MIXES), "taps": (convolution.LEAST_WIDTH, convolution.MOST_WIDTH),
+}  # fmt: skip
 
 
 # ---- one function ------------------------------------------------------------------------------------------------
@@ -47,9 +48,7 @@ _OVER_POOL = (Sequences(1), Sequences(1, 2), Sequences(1, bound_bytes=4), Sequen
 
 def sizes_of(op: Op) -> tuple[str, ...]:
     """Return the names of the sizes that kernels of a function depend on."""
-    if "H" not in "".join(op.inputs.values()):
-        return ("width",)
-    return ("head_size", "heads", *(["key_heads"] if op.name == "delta_operands" else []))
+    return ("head_size", "heads") if "H" in "".join(op.inputs.values()) else ("width",)
 
 
 def requests_of(
@@ -57,111 +56,40 @@ def requests_of(
     state_type: str, index_bytes: int,
 ) -> list[kernel.Request]:  # fmt: skip
     """Return the kernels of one function in a direction: of packed sequences and of others, over pools in updates."""
-    if op.name == "causal_conv1d":
-        cut: tuple[int, ...] = sizes["width"], switches["taps"]
-        if not convolution.LEAST_WIDTH <= cut[1] <= convolution.MOST_WIDTH:
-            legal = f"{convolution.LEAST_WIDTH} to {convolution.MOST_WIDTH}"
-            raise UnsupportedConfigError(f"taps: expected {legal}, got {cut[1]}")
-        several = _convolutions(Given(gpu, types, 1, cut), switches, direction, state_type, index_bytes)
+    counts = {name: switches[name] for name in _COUNTED if name in switches}
+    for name, count in counts.items():
+        least, most = _COUNTED[name]
+        if not least <= count <= most:
+            raise UnsupportedConfigError(f"{name}: expected {least} to {most}, got {count}")
+    kind = kind_of(f"{op.name}_update" if direction == "update" and op.name in _UPDATES else op.name)
+    if direction == "backward" and kind.backward is None:
+        return []
+    cut = (sizes["width"], *counts.values()) if "width" in sizes else (sizes["heads"], sizes["head_size"])
+    lead, pools = types[op.names[0]], {name: state_type for name in kind.written if name in POOLS}
+    types = {**{x: own for x, own in types.items() if x in kind.op.names}, **pools}
+    given = Given(gpu, types, 1, cut, results=_results(kind, types, switches.get("mixed") or lead))
+    choices = tuple(switches[name] for name in kind.choices)
+    of_pool = {name: switches[name] for name in Sequences._fields if name in switches}
+    several = [
+        Options(kinds=choices, texts=texts._replace(index_bytes=index_bytes, **of_pool)) for texts in kind.stand_ins
+    ]
+    if direction == "backward":
+        grads = {f"grad_{name}": result.dtype for name, result in given.results.items()}
+        results = {f"d{x}": Result((1,), own) for x, own in types.items()}
+        given = given._replace(types={**types, **grads}, results=results)
+        schedules = [kind.gradients(given, options, [*types]) for options in several]
     else:
-        if not 1 <= switches.get("mixes", 1) <= layer_table.MOST_MIXES:
-            raise UnsupportedConfigError(f"mixes: expected 1 to {layer_table.MOST_MIXES}, got {switches['mixes']}")
-        cut = _cut(op, sizes, switches)
-        given = Given(gpu, types, 1, cut)
-        is_backward = direction == "backward"
-        if is_backward and op.name not in layer_gradients.BACKWARDS:
-            return []
-        several = (
-            _backwards(op, given, switches) if is_backward else _forwards(op, given, switches, state_type, index_bytes)
-        )
-    return [request for each in several for request in each.requests(gpu)]
+        schedules = [kind.forward(given, options) for options in several]
+    return [request for each in schedules for request in each.requests(gpu)]
 
 
-def _cut(op: Op, sizes: Mapping[str, int], switches: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the sizes of `Given`."""
-    if "width" in sizes:
-        return sizes["width"], *([switches["mixes"]] if "mixes" in switches else [])
-    if "key_heads" in sizes:
-        several = steps.times_shared(sizes["key_heads"], sizes["heads"])
-        return sizes["key_heads"] * several, sizes["head_size"], sizes["heads"], several
-    return sizes["heads"], sizes["head_size"]
+_UPDATES = ("causal_conv1d",)  # whose updates are a function of their own
 
 
-def _kinds(op: Op, given: Given, switches: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return what the steps of a function are told by names."""
-    if op.name == "delta_operands":
-        gate, _, rate_map, _, norm = delta_operands.kinds(
-            Op("", {"beta": "BTH"}), {_IN_OPERANDS.get(x, x) for x in given.types}, switches
-        )
-        return gate, switches["gate_of"], rate_map, switches["rate_of"], norm
-    if op.name == "activate":
-        return ("identity",)
-    return tuple(switches[name] for name in op.traits if name in ("gate", "norm", "rate_map"))
-
-
-_IN_OPERANDS = {"g": "w", "A_log": "a_log"}
-
-
-def _forwards(op: Op, given: Given, switches: Mapping[str, Any], state_type: str, index_bytes: int) -> list[Schedule]:
-    name, kinds = op.name, _kinds(op, given, switches)
-    if name == "token_shift":
-        return [steps.token_shift(given, texts) for texts in _TEXTS]
-    if name == "norm_shift":
-        given = given._replace(results={"mixed0": Result((1,), switches["mixed"] or given.types["x"])})
-        return [steps.norm_shift(given, texts, 0.0) for texts in _TEXTS]
-    if name == "shift_mix":
-        given = given._replace(types={**given.types, "shift": state_type})
-        return [steps.shift_mix(given, each._replace(index_bytes=index_bytes), 0.0) for each in _OVER_POOL]
-    if name == "activate":
-        return [steps.activate(given, kinds, False)]
-    if name == "delta_operands":
-        return [steps.delta_operands(given, 0.0, kinds)]
-    if name == "gated_norm":
-        return [steps.gated_norm(given, 0.0, *kinds)]
-    return [steps.prepare_keys(given, *kinds) if name == "prepare_keys" else steps.gated(given, *kinds)]
-
-
-def _backwards(op: Op, given: Given, switches: Mapping[str, Any]) -> list[Schedule]:
-    mixed = switches.get("mixed") or given.types[op.names[0]]
-    options = Options(kinds=_kinds(op, given, switches))
-    texts = _TEXTS if op.name in layer_table.SHIFTS else _TEXTS[:1]
-    return [_backward(op.name, given, options._replace(texts=each), mixed) for each in texts]
-
-
-def _backward(name: str, given: Given, options: Options, grad_type: str) -> Schedule:
-    """Return the backward for all gradients, from gradients of this type, which that of a residual need not have."""
-    results = {f"d{x}": Result((1,), given.types[x]) for x in layer_table.OPS[name].inputs if x in given.types}
-    grads = dict.fromkeys((f"grad_{x}" for x in _results(name, given)), grad_type)
-    if name == "norm_shift":
-        grads["grad_residual"] = given.types["x"]
-    given = given._replace(types={**given.types, **grads}, results=results)
-    return layer_gradients.backward(name, given, options, [*layer_table.OPS[name].inputs])
-
-
-def _results(name: str, given: Given) -> Sequence[str]:
-    """Return what a call returns."""
-    names = [*layer_table.RESULTS[name]]
-    if name in layer_table.SHIFTS:
-        begin = names.index("mixed0")
-        return names[: begin + given.sizes[1]] + names[begin + layer_table.MOST_MIXES :]
-    return [x for x in names if x != "new_v" or "v_first" in given.types]
-
-
-def _convolutions(
-    given: Given, switches: Mapping[str, Any], direction: str, state_type: str, index_bytes: int
-) -> list[Schedule]:
-    activation = switches["activation"]
-    if direction == "update":
-        held = {**{x: own for x, own in given.types.items() if x != "initial_state"}, "conv_state": state_type}
-        length = switches["state_len"] or switches["taps"] - 1
-        given = given._replace(types=held)
-        rows = Sequences(1, index_bytes=index_bytes)
-        return [convolution.update(given, rows, length, switches["channels_last"], activation, switches["ring"])]
-    if direction == "forward":
-        return [convolution.forward(given, texts, activation) for texts in _TEXTS]
-    results = {f"d{x}": Result((1,), storage) for x, storage in given.types.items()}
-    given = given._replace(results=results)
-    return [convolution.backward(given, texts, activation, [*given.types]) for texts in _TEXTS]
+def _results(kind: Kind, types: Mapping[str, str], mixed: str) -> dict[str, Result]:
+    """Return what a call returns: what stands for an input has its type, and all else that of the mixes."""
+    replaced = {result: types[x] for x, result in kind.replaced.items()}
+    return {name: Result((1,), replaced.get(name, mixed)) for name in kind.results if name not in kind.kept}
 
 
 # ---- a layer of a model ------------------------------------------------------------------------------------------

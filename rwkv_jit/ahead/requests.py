@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -11,7 +12,6 @@ import torch
 
 from rwkv_jit.ahead import layers
 from rwkv_jit.call import checks, rule, switches, tensors, tuned
-from rwkv_jit.call.plan import DTYPES
 from rwkv_jit.call.rule import Known
 from rwkv_jit.kernels import kernel
 from rwkv_jit.kernels.errors import UnsupportedConfigError, brief
@@ -20,7 +20,6 @@ from rwkv_jit.kernels.template import STORAGE_TYPES, Parameter
 from rwkv_jit.ops import timex, wide_keys
 from rwkv_jit.schedules import directions, replay, segments, through, update, varlen, wkv4
 from rwkv_jit.schedules.build_command import LAYER_OPS, OPS
-from rwkv_jit.schedules.common import Case
 from rwkv_jit.schedules.derived_table import ALL
 from rwkv_jit.schedules.layers import LEGAL
 from rwkv_jit.schedules.operands import Slots
@@ -31,6 +30,7 @@ from rwkv_jit.schedules.update import Pool
 from rwkv_jit.schedules.varlen import Varlen
 
 DIRECTIONS = ("forward", "backward")
+Knowing = Callable[[], Known]
 UPDATE = "update"  # what stands beside the directions: one or a few tokens over a pool of states
 
 
@@ -99,86 +99,63 @@ _BATCHES = (*range(1, 9), 16, 32)
 # ---- the kernels of all calls ------------------------------------------------------------------------------------
 
 
-class _StandIns(NamedTuple):
-    """Calls of an op that differ in their lengths, in the number of their heads, and in whether they have gradients."""
+def _resolved(several: Sequence[Problem], knowing: Sequence[Knowing], *purposes: bool) -> list[Problem]:
+    """Return the problems of calls by the rule: for gradients or not, of calls that know one thing or another."""
+    return [
+        rule.resolved(p._replace(training=training), known)
+        for p in several
+        for training, known in product(purposes, knowing)
+    ]
 
-    asked: Problem  # whose backend and geometry are not chosen yet; states at both ends take the most kernels
-    case: Case  # what the rule looks at of a long one with many heads and gradients
 
-    def problem(self, known: Known, case: Case) -> Problem:
-        """Return the problem of one of them, by the rule of calls."""
-        gpu = self.asked.gpu._replace(multiprocessors=case.multiprocessors and case.multiprocessors())
-        made = rule.chosen(self.asked.backend, case, lambda: gpu, lambda: known)._asdict()
-        made["chunk_len"] = made["chunk_len"] or 0
-        return self.asked._replace(
-            gpu=gpu, K=case.head_size, T=case.tokens, training=case.training, is_packed=case.is_packed, **made
-        )
+def _few_heads(p: Problem) -> Problem:
+    return p._replace(gpu=p.gpu._replace(multiprocessors=_MULTIPROCESSORS))
 
-    def problems(self, direction: str, several: Sequence[Known]) -> list[Problem]:
-        """Return the problems that stand for all of them: calls may know one of several."""
-        purposes = (True, False) if direction == "forward" else (True,)  # for gradients, and not
-        few_heads: dict[str, Any] = {"blocks": 1, "multiprocessors": lambda: _MULTIPROCESSORS}
-        made = [
-            self.problem(known, case._replace(training=training, **of_heads))
-            for tokens in _LENGTHS
-            for case in self.in_parts(self.case._replace(tokens=tokens))
-            for of_heads in ({}, few_heads, few_heads | {"is_packed": True, "longest": tokens})
-            for training, known in product(purposes, several)
-        ]
-        if self.case.op.through is not None:
-            made += [
-                self.problem(known, self.case._replace(tokens=tokens, training=training, **self.of_shares(share)))
-                for tokens, share in product((_LONG, _LEAST_CUT, 1024), _SHARES)
-                for training, known in product(purposes, several)
-            ]
-        made += [
-            self.problem(known, case._replace(training=training))._replace(has_initial_state=False)
-            for tokens in (_STATELESS_LENGTHS if self.asked.state_type == "fp32" else ())
-            for case in self.in_parts(self.case._replace(tokens=tokens))
-            for training, known in product(purposes, several)
-        ]
-        if direction == "backward":
-            of_states = [p for p in made if directions.has_state_alone(p)]
-            made += [p._replace(wanted=(STATE,)) for p in of_states]
-        return made
 
-    def of_shares(self, share: int) -> dict[str, Any]:
-        """Return what the rule looks at where there are so many multiprocessors for each head."""
-        return {"blocks": self.case.heads, "multiprocessors": lambda: share * self.case.heads}
+def _problems(stand_in: Problem, direction: str, knowing: Sequence[Knowing]) -> list[Problem]:
+    """Return the problems of the calls that one stands for: of any lengths, and of any batch."""
+    several = [
+        each
+        for tokens in _LENGTHS
+        for p in _in_parts(stand_in._replace(T=tokens))
+        for each in (p, _few_heads(p), _few_heads(p)._replace(is_packed=True, longest=tokens))
+    ]
+    if stand_in.op.through is not None:
+        gpus = [stand_in.gpu._replace(multiprocessors=share * stand_in.H) for share in _SHARES]
+        several += [stand_in._replace(T=tokens, gpu=gpu) for tokens, gpu in product((_LONG, _LEAST_CUT, 1024), gpus)]
+    for tokens in _STATELESS_LENGTHS if stand_in.state_type == "fp32" else ():
+        several += _in_parts(stand_in._replace(T=tokens, has_initial_state=False))
+    resolved = _resolved(several, knowing, True, *([False] if direction == "forward" else []))
+    if direction == "backward":
+        of_states = [p for p in resolved if directions.has_state_alone(p)]
+        resolved += [p._replace(wanted=(STATE,)) for p in of_states]
+    return resolved
 
-    def below(self) -> _StandIns:
-        """Return the calls of the op that runs these over a pool."""
-        return self._replace(asked=through.below(self.asked), case=self.case.below())
 
-    def pooled_problems(self, several: Sequence[Known]) -> list[Problem]:
-        """Return the problems that stand for sequences of any lengths over a pool, longer ones than updates take."""
-        asked = self._replace(asked=self.asked._replace(is_narrow=False))
-        case = self.case._replace(dtype=self.asked.types["v"], training=False, is_packed=True)
-        few_heads: dict[str, Any] = {"blocks": 1, "multiprocessors": lambda: _MULTIPROCESSORS}
-        return [
-            asked.problem(known, case._replace(tokens=tokens, **of_heads))
-            for tokens in (_LONG, _OF_FEW_HEADS, rule.SHORT_TOKENS)
-            for of_heads in ({"multiprocessors": None}, few_heads, few_heads | {"longest": tokens})
-            for known in several
-        ]
+def _pooled_problems(stand_in: Problem, knowing: Sequence[Knowing]) -> list[Problem]:
+    """Return the problems that stand for sequences of any lengths over a pool, longer ones than updates take."""
+    several = []
+    for tokens in (_LONG, _OF_FEW_HEADS, rule.SHORT_TOKENS):
+        p = stand_in._replace(T=tokens, is_packed=True, is_narrow=False)
+        several += [p, _few_heads(p), _few_heads(p)._replace(longest=tokens)]
+    return _resolved(several, knowing, False)
 
-    def shard_problems(self, direction: str, several: Sequence[Known]) -> list[Problem]:
-        """Return the problems that stand for calls over parts of sequences, whose kernels pause for other parts."""
-        calls = self._replace(asked=self.asked._replace(state_type="fp32", state_layout="vk"))
-        made = [
-            calls.problem(known, case._replace(training=True))._replace(training=training)
-            for case in self.in_parts(self.case)
-            for training, known in product((True, False) if direction == "forward" else (True,), several)
-        ]
-        return [p._replace(backend="segments", is_shard=True) for p in made if segments.takes_shard(p)]
 
-    def in_parts(self, case: Case) -> list[Case]:
-        """Return the calls that are made of one of these, where its keys go in parts."""
-        running = case if case.op.through is None else case.below()
-        if running.op.family != "diagonal":
-            return [case]
-        sizes = wide_keys.part_sizes(self.asked.backend, running, lambda: self.asked.gpu)
-        return [case._replace(head_size=size) for size in dict.fromkeys(sizes)]
+def _shard_problems(stand_in: Problem, direction: str, knowing: Sequence[Knowing]) -> list[Problem]:
+    """Return the problems that stand for calls over parts of sequences, whose kernels pause for other parts."""
+    several = _in_parts(stand_in._replace(T=_LONG, state_type="fp32", state_layout="vk"))
+    resolved = [p for p in _resolved(several, knowing, True) if segments.takes_shard(p)]
+    purposes = (True, False) if direction == "forward" else (True,)
+    return [
+        p._replace(backend="segments", is_shard=True, training=training) for p, training in product(resolved, purposes)
+    ]
+
+
+def _in_parts(p: Problem) -> list[Problem]:
+    """Return the calls that are made of one of these, where its keys go in parts."""
+    running = rule.seen(p)
+    sizes = wide_keys.part_sizes(running) if running.op.family == "diagonal" else [p.K]
+    return [p._replace(K=size) for size in dict.fromkeys(sizes)]
 
 
 def _schedule(problem: Problem, direction: str) -> Schedule:
@@ -214,42 +191,42 @@ def call_requests(calls: Calls) -> list[kernel.Request]:
         of = "over parts of sequences" if calls.shards else "over a ring of tokens"
         raise ValueError(f"{name}: {op} has no calls {of}")
     w_type, requests = types.get("w", "fp32"), list[kernel.Request]()
-    for stand_ins in [_stand_ins(calls, types, state_type, traits) for traits in several]:
+    for stand_in in [_stand_in(calls, types, state_type, traits) for traits in several]:
         if direction == UPDATE:
-            requests += _pool_requests(stand_ins, calls, w_type)
+            requests += _pool_requests(stand_in, calls, w_type)
         else:
-            known = _known(calls.arch)
-            problems = stand_ins.problems(direction, known)
-            problems += stand_ins.shard_problems(direction, known) if calls.shards else []
+            knowing = _knowing(calls.arch)
+            problems = _problems(stand_in, direction, knowing)
+            problems += _shard_problems(stand_in, direction, knowing) if calls.shards else []
             requests += [request for p in problems for request in _schedule(p, direction).requests(p.gpu)]
         if calls.width is not None:
-            requests += layers.requests(stand_ins.asked, calls.width, w_type, direction)
+            requests += layers.requests(stand_in, calls.width, w_type, direction)
     return requests
 
 
-def _pool_requests(stand_ins: _StandIns, calls: Calls, w_type: str) -> list[kernel.Request]:
+def _pool_requests(stand_in: Problem, calls: Calls, w_type: str) -> list[kernel.Request]:
     """Return the kernels of calls over a pool: of an op that goes through another those of that one and before it."""
-    known, asked, index_bytes = _known(calls.arch), stand_ins.asked, calls.index_bits // 8
-    if asked.op.through is not None:
-        below = stand_ins.below()
+    knowing, index_bytes = _knowing(calls.arch), calls.index_bits // 8
+    if stand_in.op.through is not None:
+        below = through.below(stand_in)
         # A bound of a gate chooses no chunks over a pool, and an input may have one number of a head.
-        several = below._replace(case=below.case._replace(decay_bound=None)).pooled_problems(known)
-        of_heads = {name: dims for name, dims in asked.op.also.items() if not dims.startswith("(")}
-        ops = [asked.op, *([replace(asked.op, inputs={**asked.op.inputs, **of_heads})] if of_heads else [])]
-        problems = [asked._replace(op=op, training=False) for op in ops]
+        several = _pooled_problems(below._replace(decay_bound=None), knowing)
+        of_heads = {name: dims for name, dims in stand_in.op.also.items() if not dims.startswith("(")}
+        ops = [stand_in.op, *([replace(stand_in.op, inputs={**stand_in.op.inputs, **of_heads})] if of_heads else [])]
+        problems = [stand_in._replace(op=op, training=False) for op in ops]
         # Behind the recurrence: of updates, and of packed tokens with bounds of either width.
         bounds = [Slots(1, index_bytes, -1, True), *(Slots(1, index_bytes, -1, True, 1, width) for width in (4, 8))]
         around = [through.over_pool(p, Schedule(()), slots) for p in problems for slots in bounds]
-        of_inputs = [request for each in around for request in each.requests(asked.gpu)]
+        of_inputs = [request for each in around for request in each.requests(stand_in.gpu)]
         return [
-            *of_inputs, *_update_requests(below.asked, ["fp32"], index_bytes),
+            *of_inputs, *_update_requests(below, ["fp32"], index_bytes),
             *_varlen_requests(several, ["void"], index_bytes),
         ]  # fmt: skip
-    w0_types = ["fp32", w_type] if "w" in asked.op.inputs else ["fp32"]
-    of_rings = [request for each in calls.rings for request in _replay_requests(asked, w0_types, index_bytes, *each)]
-    several = stand_ins.pooled_problems(known)
-    with_none = ["void", *(w0_types if "w" in asked.op.inputs else [])]
-    of_updates = _update_requests(asked, w0_types, index_bytes)
+    w0_types = ["fp32", w_type] if "w" in stand_in.op.inputs else ["fp32"]
+    of_rings = [request for each in calls.rings for request in _replay_requests(stand_in, w0_types, index_bytes, *each)]
+    several = _pooled_problems(stand_in, knowing)
+    with_none = ["void", *(w0_types if "w" in stand_in.op.inputs else [])]
+    of_updates = _update_requests(stand_in, w0_types, index_bytes)
     return [*of_updates, *_varlen_requests(several, with_none, index_bytes), *of_rings]
 
 
@@ -291,8 +268,7 @@ def _layer_requests(calls: Calls, types: Mapping[str, str], state_type: str) -> 
         **({"head_size": calls.head_size} if "head_size" not in names else {}),
     )  # fmt: skip
     heads = _MANY_HEADS if calls.heads is None else calls.heads
-    sizes = {"heads": heads, "key_heads": heads if calls.key_heads is None else calls.key_heads}
-    sizes = {name: sizes.get(name, getattr(calls, name)) for name in names}
+    sizes = {name: heads if name == "heads" else getattr(calls, name) for name in names}
     for name, size in sizes.items():
         if size is None:
             raise TypeError(f"{name}s: {op} needs some, got None")
@@ -356,12 +332,12 @@ def _varlen_requests(several: Sequence[Problem], w0_types: Sequence[str], index_
     ]
 
 
-def _known(arch: str | None) -> list[Known]:
+def _knowing(arch: str | None) -> list[Knowing]:
     """Return what calls may know: the choices for this GPU; or of an architecture none, and those for each GPU."""
     if arch is None and torch.cuda.is_available():
-        return [rule.known(torch.cuda.current_device())]
+        return [partial(rule.known, torch.cuda.current_device())]
     several = [(), *tuned.on_arch(tensors.targets(arch)[0])]
-    return [Known(choices, lambda place: True) for choices in several]
+    return [partial(Known, choices, lambda place: True) for choices in several]
 
 
 # ---- one kernel --------------------------------------------------------------------------------------------------
@@ -398,11 +374,11 @@ def named(
         if others.get("T_STATE") in STORAGE_TYPES:
             state_type = str(others.pop("T_STATE"))
         others.pop("STATE_LAYOUT", None)
-        stand_ins = _stand_ins(calls, types, state_type, traits, backend, chunk_len, num_threads)
-        case = stand_ins.case if entry.through is None else stand_ins.case.below()
-        if backend == "split" and rule.is_held_by_blocks(case, lambda: stand_ins.asked.gpu):
-            stand_ins = stand_ins._replace(asked=stand_ins.asked._replace(backend="chunked"))  # the same kernels
-        problem = stand_ins.problem(_known(arch)[0], stand_ins.case)
+        stand_in = _stand_in(calls, types, state_type, traits, backend, chunk_len, num_threads)
+        stand_in = stand_in._replace(T=_LONG, training=True)
+        if backend == "split" and rule.is_held_by_blocks(rule.seen(stand_in)):
+            stand_in = stand_in._replace(backend="chunked")  # the same kernels
+        problem = rule.resolved(stand_in, _knowing(arch)[0])
     else:
         _refuse(
             op, head_size=calls.head_size, value_size=calls.value_size, chunk_len=chunk_len, num_threads=num_threads
@@ -457,11 +433,11 @@ def _wkv4_problem(
     checks.check_name("direction", direction, DIRECTIONS)
     checks.check_name("backend", backend, tuple(name for name in ALL["wkv4"].backends if name != "reference"))
     checks.check_name("decay", decay or "raw", ALL["wkv4"].decays)
-    gpu = Gpu(*tensors.targets(arch), multiprocessors)
-    return Problem(
-        ALL["wkv4"], gpu, types, T=tokens, C=1, training=True, has_initial_state=True, has_final_state=True,
-        decay=decay or "raw", backend=wkv4.backend_of(backend, 1, tokens, multiprocessors or 0),
+    p = Problem(
+        ALL["wkv4"], Gpu(*tensors.targets(arch), multiprocessors), types, T=tokens, C=1, training=True,
+        has_initial_state=True, has_final_state=True, decay=decay or "raw", backend=backend,
     )  # fmt: skip
+    return p._replace(backend=wkv4.backend_of(p))
 
 
 def _timex_problem(
@@ -474,24 +450,28 @@ def _timex_problem(
     checks.check_name("direction", direction, DIRECTIONS)
     checks.check_name("backend", backend, ALL["timex"].backends)
     gpu = Gpu(*tensors.targets(arch))
-    taken = timex.choose(backend, DTYPES[types["k"]], batch, tokens, lambda: gpu, direction)
-    return Problem(ALL["timex"], gpu, types, B=batch, T=tokens, C=1, N=batch, training=True, backend=taken)
+    p = Problem(ALL["timex"], gpu, types, B=batch, T=tokens, C=1, N=batch, training=True, backend=backend)
+    return p._replace(backend=timex.choose(p, direction))
 
 
 # ---- checks ------------------------------------------------------------------------------------------------------
 
 
-def _stand_ins(
+def _stand_in(
     calls: Calls, types: Mapping[str, str], state_type: str, traits: tuple[tuple[str, Any], ...],
     backend: str = "auto", chunk_len: int | None = None, num_threads: int | None = None,
-) -> _StandIns:  # fmt: skip
-    """Check everything and return calls of an op with heads that stand for all of them."""
+) -> Problem:  # fmt: skip
+    """Check everything and return the problem of calls of an op with heads, before the rule has chosen."""
     entry, head_size, value_size = ALL[calls.op], calls.head_size, calls.value_size
     checks.check_name("direction", calls.direction, (*DIRECTIONS, UPDATE))
     decay = entry.decay if calls.decay is None else calls.decay
     state_layout = entry.state_layout if calls.state_layout is None else calls.state_layout
     bound = dict(traits).get("lower_bound") if calls.decay_bound is None else calls.decay_bound
-    checks.check_options(entry, 1.0, decay, bound, state_layout, 1, chunk_len, num_threads, backend)
+    options: dict[str, Any] = {
+        "decay": decay, "decay_bound": bound, "state_layout": state_layout, "backend": backend,
+        "num_threads": num_threads,
+    }  # fmt: skip
+    checks.check_options(entry, {**options, "scale": 1.0, "checkpoint_interval": 1, "chunk_len": chunk_len})
     if backend == "reference":
         raise UnsupportedConfigError("backend: the reference is plain torch and has no kernel")
     if head_size is None:
@@ -504,17 +484,11 @@ def _stand_ins(
         key_heads = heads if calls.key_heads is None else calls.key_heads
     _check_raw_gates(entry, types, traits)
     storage, (narrow, _) = _storage("dtype", calls.dtype), switches.current()
-    asked = Problem(
-        entry, Gpu(*tensors.targets(calls.arch)), types, H=heads, K=head_size, V=value_size, G=key_heads, decay=decay,
-        state_type=state_type, state_layout=state_layout, backend=backend, num_threads=num_threads,
-        has_initial_state=True, has_final_state=True, is_narrow=storage in narrow, traits=traits,
+    return Problem(  # with states at both ends, which take the most kernels
+        entry, Gpu(*tensors.targets(calls.arch)), types, H=heads, K=head_size, V=value_size, G=key_heads,
+        state_type=state_type, is_chosen=False, chunk_len=chunk_len or 0, has_initial_state=True, has_final_state=True,
+        is_narrow=storage in narrow, traits=traits, **options,
     )  # fmt: skip
-    case = Case(
-        entry, "fp16" if asked.is_narrow else storage, head_size, value_size, _LONG, decay, bound, chunk_len,
-        num_threads, heads=heads, group=heads // key_heads, is_narrow=asked.is_narrow, present=asked.present,
-        traits=traits,
-    )  # fmt: skip
-    return _StandIns(asked, case)
 
 
 def _check_raw_gates(op: Op, types: Mapping[str, str], traits: tuple[tuple[str, Any], ...]) -> None:

@@ -157,8 +157,7 @@ def warm(
     ----------
     op : str
         The op, by the name of its function, as in `specialize`; or a function of a layer's small work: "shift_mix",
-        "token_shift", "norm_shift", "prepare_keys", "gated_norm", "activate", "gated", "delta_operands" (what the delta
-        rules prepare for `wkv7`) or "causal_conv1d".
+        "token_shift", "norm_shift", "prepare_keys", "gated_norm", "activate", "gated" or "causal_conv1d".
     head_sizes : int or iterable of int, optional
         K; None for what has no heads: wkv4, timex, and functions over channels.
     dtypes : torch.dtype or iterable of torch.dtype, default torch.bfloat16

@@ -30,33 +30,16 @@ _DIMENSIONS = {"K": "head size", "V": "value size", "G": "key heads", "C": "chan
 # ---- options -----------------------------------------------------------------------------------------------------
 
 
-def check_options(
-    op: Op,
-    scale: float,
-    decay: str,
-    decay_bound: float | None,
-    state_layout: str,
-    checkpoint_interval: int,
-    chunk_len: int | None,
-    num_threads: int | None,
-    backend: str,
-) -> None:
-    """Check the tail of a call; errors name the argument, what was expected and what came."""
-    for name, value, legal in (
-        ("decay", decay, ("none",) if op.decay == "none" else op.decays),
-        ("state_layout", state_layout, STATE_LAYOUTS),
-        ("backend", backend, op.backends),
-    ):
-        check_name(name, value, legal)
-    check_number("scale", scale)
-    check_decay_bound(decay_bound)
-    for name, count in (
-        ("checkpoint_interval", checkpoint_interval),
-        ("chunk_len", chunk_len),
-        ("num_threads", num_threads),
-    ):
-        if count is not None or name == "checkpoint_interval":
-            check_count(name, count)
+def check_options(op: Op, options: Mapping[str, Any]) -> None:
+    """Check all options of a call; errors name the argument, what was expected and what came."""
+    decays = ("none",) if op.decay == "none" else op.decays
+    for name, legal in (("decay", decays), ("state_layout", STATE_LAYOUTS), ("backend", op.backends)):
+        check_name(name, options[name], legal)
+    check_number("scale", options["scale"])
+    check_decay_bound(options["decay_bound"])
+    for name in ("checkpoint_interval", "chunk_len", "num_threads"):
+        if options[name] is not None or name == "checkpoint_interval":
+            check_count(name, options[name])
 
 
 def check_decay_bound(decay_bound: Any) -> None:

@@ -15,20 +15,22 @@ import torch.utils.flop_counter
 from torch import Tensor
 
 from rwkv_jit.schedules.derived_table import ALL
-from rwkv_jit.schedules.derived_table import OPS as DERIVED
+from rwkv_jit.schedules.problem import Op
 
 Formula = Callable[..., int]
 
-# Products of a state with a vector, or outer products that it gains, by op.
-_PRODUCTS = {"wkv5": 2, "wkv6": 2, "wkv7": 4, "gla": 2, "linear_attention": 2}
-_PRODUCTS |= {name: _PRODUCTS[op.through.name] for name, op in DERIVED.items() if op.through is not None}
+
+def products_of(op: Op) -> int:
+    """Return the products of a state with a vector, and the outer products that it gains."""
+    return 4 if (op.through or op).family == "delta" else 2
 
 
 def _register_all() -> None:
-    for op, products in _PRODUCTS.items():
-        forward, backward = _of_recurrence(products, *map(ALL[op].names.index, "vr"))
-        register(f"{op}_fwd", forward)
-        register(f"{op}_bwd", backward)
+    for op in ALL.values():
+        if op.has_heads:
+            forward, backward = _of_recurrence(products_of(op), *map(op.names.index, "vr"))
+            register(f"{op.name}_fwd", forward)
+            register(f"{op.name}_bwd", backward)
     # The two sums gain a term each; the output is made of the sums and a term more of each.
     register("wkv4_fwd", lambda w, u, k, *_, **__: 8 * k.numel())
     register("wkv4_bwd", lambda dy, grad_final, w, u, k, *_, **__: 16 * k.numel())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, TypedDict, cast
 
 from rwkv_jit.call import tensors
 from rwkv_jit.kernels.errors import unexpected
@@ -43,10 +43,9 @@ class CallOptions(TypedDict, total=False):
     For float16 and bfloat16 from sm_80 on, with 4 tokens a sequence on average or more, "auto" takes "chunked" for K
     and V up to 128 with K at most twice V, where the GPU has the shared memory, and "split" for other heads up to 1024.
     If there are few heads, it takes "split" for the smaller ones too, if T makes 4 segments or more of at least 512
-    tokens in wkv7 and 256 in the other ops; and for packed sequences outside of compiled graphs, 256 tokens or more on
-    average, if the longest one has three times the tokens that each block would have with equal shares. Keys of other
-    ops than wkv7 above 256 (on sm_90 above 1024) are cut into parts, whose y are added. All other calls take
-    "recurrent".
+    tokens in wkv7 and 256 in the other ops; and for packed sequences, 256 tokens or more on average, if the longest one
+    has three times the tokens that each block would have with equal shares. Keys of other ops than wkv7 above 256 (on
+    sm_90 above 1024) are cut into parts, whose y are added. All other calls take "recurrent".
 
     float32 takes the same kernels as float16 if `torch.set_float32_matmul_precision` is "high" or "medium", and so does
     bfloat16 if `set_bfloat16_precision` is "high". Tensors are then scaled by powers of two.
@@ -83,20 +82,7 @@ class DecayOptions(CallOptions, total=False):
     decay_bound: float | None
 
 
-class Tail(NamedTuple):
-    """The options of a call, complete."""
-
-    scale: float
-    decay: str
-    decay_bound: float | None
-    state_layout: str
-    checkpoint_interval: int
-    chunk_len: int | None
-    num_threads: int | None
-    backend: str
-
-
-def complete(op: Op, options: Mapping[str, Any], first: Any, package: str = "") -> Tail:
+def complete(op: Op, options: Mapping[str, Any], first: Any, package: str = "") -> DecayOptions:
     """Return all options of a call, with its first input's scale; TypeError for one that the function lacks."""
     defaults: dict[str, Any] = {
         "scale": op.scale, "decay": op.decay, "decay_bound": None, "state_layout": op.state_layout,
@@ -106,9 +92,9 @@ def complete(op: Op, options: Mapping[str, Any], first: Any, package: str = "") 
     for name in options:
         if name not in legal:
             raise unexpected(f"{package}{op.name}", name, legal)
-    tail = {**defaults, **options}
-    if tail["scale"] is None and op.scale is None:
+    whole = {**defaults, **options}
+    if whole["scale"] is None and op.scale is None:
         # An input without a head size is left for the checks to refuse.
         sizes = tensors.from_any(op.public_names[0], first).shape
-        tail["scale"] = float(max((1, *sizes[-1:])) ** -0.5)
-    return Tail(**tail)
+        whole["scale"] = float(max((1, *sizes[-1:])) ** -0.5)
+    return cast("DecayOptions", whole)

@@ -91,7 +91,7 @@ class Plan:
         copies: Sequence[int] | None = None,
     ):
         kernel.check_not_forked()
-        self._schedule, self._problem, self._kept = schedule, problem, kept or {}
+        self._schedule, self.problem, self._kept = schedule, problem, kept or {}
         self._names = tuple(arrays)
         self.device = next(x for x in arrays.values() if x is not None).device
         self._dims = {**problem.op.inputs, "dy": problem.op.output}
@@ -217,7 +217,7 @@ class Plan:
         if self._plan_of_copies is None:
             named = dict(zip(self._names, copies, strict=True))
             others = [index for index in self._copies if index not in own]
-            self._plan_of_copies = Plan(self._schedule, self._problem, named, self._kept, copies=others)
+            self._plan_of_copies = Plan(self._schedule, self.problem, named, self._kept, copies=others)
         results = self._plan_of_copies.run(copies, at_pause)
         self._write_back(arrays, copies)
         return results
@@ -227,7 +227,7 @@ class Plan:
     def _bind(self, arrays: Mapping[str, Tensor | None], soon: Sequence[kernel.Request]) -> None:
         """Load the kernels, and find a place for every argument of theirs."""
         schedule, device = self._schedule, self.device.index
-        check_capture(self._problem.op.name, schedule.requests(self._problem.gpu), device)
+        check_capture(self.problem.op.name, schedule.requests(self.problem.gpu), device)
         kernels = self._kernels(soon)
         grids = [_grid(step, own, device) for step, own in zip(schedule.launches, kernels, strict=True)]
 
@@ -276,7 +276,7 @@ class Plan:
 
     def _kernels(self, soon: Sequence[kernel.Request]) -> list[kernel.Kernel | Future[kernel.Kernel]]:
         """Return the kernels of the launches, and of those that may be idle, while they compile, the futures."""
-        gpu, launches = self._problem.gpu, self._schedule.launches
+        gpu, launches = self.problem.gpu, self._schedule.launches
         needed = [step.request(gpu) for step in launches if step.idle_at is None]
         rest = [step.request(gpu) for step in launches if step.idle_at is not None]
         try:
@@ -284,7 +284,7 @@ class Plan:
         except CompileError as error:
             if not env.assert_cached():
                 raise
-            raise CompileError(f"{error}; {_to_compile(self._problem, launches)}") from None
+            raise CompileError(f"{error}; {_to_compile(self.problem, launches)}") from None
         return [(made if step.idle_at is None else others).pop(0) for step in launches]
 
     def _launch_of(
@@ -334,7 +334,7 @@ class Plan:
         dim = next((letter for letter in dim if letter in dims), "")
         if not dim:
             return 0
-        shape = tuple(getattr(self._problem, letter) for letter in dims) if x is None or is_buffer else x.shape
+        shape = tuple(getattr(self.problem, letter) for letter in dims) if x is None or is_buffer else x.shape
         is_dense = x is None or is_buffer or self._names.index(name) in self._copies
         strides = tensors.memory(shape, torch.uint8).strides if x is None or is_dense else x.stride()
         if dim == "B" and step.segments > 1 and "T" in dims:  # segments of all sequences follow each other

@@ -21,8 +21,6 @@ from rwkv_jit.schedules import directions
 from rwkv_jit.schedules.problem import STATE, Op, Problem
 from rwkv_jit.schedules.schedule import Schedule
 
-_MOST_BACKWARDS = 64  # of a call: they differ in the strides of the gradients of its results
-
 Arrays = Sequence[Tensor | None]  # inputs, initial state, cu_seqlens
 
 
@@ -30,97 +28,131 @@ class _Backward(NamedTuple):
     """A prepared backward, and which arrays it is for."""
 
     plan: Plan
-    length: int  # arrays that are there
+    there: tuple[bool, ...]
     are_alike: Callable[..., bool]
 
 
-class Known:
-    """A call whose forward is prepared, and from its first backward on that too.
+class Gradients(NamedTuple):
+    """How a prepared call is differentiated. A backward takes the saved arrays, and the gradients of the results."""
 
-    `arrays` are its checked inputs, initial state and cu_seqlens; `asked` the caller's chunk_len and num_threads.
-    `by_op` returns gradients by the torch op, from the problem, what was saved and the gradients of the results.
+    results: int  # how many of those of the forward callers get; the backward takes the others, behind the arrays
+    plan: Callable[[Arrays], Plan]  # of a backward, from what it takes
+    by_op: Callable[[Arrays, Arrays], Sequence[Tensor | None]]  # the same gradients by the torch op
+    places: Sequence[int]  # of the arrays whose gradients the plan makes, in its order
+    length: int  # how many arrays there are
+    # Gradients that kernels need, by their places among what a backward takes: zeros of a shape and dtype if need be.
+    needed: Sequence[tuple[int, Sequence[int], torch.dtype]] = ()
+    # Places of arrays that are not saved: the backward takes a result of the forward instead, or nothing.
+    replaced: Sequence[tuple[int, int | None]] = ()
+    shared: Sequence[tuple[int, int, torch.dtype]] = ()  # places whose gradient is that of another, but its dtype
+    absent: tuple[None, ...] = ()  # behind the results
+    unkept: tuple[None, ...] = ()  # behind what is saved
+
+
+class Prepared:
+    """A call whose forward is prepared, and with `gradients` from its first backward on that too.
+
+    So many arrays that are None stand `behind` those of the caller. `bounds` are the place of cu_seqlens and what makes
+    them readable, where there are any.
     """
 
     def __init__(
-        self, problem: Problem, arrays: Arrays, asked: Mapping[str, int], by_op: Callable[..., Sequence[Tensor | None]]
-    ):
-        self.problem = problem
-        self._by_op = by_op
-        self._backwards: dict[Any, _Backward] = {}
-        self._latest: _Backward | None = None
-        # The places of the gradients that nobody wants, among those of the inputs and an initial state.
-        names = [*problem.op.names, *([STATE] if problem.has_initial_state else [])]
-        wanted = problem.wanted or (*problem.types, STATE)
-        self._behind = (None,) if problem.has_initial_state else (None, None)
-        self._unwanted = [i for i, name in enumerate(names) if name not in wanted]
-        forget_with(self)
-        schedules = [directions.forward(problem), *([directions.backward(problem)] if problem.training else [])]
-        self.keeps = bool(schedules[0].kept)
-        requests = [schedule.requests(problem.gpu) for schedule in schedules]
-        named = dict(zip((*problem.op.names, "initial_state", "cu_seqlens"), _readable(arrays), strict=True))
-        try:
-            if asked:  # it may be illegal for the backward alone, which shall be said before a launch
-                kernel.get_all(sum(requests, []))
-            backward = [step for schedule in schedules[1:] for step in schedule.launches]
-            backward.sort(key=lambda step: step.idle_at is not None)  # which may not be needed
-            soon = [step.request(problem.gpu) for step in backward]
-            self._forward = Plan(schedules[0], problem, named, soon=soon)
-        except UnsupportedConfigError as error:
-            raise with_nearest(error, problem, schedules[-1], asked) from error
+        self, forward: Plan, gradients: Gradients | None = None, behind: int = 0,
+        bounds: tuple[int, Callable[[Any], Tensor]] | None = None,
+    ):  # fmt: skip
+        self.problem = forward.problem
+        self._forward, self._bounds, self._behind = forward, bounds, [None] * behind
+        self.is_recorded = gradients is not None
+        if gradients is not None:
+            self._gradients, self._empty = gradients, [None] * gradients.length
+            self._latest: _Backward | None = None
+            forget_with(self)
 
     def forget(self) -> None:
-        """Drop the prepared backwards; a graph may hold this call after a fork."""
-        self._backwards.clear()
+        """Drop the prepared backward; a graph may hold this call after a fork."""
         self._latest = None
 
-    def run(self, arrays: Sequence[Tensor], state: Tensor | None, cu_seqlens: Tensor | None) -> list[Tensor]:
-        """Return y, the final state or None, and for gradients what the backward needs."""
-        if cu_seqlens is not None:  # what found this call has looked at its values
-            cu_seqlens = tensors.readable_packing(cu_seqlens)
-        return self._forward.run([*arrays, state, cu_seqlens])
+    def run(self, arrays: Arrays) -> list[Tensor]:
+        """Return what the forward makes: the results, and for gradients what the backward needs."""
+        if self._bounds is not None:
+            place, readable = self._bounds
+            arrays = [*arrays[:place], readable(arrays[place]), *arrays[place + 1 :]]
+        return self._forward.run([*arrays, *self._behind])
 
     def record(self, arrays: Arrays) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Run the forward; return y and the final state, and what the backward takes."""
-        given = arrays
-        if arrays[-1] is not None:
-            given = [*arrays[:-1], tensors.readable_packing(arrays[-1])]
-        results = self._forward.run(given)
-        final = results[1] if self.problem.has_final_state else None
-        return (results[0], final), (*given, results[-1] if self.keeps else None)
+        """Run the forward; return its results, and what the backward takes."""
+        gradients = self._gradients
+        if self._bounds is not None:
+            place, readable = self._bounds
+            arrays = [*arrays[:place], readable(arrays[place]), *arrays[place + 1 :]]
+        results = self._forward.run([*arrays, *self._behind])
+        if gradients.replaced:
+            arrays = [*arrays]
+            for place, result in gradients.replaced:
+                arrays[place] = None if result is None else results[result]
+        count = gradients.results
+        return (*results[:count], *gradients.absent), (*arrays, *results[count:], *gradients.unkept)
 
-    def differentiate(self, saved: Arrays, grads: Arrays) -> list[Tensor | None]:
-        """Return the gradients of all inputs, or None, from the arrays and what the forward kept."""
-        *arrays, kept = saved
-        dy, grad_final_state = grads
-        if dy is None:
-            dy = _zeros(self.problem, arrays[0])
-        given = [*arrays, dy, grad_final_state, kept]
-        present = [x for x in given if x is not None]
-        latest = self._latest
-        if latest is None or len(present) != latest.length or not latest.are_alike(*present):
-            if not tensors.are_own(present):
-                return [*self.differentiate_by_op(saved, grads)]
-            latest = self._prepare(given, present)
-        made: list[Any] = latest.plan.run(given)
-        for place in self._unwanted:
-            made.insert(place, None)
-        made.extend(self._behind)
+    def differentiate(self, saved: Arrays, grads: Arrays) -> Sequence[Tensor | None]:
+        """Return the gradients of the arrays by prepared kernels, or by the op where tensors are not torch's own."""
+        gradients, arrays = self._gradients, [*saved, *grads]
+        for place, shape, dtype in gradients.needed:
+            if arrays[place] is None:  # nothing depends on this result, and kernels need a tensor
+                arrays[place] = arrays[0].new_zeros(shape, dtype=dtype)  # type: ignore[union-attr]
+        there, latest = tuple(map(IS_THERE, arrays)), self._latest
+        if latest is None or latest.there != there or not latest.are_alike(*compress(arrays, there)):
+            if not tensors.are_own(arrays):
+                return self.differentiate_by_op(saved, grads)
+            are_alike = tensors.likeness([x for x in arrays if x is not None])
+            latest = self._latest = _Backward(gradients.plan(arrays), there, are_alike)
+        made: list[Any] = [*self._empty]
+        for place, grad in zip(gradients.places, latest.plan.run(arrays), strict=True):
+            made[place] = grad
+        for place, other, dtype in gradients.shared:
+            made[place] = made[other].to(dtype)
         return made
 
     def differentiate_by_op(self, saved: Arrays, grads: Arrays) -> Sequence[Tensor | None]:
-        """Return the same by the torch op."""
-        return *self._by_op(self.problem, saved, *grads), *self._behind
+        """Return the same by the torch op, which compilers and modes can see."""
+        return self._gradients.by_op(saved, grads)
 
-    def _prepare(self, given: Arrays, present: Sequence[Tensor]) -> _Backward:
-        signature = tensors.signature(given)
-        known = self._backwards.get(signature)
-        if known is None:
-            if len(self._backwards) >= _MOST_BACKWARDS:
-                self._backwards.clear()
-            plan = plan_backward(self.problem, given)
-            known = self._backwards[signature] = _Backward(plan, len(present), tensors.likeness(present))
-        self._latest = known
-        return known
+
+def of_problem(
+    problem: Problem, arrays: Arrays, asked: Mapping[str, int], by_op: Callable[..., Sequence[Tensor | None]]
+) -> Prepared:
+    """Prepare a call from its checked inputs, initial state and cu_seqlens; `asked` has the caller's geometry.
+
+    `by_op` returns gradients by the torch op, from the problem, what was saved and the gradients of the results.
+    """
+    schedules = [directions.forward(problem), *([directions.backward(problem)] if problem.training else [])]
+    requests = [schedule.requests(problem.gpu) for schedule in schedules]
+    names = (*problem.op.names, STATE, "cu_seqlens")
+    place = names.index("cu_seqlens")
+    named = dict(zip(names, arrays, strict=True))
+    bounds = None
+    if arrays[place] is not None:  # whoever finds the call has looked at the values
+        bounds = place, tensors.readable_packing
+        named["cu_seqlens"] = tensors.readable_packing(arrays[place])  # type: ignore[arg-type]
+    try:
+        if asked:  # it may be illegal for the backward alone, which shall be said before a launch
+            kernel.get_all(sum(requests, []))
+        backward = [step for schedule in schedules[1:] for step in schedule.launches]
+        backward.sort(key=lambda step: step.idle_at is not None)  # which may not be needed
+        soon = [step.request(problem.gpu) for step in backward]
+        forward = Plan(schedules[0], problem, named, soon=soon)
+    except UnsupportedConfigError as error:
+        raise with_nearest(error, problem, schedules[-1], asked) from error
+    if not problem.training:
+        return Prepared(forward, bounds=bounds)
+    wanted = problem.wanted or (*problem.types, *([STATE] if problem.has_initial_state else []))
+    shape = [getattr(problem, dim) for dim in problem.op.output]
+    gradients = Gradients(
+        1 + problem.has_final_state, partial(plan_backward, problem), partial(by_op, problem),
+        [i for i, name in enumerate(names) if name in wanted], len(names),
+        needed=[(len(names) + 1, shape, DTYPES[problem.types[problem.op.names[problem.op.lead]]])],
+        absent=() if problem.has_final_state else (None,), unkept=() if schedules[0].kept else (None,),
+    )  # fmt: skip
+    return Prepared(forward, gradients, bounds=bounds)
 
 
 class Differentiable(Protocol):
@@ -157,47 +189,15 @@ class _Recorded(torch.autograd.Function):
 record: Callable[..., tuple[Any, ...]] = super(torch.autograd.Function, _Recorded).apply
 
 
-class Backward:
-    """The backward of a call that a torch op ran, for the call's arrays, what was kept, and gradients."""
-
-    def __init__(self, problem: Problem, arrays: Arrays):
-        self._problem = problem
-        types = tuple(problem.types.items())  # which have a hash
-        given = self._in_order(arrays)
-        key = (*problem[:2], types, *problem[3:], tensors.signature(given))
-        self._plan = plans.find(key, lambda: plan_backward(problem, given))
-
-    def run(self, arrays: Arrays) -> list[Tensor]:
-        """Return the gradients that are needed."""
-        return self._plan.run(self._in_order(arrays))
-
-    def _in_order(self, arrays: Arrays) -> list[Tensor | None]:
-        *given, kept, dy, grad_final_state = arrays
-        if given[-1] is not None:
-            given = _readable(given)
-        return [*given, _zeros(self._problem, given[0]) if dy is None else dy, grad_final_state, kept]
-
-
-def plan_backward(problem: Problem, given: Arrays) -> Plan:
-    """Prepare the backward of a call, from its arrays, dy, the gradient of the final state and what was kept."""
-    names = (*problem.op.names, "initial_state", "cu_seqlens", "dy", "grad_final_state", "saved")
-    named = dict(zip(names, given, strict=True))
+def plan_backward(problem: Problem, arrays: Arrays) -> Plan:
+    """Return the plan of a backward, from a call's arrays, what was kept, dy and the gradient of the final state."""
+    named = dict(zip((*problem.op.names, STATE, "cu_seqlens", "saved", "dy", "grad_final_state"), arrays, strict=True))
     problem = problem._replace(
-        has_initial_state=named["initial_state"] is not None, has_final_state=named["grad_final_state"] is not None
+        has_initial_state=named[STATE] is not None, has_final_state=named["grad_final_state"] is not None
     )
-    return Plan(directions.backward(problem), problem, named, directions.kept(problem))
-
-
-def _readable(arrays: Arrays) -> list[Tensor | None]:
-    *others, cu_seqlens = arrays
-    return [*others, None if cu_seqlens is None else tensors.readable_packing(cu_seqlens)]
-
-
-def _zeros(problem: Problem, x: Tensor | None) -> Tensor:
-    """Return the gradient of a y that nothing depends on, on the device of an input."""
-    assert x is not None
-    shape = tuple(getattr(problem, dim) for dim in problem.op.output)
-    return torch.zeros(shape, dtype=DTYPES[problem.types[problem.op.names[problem.op.lead]]], device=x.device)
+    types = tuple(problem.types.items())  # which have a hash
+    key = (*problem[:2], types, *problem[3:], tensors.signature(arrays))
+    return plans.find(key, lambda: Plan(directions.backward(problem), problem, named, directions.kept(problem)))
 
 
 def with_nearest(
@@ -249,7 +249,7 @@ def keep_latest(
 
 def find(
     asked: tuple[Any, ...], arrays: Sequence[Any], initial_state: Any, cu_seqlens: Any, lead: int = 0
-) -> tuple[Known | None, bool]:
+) -> tuple[Prepared | None, bool]:
     """Return a call that has come before, by its signature, or None, and whether gradients are needed.
 
     `asked` is all of a call but its arrays, and at its end whether gradients are recorded; `lead` is `Op.lead`.
@@ -275,15 +275,15 @@ def find_or_keep(
     arrays: Sequence[Tensor],
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
-    prepare: Callable[[], Known],
+    prepare: Callable[[], Prepared],
     lead: int = 0,
     is_public: bool = True,
-) -> Known:
+) -> Prepared:
     """Return the call of checked tensors, kept from its first time on; a private one may need all gradients."""
     key = asked if cu_seqlens is None else (_longest(arrays[lead], cu_seqlens), *asked)
     given = *arrays, initial_state, cu_seqlens
     signature = key, training, _wants(arrays, initial_state, training and is_public), tensors.signature(given)
-    known: Known | None = calls.get(signature)
+    known: Prepared | None = calls.get(signature)
     if known is None:
         known = prepare()
         calls.keep(signature, known)

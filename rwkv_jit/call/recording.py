@@ -6,8 +6,8 @@ torch.autograd.Function refuses tensors of several levels of transforms, but the
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -126,16 +126,55 @@ def plain_torch() -> Iterator[None]:
         yield
 
 
-def gradients(results: Sequence[Tensor], grads: Sequence[Tensor | None], wanted: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients of what plain torch has recorded, as an op returns them: zeros where nothing depends."""
-    pairs = [(x, grad) for x, grad in zip(results, grads, strict=True) if grad is not None and x.requires_grad]
-    if not pairs:
-        return [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in wanted]
-    gradients = torch.autograd.grad(
-        [x for x, _ in pairs], wanted, [grad for _, grad in pairs], allow_unused=True, materialize_grads=True
-    )
-    # An op's results own their memory, in the layout its fake promises.
-    return [grad.detach().clone(memory_format=torch.contiguous_format) for grad in gradients]
+class Leaves(NamedTuple):
+    """The inputs of a torch op that may have gradients, by their names: the first of the op's tensors."""
+
+    names: tuple[str, ...]
+
+    def wanted(self, arrays: Sequence[Any], wanted: Sequence[str]) -> list[str]:
+        """Return those that are there and want a gradient; no names stand for all."""
+        pairs = zip(self.names, arrays, strict=False)
+        return [x for x, array in pairs if array is not None and (not wanted or x in wanted)]
+
+    def in_places(self, gradients: Mapping[str, Tensor], wanted: Sequence[str], arrays: Sequence[Any]) -> Any:
+        """Return gradients as an op does: zeros where nothing depends on an input, an empty one that nobody wants."""
+        several = []
+        for x, array in zip(self.names, arrays, strict=False):
+            if x in gradients:
+                several.append(gradients[x])
+            elif x in wanted:
+                several.append(torch.zeros_like(array, memory_format=torch.contiguous_format))
+            else:
+                several.append(arrays[0].new_empty(0))
+        return tuple(several) if len(several) > 1 else several[0]
+
+    def without_memory(self, arrays: Sequence[Any], wanted: Sequence[str]) -> Any:
+        """Return what the fake of a backward does."""
+        names = self.wanted(arrays, wanted)
+        pairs = zip(self.names, arrays, strict=False)
+        made = {x: torch.empty_like(y, memory_format=torch.contiguous_format) for x, y in pairs if x in names}
+        return self.in_places(made, names, arrays)
+
+    def plainly(
+        self, run: Callable[[Sequence[Any]], Sequence[Tensor]], arrays: Sequence[Any], grads: Sequence[Tensor | None],
+        wanted: Sequence[str],
+    ) -> dict[str, Tensor]:  # fmt: skip
+        """Return gradients by plain torch, from those of the results that `run` returns for the op's tensors.
+
+        They are as an op returns them: zeros where nothing depends, and in memory that is laid out as the fake says.
+        """
+        count = len(self.names)
+        with plain_torch(), tensors.exactly(arrays[0]):
+            pairs = zip(self.names, arrays[:count], strict=True)
+            leaves: dict[str, Any] = {x: y if y is None else y.detach().requires_grad_(x in wanted) for x, y in pairs}
+            results, sources = run([*leaves.values(), *arrays[count:]]), [leaves[x] for x in wanted]
+            graded = [(x, grad) for x, grad in zip(results, grads, strict=True) if grad is not None and x.requires_grad]
+            found: Sequence[Any] = [torch.zeros_like(x) for x in sources]
+            if graded:
+                several, weights = zip(*graded, strict=True)
+                found = torch.autograd.grad(several, sources, weights, allow_unused=True, materialize_grads=True)
+            copies = [x.detach().clone(memory_format=torch.contiguous_format) for x in found]
+        return dict(zip(wanted, copies, strict=True))
 
 
 def _below(op: Any, keys: Any, arguments: Sequence[Any], named: dict[str, Any]) -> Any:

@@ -9,16 +9,17 @@ from typing import NamedTuple
 from rwkv_jit.call import tuned
 from rwkv_jit.call.tuned import Choice, Geometry
 from rwkv_jit.kernels.errors import UnsupportedConfigError
-from rwkv_jit.kernels.gpu import Gpu
-from rwkv_jit.schedules import common, segments
-from rwkv_jit.schedules.common import LARGEST_HEAD, Case, Obstacle
+from rwkv_jit.schedules import common, directions, segments
+from rwkv_jit.schedules.common import LARGEST_HEAD, Obstacle
 from rwkv_jit.schedules.directions import ALGORITHMS
+from rwkv_jit.schedules.problem import Problem
 from rwkv_jit.schedules.through import DEDICATED
 
 # Below it a step of the recurrent kernels ends sooner, and none of its products is rounded.
 LEAST_TOKENS = 4
 # Up to it a sequence is one of the shortest chunks.
 SHORT_TOKENS = 16
+_MANY = 1 << 20  # sequences or tokens, more than the rule asks for
 
 
 class _FewHeads(NamedTuple):
@@ -50,44 +51,55 @@ def known(device: int) -> Known:
     return Known(tuned.on_device(device), lambda place: tuned.is_sound(device, place))
 
 
-class Chosen(NamedTuple):
-    """What the rule says of a call: fields of its problem."""
+def resolved(p: Problem, known: Callable[[], Known], sees_load: bool = True) -> Problem:
+    """Return the problem of a call with its algorithm and geometry; UnsupportedConfigError as of `choose`.
 
-    backend: str
-    chunk_len: int | None
-    num_threads: int | None
-    forward_blocks: int | None
-    backward_blocks: int | None
-
-
-def chosen(backend: str, case: Case, gpu: Callable[[], Gpu], known: Callable[[], Known]) -> Chosen:
-    """Return the algorithm of a call on CUDA tensors, and its geometry; UnsupportedConfigError as of `choose`."""
-    if case.op.through is not None:
-        if backend == "auto" and takes_dedicated(case, gpu):
-            length = case.chunk_len or ALGORITHMS[case.op.family][DEDICATED].default_chunk_len(case, gpu())
-            return Chosen(DEDICATED, length, None, None, None)
-        case = case.below()
-    algorithm, chunk_len = choose(backend, case, gpu)
-    cut = geometry(algorithm, chunk_len, case, gpu, known)
-    return Chosen(algorithm, *cut)
+    Where nobody `sees_load`, how many heads and tokens there are for a multiprocessor, heads are many.
+    """
+    if p.is_chosen:
+        return p
+    if not p.op.has_heads:  # its schedules choose, by the GPU
+        return p._replace(is_chosen=True)
+    if p.types["v"] == "fp16":  # as autocast can make them of others
+        p = p._replace(is_narrow=False)
+    if takes_dedicated(p):
+        length = p.chunk_len or ALGORITHMS[p.op.family][DEDICATED].default_chunk_len(p)
+        return p._replace(backend=DEDICATED, is_chosen=True, chunk_len=length)
+    looked_at = seen(p, sees_load)
+    algorithm, length = choose(looked_at)
+    cut = geometry(algorithm, length, looked_at, known)
+    return p._replace(backend=algorithm, is_chosen=True, **cut._asdict())
 
 
-def takes_dedicated(case: Case, gpu: Callable[[], Gpu]) -> bool:
+def seen(p: Problem, sees_load: bool = True) -> Problem:
+    """Return the problem that `choose` looks at: of the op below if there is one, and of any batch if it must be."""
+    p = _of_any_batch(p) if p.is_batch_invariant else p
+    p = p if sees_load else p._replace(gpu=p.gpu._replace(multiprocessors=None))
+    return directions.running(p)
+
+
+def _of_any_batch(p: Problem) -> Problem:
+    """Return the problem of a call with many long sequences."""
+    return p._replace(T=_MANY, N=_MANY if p.N and p.tokens else 0, is_packed=False)
+
+
+def takes_dedicated(p: Problem) -> bool:
     """Return whether the op's dedicated kernels take a call without a backend: they have no segments."""
-    kernels = ALGORITHMS.get(case.op.family, {}).get(DEDICATED)
-    if kernels is None or case.num_threads is not None or case.is_narrow:
+    kernels = ALGORITHMS.get(p.op.family, {}).get(DEDICATED)
+    if kernels is None or p.backend != "auto" or p.num_threads is not None or p.is_narrow or p.is_pooled:
         return False
-    if case.tokens < LEAST_TOKENS or case.heads > common.MOST_HEADS:
+    p = _of_any_batch(p) if p.is_batch_invariant else p
+    if p.tokens < LEAST_TOKENS or p.H > common.MOST_HEADS:
         return False
-    if case.blocks < kernels.LEAST_BLOCKS * (gpu().multiprocessors or 0):
+    if p.all_heads < kernels.LEAST_BLOCKS * (p.gpu.multiprocessors or 0):
         return False
-    return bool(kernels.why_not(case, gpu) is None)
+    return bool(kernels.why_not(p) is None)
 
 
-def choose(backend: str, case: Case, gpu: Callable[[], Gpu]) -> tuple[str, int | None]:
-    """Return the algorithm of a call on CUDA tensors, and its chunk_len.
+def choose(p: Problem) -> tuple[str, int]:
+    """Return the algorithm of a call on CUDA tensors, and its chunk_len, or 0; the problem is one that was `seen`.
 
-    "auto" takes the first of these rows that holds. Any other `backend` is taken at its word, where "split" names both
+    "auto" takes the first of these rows that holds. Any other backend is taken at its word, where "split" names both
     segments and large heads.
 
     ========= ==========================================================================================
@@ -95,8 +107,8 @@ def choose(backend: str, case: Case, gpu: Callable[[], Gpu]) -> tuple[str, int |
               (`_FEW_HEADS`)
     segments  what chunked takes, where sequences times heads are at most half the multiprocessors and the tokens
               make 4 segments or more, of at least 512 in wkv7 and of at least 256 in the other ops; packed
-              sequences outside of graphs, of 256 tokens or more on average, where the longest one makes two
-              segments or more, and has three times the tokens that each block would have if all had as many
+              sequences of 256 tokens or more on average, where the longest one makes two segments or more, and
+              has three times the tokens that each block would have if all had as many
     chunked   float16 or bfloat16 from sm_80 on, both head sizes up to 128 and the keys no longer than twice
               the values, in chunks whose shared memory this architecture has; LEAST_TOKENS per sequence on
               average; no chunk_len, or one of these
@@ -116,50 +128,50 @@ def choose(backend: str, case: Case, gpu: Callable[[], Gpu]) -> tuple[str, int |
     UnsupportedConfigError
         The `backend` cannot do it: why, what is expected and what came.
     """
-    algorithms = ALGORITHMS[case.op.family]
-    if backend == "recurrent" or (backend == "auto" and (case.tokens < LEAST_TOKENS or "chunked" not in algorithms)):
-        return "recurrent", case.chunk_len
+    algorithms, backend = ALGORITHMS[p.op.family], p.backend
+    if backend == "recurrent" or (backend == "auto" and (p.tokens < LEAST_TOKENS or "chunked" not in algorithms)):
+        return "recurrent", p.chunk_len
     if "chunked" not in algorithms:
-        raise UnsupportedConfigError(f"backend: {case.op.name} has none but 'auto' and 'recurrent', got {backend!r}")
+        raise UnsupportedConfigError(f"backend: {p.op.name} has none but 'auto' and 'recurrent', got {backend!r}")
     chunked = algorithms["chunked"]
-    obstacle: Obstacle | None = chunked.why_not(case, gpu)
+    obstacle: Obstacle | None = chunked.why_not(p)
     if obstacle is None:
-        length = case.chunk_len or _chunk_len(case, gpu())
+        length = p.chunk_len or _chunk_len(p)
         if backend == "chunked":
             return "chunked", length
-        if backend == "auto" and _takes_large(case, gpu):
-            return "large", algorithms["large"].default_chunk_len(case, gpu())
-        cannot = segments.why_not(case, segments.LEAST_SEGMENTS if backend == "split" else 1)
+        if backend == "auto" and _takes_large(p):
+            return "large", algorithms["large"].default_chunk_len(p)
+        cannot = segments.why_not(p, segments.LEAST_SEGMENTS if backend == "split" else 1)
         if cannot is None:
             return "segments", length
         if backend == "split":
             raise UnsupportedConfigError(f"backend: 'split' {_sentence(cannot)}; use 'auto' or 'chunked'")
         return "chunked", length
     if backend != "chunked":
-        of_large = algorithms["large"].why_not(case, gpu)
+        of_large = algorithms["large"].why_not(p)
         if of_large is None:
-            length = case.chunk_len or algorithms["large"].default_chunk_len(case, gpu())
-            return "large_segments" if segments.takes_large(case) else "large", length
-        if max(case.head_size, case.value_size) > LARGEST_HEAD or case.op.family == "diagonal":
+            length = p.chunk_len or algorithms["large"].default_chunk_len(p)
+            return "large_segments" if segments.takes_large(p) else "large", length
+        if max(p.K, p.V) > LARGEST_HEAD or p.op.family == "diagonal":
             obstacle = of_large
     if backend == "auto":
-        return "recurrent", case.chunk_len
+        return "recurrent", p.chunk_len
     raise UnsupportedConfigError(f"backend: {backend!r} {_sentence(obstacle)}; use 'auto' or 'recurrent'")
 
 
-def _takes_large(case: Case, gpu: Callable[[], Gpu]) -> bool:
+def _takes_large(p: Problem) -> bool:
     """Return whether heads blocks can hold are faster in kernels for large ones; not with gradients: they keep more."""
-    multiprocessors = case.multiprocessors and case.multiprocessors()
-    if case.training or multiprocessors is None or not (case.chunk_len is None and case.num_threads is None):
+    multiprocessors = p.multiprocessors
+    if p.training or multiprocessors is None or p.chunk_len or p.num_threads is not None:
         return False
-    few = _FEW_HEADS[case.op.family][max(case.head_size, case.value_size) > 64]
-    longest = case.longest if case.is_packed else case.tokens
-    if not few.least <= longest <= few.most or case.blocks >= few.blocks * multiprocessors:
+    few = _FEW_HEADS[p.op.family][max(p.K, p.V) > 64]
+    longest = p.longest if p.is_packed else p.tokens
+    if not few.least <= longest <= few.most or p.all_heads >= few.blocks * multiprocessors:
         return False
-    if case.blocks * case.tokens > few.work * multiprocessors:
+    if p.all_heads * p.tokens > few.work * multiprocessors:
         return False
-    large = ALGORITHMS[case.op.family]["large"]
-    return large.why_not(case, gpu) is None and large.suits_few_heads(case, gpu())
+    large = ALGORITHMS[p.op.family]["large"]
+    return large.why_not(p) is None and large.suits_few_heads(p)
 
 
 def _sentence(obstacle: Obstacle | None) -> str:
@@ -168,39 +180,36 @@ def _sentence(obstacle: Obstacle | None) -> str:
     return str(text).format(*values)
 
 
-def is_held_by_blocks(case: Case, gpu: Callable[[], Gpu]) -> bool:
+def is_held_by_blocks(p: Problem) -> bool:
     """Return whether there are kernels for a call that hold a head in a block."""
-    chunked = ALGORITHMS[case.op.family].get("chunked")
-    return chunked is not None and chunked.why_not(case, gpu) is None
+    chunked = ALGORITHMS[p.op.family].get("chunked")
+    return chunked is not None and chunked.why_not(p) is None
 
 
-def _chunk_len(case: Case, gpu: Gpu) -> int:
+def _chunk_len(p: Problem) -> int:
     """Return the rule's chunk, or a shorter one where the bound of the decays asks for it."""
-    chunked = ALGORITHMS[case.op.family]["chunked"]
-    if case.tokens <= SHORT_TOKENS:
+    chunked = ALGORITHMS[p.op.family]["chunked"]
+    if p.tokens <= SHORT_TOKENS:
         return SHORT_TOKENS
-    length: int = chunked.default_chunk_len(case, gpu)
-    return next(iter(common.framed_lengths(case, (length, *chunked.CHUNK_LENS))), length)
+    length: int = chunked.default_chunk_len(p)
+    return next(iter(common.framed_lengths(p, (length, *chunked.CHUNK_LENS))), length)
 
 
-def geometry(
-    backend: str, chunk_len: int | None, case: Case, gpu: Callable[[], Gpu], known: Callable[[], Known]
-) -> Geometry:
+def geometry(backend: str, chunk_len: int, p: Problem, known: Callable[[], Known]) -> Geometry:
     """Return the geometry of a call whose algorithm and chunk_len `choose` has named.
 
     A measured choice is whole and of long sequences: a call that names a part of it, or is short, takes none. Where its
     chunks are too long for the decay of a call, the rule's are taken.
     """
-    is_open = case.chunk_len is None and case.num_threads is None and case.tokens > SHORT_TOKENS
+    is_open = not p.chunk_len and p.num_threads is None and p.tokens > SHORT_TOKENS
     if is_open and backend in ("chunked", "segments"):
-        assert chunk_len is not None  # `choose` has named it
         measured = known()
-        for place in tuned.find(measured.choices, case.op.name, case.head_size, case.value_size, case.training):
+        for place in tuned.find(measured.choices, p.op.name, p.K, p.V, p.training):
             choice = measured.choices[place]
-            framed = common.framed_lengths(case, (chunk_len, choice.chunk_len))
+            framed = common.framed_lengths(p, (chunk_len, choice.chunk_len))
             if choice.chunk_len not in framed and framed:
                 continue
-            obstacle = ALGORITHMS[case.op.family]["chunked"].why_not(case._replace(chunk_len=choice.chunk_len), gpu)
+            obstacle = ALGORITHMS[p.op.family]["chunked"].why_not(p._replace(chunk_len=choice.chunk_len))
             if obstacle is None and measured.is_sound(place):
                 return choice.geometry
-    return Geometry(chunk_len, case.num_threads)
+    return Geometry(chunk_len, p.num_threads)

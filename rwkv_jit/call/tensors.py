@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from rwkv_jit.kernels import compiler, cuda, dlpack, env
-from rwkv_jit.kernels.errors import UnsupportedConfigError
 from rwkv_jit.kernels.gpu import Gpu
 from rwkv_jit.kernels.launch import Launch
 
@@ -326,10 +325,6 @@ def apart(out: Any, others: Iterable[Any]) -> Any:
 
 @cache
 def _capability(device: int) -> str:
-    if not torch.cuda.is_available():  # for tensors without memory, as of FakeTensorMode
-        raise UnsupportedConfigError(
-            "arch: there is no GPU, whose architecture decides about the kernels; set RWKVJIT_ARCH, e.g. to sm_90"
-        )
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
 
@@ -354,7 +349,9 @@ def gpu(device: int) -> Gpu:
 
 
 def _gpu(device: int) -> tuple[str, tuple[str, ...], int | None]:
-    return arch(device), also(device), multiprocessors(device) if torch.cuda.is_available() else None
+    if torch.cuda.is_available():
+        return arch(device), also(device), multiprocessors(device)
+    return env.arch() or "", (), None
 
 
 # A plain tuple: a trace cannot compare its symbols with properties of a constant.

@@ -6,7 +6,7 @@ torch op, which has a fake. What it keeps is what the caller requested; the algo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,17 +16,13 @@ from torch import Tensor
 from rwkv_jit.call import checks, plain, prepared, recording, registry, rule, sharding, tensors
 from rwkv_jit.call import switches as modes
 from rwkv_jit.call.checks import check_flag, check_options, check_tensors, is_for_kernels
-from rwkv_jit.call.options import Tail, complete
-from rwkv_jit.call.prepared import Known
+from rwkv_jit.call.options import DecayOptions, complete
+from rwkv_jit.call.prepared import Prepared
 from rwkv_jit.kernels import stats
 from rwkv_jit.kernels.errors import RwkvJitError
-from rwkv_jit.kernels.gpu import Gpu
 from rwkv_jit.schedules import directions, segments
-from rwkv_jit.schedules.common import Case
 from rwkv_jit.schedules.problem import STATE, Op, Problem
 from rwkv_jit.schedules.schedule import floats
-
-_NO_GPU = Gpu("")  # of kernels that leave the same whatever it is: the recurrent ones, and all without heads
 
 
 class Options(NamedTuple):
@@ -76,7 +72,7 @@ def call(
 ) -> tuple[Tensor, Tensor | None]:
     """Run an op with or without gradients: at once where the call is known, else after all checks.
 
-    A call that is not known `in_parts` may run, from the same arguments; None where it does not. `traits` are all
+    A call that is not known `in_parts` may run, from what was checked; None where it does not. `traits` are all
     switches.
     """
     op = torch_op.op
@@ -92,9 +88,9 @@ def call(
         training = known.problem.training
     if known is None:
         torch_op.refuse(arrays, dict(traits))
-        tail = complete(op, dict(options), arrays[0])
-        if tail.decay_bound is None and (bound := dict(traits).get("lower_bound")) is not None:
-            tail = tail._replace(decay_bound=bound)
+        whole = complete(op, dict(options), arrays[0])
+        if whole["decay_bound"] is None and (bound := dict(traits).get("lower_bound")) is not None:
+            whole["decay_bound"] = bound
         more = options, in_parts, traits
         if sharding.any_distributed((*arrays, initial_state, cu_seqlens)):
             return _distributed(torch_op, arrays, initial_state, output_final_state, cu_seqlens, more)
@@ -102,24 +98,26 @@ def call(
         if cast is not None:
             with tensors.exactly(cast[0]):
                 return call(torch_op, cast, initial_state, output_final_state, cu_seqlens, *more)
+        check_options(op, whole)
+        layout, backend, decay_bound = whole["state_layout"], whole["backend"], whole["decay_bound"]
+        arrays, initial_state, cu_seqlens = check_tensors(op, arrays, initial_state, cu_seqlens, layout, backend)
         if in_parts is not None:
-            result = in_parts(torch_op, arrays, initial_state, output_final_state, cu_seqlens, tail, traits)
+            result = in_parts(torch_op, arrays, initial_state, output_final_state, cu_seqlens, whole, traits)
             if result is not None:
                 return result
-        check_options(op, *tail)
-        checked = check_tensors(op, arrays, initial_state, cu_seqlens, tail.state_layout, tail.backend)
-        arrays, initial_state, cu_seqlens = checked
-        decay_bound, to_run = tail.decay_bound, asked_options(tail, arrays[0].dtype, switches)
-        if is_for_kernels(tail.backend, arrays[0]):
+        to_run = asked_options(whole, arrays[0].dtype, switches)
+        if is_for_kernels(backend, arrays[0]):
             is_direct = tensors.is_eager() and tensors.are_plain((*arrays, initial_state, cu_seqlens))
             # A backend that was named is one for this device, but "split", which may be segments or large heads.
-            if is_direct or tail.backend not in ("auto", "split"):
-                to_run = chosen(op, arrays, cu_seqlens, decay_bound, to_run, training, is_direct, traits=traits)
-            if is_direct:
-                known = _prepare(
-                    torch_op, arrays, initial_state, cu_seqlens, asked, to_run, output_final_state, training, tail,
-                    is_public=True, traits=traits,
+            if is_direct or backend not in ("auto", "split"):
+                problem = problem_of(
+                    op, arrays, initial_state, cu_seqlens, to_run, output_final_state, training, decay_bound, traits,
+                    is_direct,
                 )  # fmt: skip
+                if is_direct:
+                    known = _prepare(torch_op, problem, arrays, initial_state, cu_seqlens, asked, is_public=True)
+                else:
+                    to_run = options_of(resolved(problem, arrays))
     if initial_state is not None and initial_state.dim() == len(op.state):
         sequences = arrays[op.lead].shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         initial_state = initial_state.expand(sequences, *initial_state.shape)
@@ -130,7 +128,7 @@ def call(
         return y, final if output_final_state else None
     if training:
         return prepared.record(known, *arrays, initial_state, cu_seqlens)
-    results = known.run(arrays, initial_state, cu_seqlens)
+    results = known.run((*arrays, initial_state, cu_seqlens))
     return results[0], results[1] if output_final_state else None
 
 
@@ -177,66 +175,29 @@ def under_autocast(op: Op, arrays: Sequence[Any]) -> list[Tensor] | None:
 # ---- the problem of a call ---------------------------------------------------------------------------------------
 
 
-def chosen(
-    op: Op,
-    arrays: Sequence[Tensor],
-    cu_seqlens: Tensor | None,
-    decay_bound: float | None,
-    options: Options,
-    training: bool,
-    is_direct: bool = False,
-    is_fake: bool = False,
-    traits: tuple[tuple[str, Any], ...] = (),
-) -> Options:
-    """Return the options of a checked call, with the algorithm that will run.
+def resolved(p: Problem, arrays: Sequence[Tensor], is_direct: bool = False, is_fake: bool = False) -> Problem:
+    """Return the problem of a checked call on CUDA tensors, with the algorithm that will run.
 
     Only calls that are `is_direct` look at the lengths of packed sequences. A fake does not tell chunked from segments.
     """
-    if options.is_chosen:
-        return options
-    if not is_for_kernels(options.backend, arrays[0]):
-        return options._replace(backend="reference", is_chosen=True)
-    if not op.has_heads:  # its schedules choose, by the GPU
-        return options._replace(is_chosen=True)
-    if arrays[0].dtype == torch.float16:  # as autocast can make them of others
-        options = options._replace(is_narrow=False)
-    device = arrays[0].device.index
-    case = case_of(op, arrays, cu_seqlens, options, decay_bound, training, is_direct, is_fake, traits)
-    backend = "auto" if is_fake and options.backend == "split" else options.backend
-    made = rule.chosen(backend, case, lambda: tensors.gpu(device), lambda: rule.known(device))
-    return options._replace(**made._asdict(), is_chosen=True)
+    if is_fake and p.backend == "split" and not p.is_chosen:
+        p = p._replace(backend="auto")
+    sees_load = not is_fake and (is_direct or not p.is_packed)
+    return rule.resolved(p, lambda: rule.known(arrays[0].device.index), sees_load)
 
 
-def case_of(
-    op: Op, arrays: Sequence[Any], cu_seqlens: Tensor | None, options: Options, decay_bound: float | None,
-    training: bool, is_direct: bool, is_fake: bool = False, traits: tuple[tuple[str, Any], ...] = (),
-) -> Case:  # fmt: skip
-    """Return what the rule looks at, of a call on CUDA tensors that have been checked."""
-    sizes = sizes_of(op, arrays)
-    batch, tokens = sizes["B"], sizes["T"]
-    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    device = arrays[0].device.index
-    storage = "fp16" if options.is_narrow else tensors.STORAGE.get(arrays[0].dtype, "fp64")
-    case = Case(
-        op, storage, sizes.get("K", 1), sizes.get("V", 1),
-        tokens if cu_seqlens is None else tokens // sequences, options.decay, decay_bound, options.chunk_len,
-        options.num_threads, training, sequences * sizes["H"], cu_seqlens is not None,
-        None if is_fake or (cu_seqlens is not None and not is_direct) else lambda: tensors.multiprocessors(device),
-        tensors.longest(cu_seqlens, tokens) if is_direct else 0, sizes["H"],
-        sizes["H"] // sizes["G"] if sizes.get("G") else 1, options.is_narrow,
-        tuple(name for name, x in zip(op.names, arrays, strict=True) if x is not None), traits,
-    )  # fmt: skip
-    return case.of_any_batch() if options.is_batch_invariant else case
-
-
-def asked_options(tail: Tail, dtype: torch.dtype, switches: modes.Modes) -> Options:
+def asked_options(whole: DecayOptions, dtype: torch.dtype, switches: modes.Modes) -> Options:
     """Return the options of a call as the caller has it; the dtype is that of its rows."""
     narrow, is_batch_invariant = switches
-    return Options(
-        float(tail.scale), tail.decay, tail.state_layout, tail.checkpoint_interval, tail.chunk_len, tail.num_threads,
-        tail.backend, is_narrow=tensors.STORAGE.get(dtype) in narrow, is_batch_invariant=is_batch_invariant,
-        is_chosen=False,
-    )  # fmt: skip
+    fields: Any = {name: value for name, value in whole.items() if name != "decay_bound"}
+    fields |= {"scale": float(whole["scale"]), "is_narrow": tensors.STORAGE.get(dtype) in narrow}
+    return Options(**fields, is_batch_invariant=is_batch_invariant, is_chosen=False)
+
+
+def options_of(p: Problem) -> Options:
+    """Return the options with which the torch op runs a problem."""
+    fields = {name: getattr(p, name) for name in Options._fields}
+    return Options(**{**fields, "chunk_len": p.chunk_len or None})
 
 
 def sizes_of(op: Op, arrays: Sequence[Any]) -> dict[str, Any]:
@@ -250,65 +211,64 @@ def sizes_of(op: Op, arrays: Sequence[Any]) -> dict[str, Any]:
 
 def problem_of(
     op: Op, arrays: Sequence[Any], state: Tensor | None, cu_seqlens: Tensor | None, options: Options,
-    output_final_state: bool, training: bool, gpu: Gpu, traits: tuple[tuple[str, Any], ...] = (),
+    output_final_state: bool, training: bool, decay_bound: float | None = None,
+    traits: tuple[tuple[str, Any], ...] = (), is_direct: bool = False,
 ) -> Problem:  # fmt: skip
-    """Return the problem of a call whose algorithm is chosen."""
-    sizes, given = sizes_of(op, arrays), options._asdict()
-    del given["is_chosen"]
+    """Return the problem of a call on CUDA tensors; of one that `is_direct` the longest sequence is known."""
+    sizes, device = sizes_of(op, arrays), arrays[0].device.index
     return Problem(
-        op, gpu,
-        {name: tensors.STORAGE[x.dtype] for name, x in zip(op.names, arrays, strict=True) if x is not None},
+        op, tensors.gpu(device),
+        {name: _storage(x) for name, x in zip(op.names, arrays, strict=True) if x is not None},
         N=sizes["B"] if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-        state_type="fp32" if state is None else tensors.STORAGE[state.dtype],
+        state_type="fp32" if state is None else _storage(state),
         is_packed=cu_seqlens is not None,
         training=training,
         has_initial_state=state is not None,
         has_final_state=output_final_state,
+        decay_bound=decay_bound,
+        longest=tensors.longest(cu_seqlens, sizes["T"]) if is_direct else 0,
         traits=traits,
-        **{**given, "chunk_len": options.chunk_len or 0},
+        **{**options._asdict(), "chunk_len": options.chunk_len or 0},
         **sizes,
     )  # fmt: skip
 
 
-def left_open(p: Problem, asked: Options) -> Problem:
-    """Return the problem of a call, or one that keeps as much as its fake has said where that did not know all."""
-    is_open = p.training and not asked.is_chosen and segments.may_cut(asked.backend, directions.running(p))
+def _storage(x: Tensor) -> str:
+    return tensors.STORAGE.get(x.dtype, "fp64")
+
+
+def left_open(p: Problem, before: Problem) -> Problem:
+    """Return a problem that was chosen for one `before`, with what it keeps as its fake has said, which knew less."""
+    is_open = p.training and not before.is_chosen and segments.may_cut(before.backend, directions.running(p))
     return p._replace(leaves_cut_open=True) if is_open else p
 
 
 def _prepare(
     torch_op: TorchOp,
+    problem: Problem,
     arrays: Sequence[Tensor],
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     asked: tuple[Any, ...],
-    options: Options,
-    output_final_state: bool,
-    training: bool,
-    asked_geometry: Tail | Options,
-    decay_bound: float | None = None,
     is_public: bool = False,
-    traits: tuple[tuple[str, Any], ...] = (),
-) -> Known:
-    """Return the call of checked tensors; `asked` and the caller's `asked_geometry` tell it apart beside `options`."""
-    op = torch_op.op
+) -> Prepared:
+    """Return the call of checked tensors; `asked` is what tells its problem apart."""
+    op, training = torch_op.op, problem.training
 
-    def prepare() -> Known:
-        to_run = chosen(op, arrays, cu_seqlens, decay_bound, options, training, traits=traits)
-        gpu = tensors.gpu(arrays[0].device.index)
-        problem = problem_of(op, arrays, initial_state, cu_seqlens, to_run, output_final_state, training, gpu, traits)
-        problem = left_open(problem, options)
+    def prepare() -> Prepared:
+        p = resolved(problem, arrays, is_direct=True)
+        p = p if is_public else left_open(p, problem)
         if cu_seqlens is not None:
-            tensors.packing(cu_seqlens, problem.T)  # before anything is compiled
+            tensors.packing(cu_seqlens, p.T)  # before anything is compiled
         if is_public and training:
             wants = [x is not None and x.requires_grad for x in (*arrays, initial_state)]
-            problem = problem._replace(wanted=prepared.wanted(op, wants, (*arrays, initial_state)))
-        geometry = {name: getattr(asked_geometry, name) for name in ("chunk_len", "num_threads")}
-        geometry = {name: value for name, value in geometry.items() if value is not None}
+            p = p._replace(wanted=prepared.wanted(op, wants, (*arrays, initial_state)))
+        named = {"chunk_len": problem.chunk_len or None, "num_threads": problem.num_threads}
+        geometry = {name: value for name, value in named.items() if value is not None}
         state = initial_state
         if state is not None and state.dim() == len(op.state):
-            state = state.expand(problem.N, *state.shape)
-        return Known(problem, (*arrays, state, cu_seqlens), geometry, torch_op.by_op)
+            state = state.expand(p.N, *state.shape)
+        return prepared.of_problem(p, (*arrays, state, cu_seqlens), geometry, torch_op.by_op)
 
     return prepared.find_or_keep(asked, training, arrays, initial_state, cu_seqlens, prepare, op.lead, is_public)
 
@@ -332,7 +292,7 @@ def define(
     """
     name, count = op.name, len(op.inputs)
     below = op.through or op
-    all_names = (*op.names, STATE)  # of what has a gradient
+    leaves = recording.Leaves((*op.names, STATE))
     end = count + 2 + len(Options._fields)  # of the options, behind state and cu_seqlens
     forward_op, backward_op = registry.find(f"{name}_fwd"), registry.find(f"{name}_bwd")
 
@@ -370,14 +330,14 @@ def define(
             asked = f"{name}_fwd", output_final_state, save, decay_bound, options, traits
             known = prepared.latest(asked, arguments[: count + 2], op.lead, cu_seqlens)
             if known is None:
-                known = _prepare(
-                    torch_op, given, state, cu_seqlens, asked, options, output_final_state, save, options, decay_bound,
-                    traits=traits,
+                problem = problem_of(
+                    op, given, state, cu_seqlens, options, output_final_state, save, decay_bound, traits, True
                 )  # fmt: skip
-            results = known.run(given, state, cu_seqlens)
+                known = _prepare(torch_op, problem, given, state, cu_seqlens, asked)
+            results = known.run(arguments[: count + 2])
             y = results[0]
             final = results[1] if output_final_state else y.new_empty(0)
-            return y, final, results[-1] if save else y.new_empty(0)
+            return y, final, _unmarked(known.problem, results[-1]) if save else y.new_empty(0)
         say_reference(name, given[0])
         y, final = run_plainly(arguments, named, by_blocks=True)
         return y, final if output_final_state else y.new_empty(0), y.new_empty(0)
@@ -404,71 +364,49 @@ def define(
         given: Sequence[Any], state: Tensor | None, cu_seqlens: Tensor | None, options: Options,
         decay_bound: float | None, named: Mapping[str, Any], is_fake: bool = False,
     ) -> Problem:  # fmt: skip
-        traits = traits_of(named)
-        to_run = chosen(op, given, cu_seqlens, decay_bound, options, training=True, is_fake=is_fake, traits=traits)
-        leaves_the_same = to_run.backend == "recurrent" or not op.has_heads
-        gpu = _NO_GPU if leaves_the_same else tensors.gpu(given[0].device.index)
-        return left_open(problem_of(op, given, state, cu_seqlens, to_run, False, True, gpu, traits), options)
-
-    def are_wanted(arguments: Sequence[Any], wanted: str) -> list[bool]:
-        """Return whether a gradient is computed of each input and of the initial state; no names stand for all."""
-        asked = wanted.split() or all_names
-        there = (x is not None for x in arguments[: count + 1])
-        return [is_there and name in asked for name, is_there in zip(all_names, there, strict=True)]
-
-    def with_empty(grads: Iterable[Tensor], wants: Sequence[bool], like: Tensor) -> tuple[Tensor, ...]:
-        """Return gradients as the op does: an empty one where there is none."""
-        several = iter(grads)
-        return tuple([next(several) if is_wanted else like.new_empty(0) for is_wanted in wants])
+        p = problem_of(op, given, state, cu_seqlens, options, False, True, decay_bound, traits_of(named), not is_fake)
+        return left_open(resolved(p, given, not is_fake, is_fake), p)
 
     def backward(
         dy: Tensor | None, grad_final: Tensor | None, *arguments: Any, decay_bound: float | None = None,
         wanted: str = "", **named: Any,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+    ) -> Any:  # fmt: skip
         given, (state, cu_seqlens), options = parts(arguments)
         if not is_for_kernels(options.backend, given[0]):
-            return backward_plainly(dy, grad_final, arguments, named, are_wanted(arguments, wanted))
+            names = leaves.wanted(arguments, wanted.split())
+            found = leaves.plainly(lambda x: run_plainly(x, named, by_blocks=True), arguments, (dy, grad_final), names)
+            return leaves.in_places(found, names, arguments)
         saved = arguments[-1]
-        key = f"{name}_bwd", options, decay_bound, wanted, tuple(named.items())
-        arrays = *given, state, cu_seqlens, saved, dy, grad_final
-        found = prepared.latest(key, arrays, op.lead)
-        if found is None:
-            wants = are_wanted(arguments, wanted)
+        ran = None if cu_seqlens is None or options.is_chosen else _marked(saved)
+        lengths = cu_seqlens if ran is None and not options.is_chosen else None
+        key = f"{name}_bwd", options, decay_bound, wanted, ran, tuple(named.items())
+        bounds = cu_seqlens if cu_seqlens is None else tensors.readable_packing(cu_seqlens)
+        if dy is None:
+            sizes = sizes_of(op, given)
+            dy = given[op.lead].new_zeros([sizes[dim] for dim in op.output])
+        arrays = *given, state, bounds, saved, dy, grad_final
+        known = prepared.latest(key, arrays, op.lead, lengths)
+        if known is None:
             problem = training_problem(given, state, cu_seqlens, options, decay_bound, named)
-            problem = problem._replace(gpu=tensors.gpu(given[0].device.index))
+            problem = problem._replace(backend=ran or problem.backend)
             if not options.is_chosen:
                 expected = floats(directions.kept(problem))
                 if saved.numel() != expected:
                     raise RwkvJitError(
                         f"{name}: the backward takes {expected} numbers of what the forward saved, got {saved.numel()}"
                     )
-            problem = problem._replace(wanted=prepared.wanted(op, wants, (*given, state)))
-            found = prepared.Backward(problem, arrays), wants
-            prepared.keep_latest(key, arrays, found, op.lead)
-        prepared_backward, wants = found
-        return with_empty(prepared_backward.run(arrays), wants, given[0])
-
-    def backward_plainly(
-        dy: Tensor | None, grad_final: Tensor | None, arguments: Sequence[Any], named: Mapping[str, Any],
-        wants: Sequence[bool],
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        with recording.plain_torch(), tensors.exactly(arguments[0]):
-            leaves = [
-                None if x is None else x.detach().requires_grad_(is_wanted)
-                for x, is_wanted in zip(arguments[: count + 1], wants, strict=True)
-            ]
-            outputs = run_plainly((*leaves, *arguments[count + 1 :]), named, by_blocks=True)
-            asked = [x for x in leaves if x is not None and x.requires_grad]
-            return with_empty(recording.gradients(outputs, (dy, grad_final), asked), wants, arguments[0])
+            names = leaves.wanted(arguments, wanted.split())
+            problem = problem._replace(wanted=prepared.wanted(op, [x in names for x in leaves.names], (*given, state)))
+            known = prepared.plan_backward(problem, arrays), names
+            prepared.keep_latest(key, arrays, known, op.lead, lengths)
+        plan, names = known
+        return leaves.in_places(dict(zip(names, plan.run(arrays), strict=True)), names, arguments)
 
     def backward_fake(
         dy: Tensor | None, grad_final: Tensor | None, *arguments: Any, decay_bound: float | None = None,
         wanted: str = "", **named: Any,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        wants = are_wanted(arguments, wanted)
-        made = [x for x, is_wanted in zip(arguments[: count + 1], wants, strict=True) if is_wanted]
-        grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in made]
-        return with_empty(grads, wants, arguments[0])
+    ) -> Any:  # fmt: skip
+        return leaves.without_memory(arguments, wanted.split())
 
     def setup(ctx: Any, arguments: Sequence[Any], named: dict[str, Any], results: tuple[Tensor, ...]) -> None:
         _, final, saved = results
@@ -483,9 +421,9 @@ def define(
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         """Return the gradients of the inputs and the initial state, by the torch op; None where nobody wants one."""
         *given, kept = saved
-        names = " ".join(wanted)
-        grads = run_backward(dy, grad_final, *given, *options, kept, wanted=names, **named)
-        return tuple([x if want else None for x, want in zip(grads, are_wanted(given, names), strict=True)])
+        grads = run_backward(dy, grad_final, *given, *options, kept, wanted=" ".join(wanted), **named)
+        names = leaves.wanted(given, wanted)
+        return tuple([x if name in names else None for name, x in zip(leaves.names, grads, strict=True)])
 
     def in_context(ctx: Any, dy: Tensor | None, grad_final: Tensor | None, _: Any) -> tuple[Any, ...]:
         # A compiled graph passes zeros for a result that has no gradient, here for the empty final state.
@@ -508,13 +446,13 @@ def define(
         return *(under_autocast(op, inputs) or inputs), *arguments[count:]
 
     def differentiate_known(
-        problem: Problem, saved: Sequence[Tensor], dy: Tensor | None, grad_final: Tensor | None
+        problem: Problem, saved: Sequence[Any], grads: Sequence[Tensor | None]
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the inputs, and of the initial state where there is one, by the torch op."""
+        """Return the gradients of the arrays of a prepared call by the torch op."""
         *given, kept = saved
         saved = (*given, given[0].new_empty(0) if kept is None else kept)
-        grads = differentiate(saved, _options_of(problem), problem.wanted, dy, grad_final, **dict(problem.traits))
-        return grads[: count + problem.has_initial_state]
+        grads = differentiate(saved, options_of(problem), problem.wanted, *grads, **dict(problem.traits))
+        return *grads, None
 
     record = recording.forward(forward_op, setup, in_context, plainly)
     record_backward, run_backward = recording.backward(backward_op, name)
@@ -530,6 +468,13 @@ def say_reference(name: str, x: Tensor) -> None:
         stats.say_once(f"{name}: CPU tensors run the reference in plain torch", key="cpu")
 
 
-def _options_of(p: Problem) -> Options:
-    fields = {name: getattr(p, name) for name in Options._fields if name != "is_chosen"}
-    return Options(**fields)._replace(chunk_len=p.chunk_len or None)
+def _unmarked(p: Problem, kept: Tensor) -> Tensor:
+    """Return what a forward has kept, as large as its fake says; the memory behind it says what ran."""
+    is_marked = p.leaves_cut_open and p.is_packed
+    return kept[: -segments.MARKS[p.backend] // 4] if is_marked else kept
+
+
+def _marked(kept: Tensor) -> str | None:
+    """Return the algorithm that the forward ran, from the memory behind what it has kept; None if nothing says so."""
+    behind = kept.untyped_storage().nbytes() - kept.nbytes
+    return next((backend for backend, mark in segments.MARKS.items() if mark == behind), None)

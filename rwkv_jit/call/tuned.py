@@ -21,8 +21,9 @@ from rwkv_jit.kernels import cache, compiler, env, stats, template
 from rwkv_jit.kernels.cache import files
 from rwkv_jit.kernels.errors import CacheError, reason
 from rwkv_jit.kernels.gpu import Gpu
-from rwkv_jit.schedules.common import Candidate, Case, padded
+from rwkv_jit.schedules.common import Candidate, padded
 from rwkv_jit.schedules.directions import ALGORITHMS
+from rwkv_jit.schedules.problem import Problem
 from rwkv_jit.schedules.table import OPS
 
 CHUNKS = {
@@ -35,7 +36,7 @@ Key = tuple[str, str, str, int, bool]  # the first fields of a choice
 class Geometry(NamedTuple):
     """How blocks are cut, where something else than an algorithm's rule says so."""
 
-    chunk_len: int | None = None
+    chunk_len: int = 0  # 0 lets the rule choose
     num_threads: int | None = None  # of the forward, in the chunked kernels
     forward_blocks: int | None = None  # that a multiprocessor shall have room for
     backward_blocks: int | None = None
@@ -170,8 +171,8 @@ def _fault(choice: Choice) -> str:
     size, chunked = choice.head_size, CHUNKS.get(choice.op)
     if chunked is None or size < 1 or size != padded(size):
         return "not legal"
-    gpu = Gpu(choice.arch)
-    if chunked.why_not(Case(OPS[choice.op], "bf16", size, size, 1, "none", None, None), lambda: gpu) is not None:
+    gpu, op = Gpu(choice.arch), OPS[choice.op]
+    if chunked.why_not(Problem(op, gpu, op.types_of("bf16"), K=size, V=size, training=True)) is not None:
         return "not legal"
     forward = Candidate("forward", choice.chunk_len, choice.num_threads, choice.forward_blocks)
     backwards: set[int | None] = {None}

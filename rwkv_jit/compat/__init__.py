@@ -12,83 +12,28 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rwkv_jit.compat import alias, replacing
 from rwkv_jit.kernels import lazy, on_import
 
-if TYPE_CHECKING:
-    from types import ModuleType
-
-    from rwkv_jit.compat import fla as fla
-    from rwkv_jit.compat import mamba as mamba
-    from rwkv_jit.compat.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
-    from rwkv_jit.compat.flash_rwkv import rwkv5_cuda_linear_attention, rwkv6_cuda_linear_attention
-    from rwkv_jit.compat.functions import (
-        RUN_CUDA,
-        RUN_CUDA_RWKV5,
-        RUN_CUDA_RWKV6,
-        RUN_CUDA_RWKV6_STATE,
-        RUN_RWKV7_INFCTX,
-        RUN_RWKV7_STATE,
-        RWKV7_BATCH_OP,
-        RWKV7_CLAMPW_CUDA,
-        RWKV7_OP,
-        RWKV7_STATE_CLAMPW_CUDA,
-        RWKV7_STATE_PASSING_CLAMPW_CUDA,
-        RUN_CUDA_RWKV7g,
-        TimeX,
-        TritonRWKV7,
-    )  # fmt: skip
-    from rwkv_jit.compat.rwkv7_hf import rwkv7_recurrent
-    from rwkv_jit.compat.wind import (
-        attn_backstepping_longhead,
-        attn_backstepping_longhead_wrap,
-        attn_backstepping_smallhead,
-        attn_backstepping_smallhead_wrap,
-        attn_chunked_cuda,
-        attn_chunked_cuda_varlen,
-        attn_chunked_cuda_wrap,
-        attn_triton_bighead,
-        attn_triton_bighead_bf16,
-        attn_triton_bighead_fp16,
-        attn_triton_bighead_fp32,
-        attn_triton_bighead_wrap,
-        load_backstepping_longhead,
-        load_backstepping_smallhead,
-        load_chunked_cuda,
-        load_chunked_cuda_varlen,
-    )  # fmt: skip
-
-    hf: ModuleType  # these two import this package
-    megatron: ModuleType
-
-__all__ = [
-    "RUN_CUDA", "RUN_CUDA_RWKV5", "RUN_CUDA_RWKV6", "RUN_CUDA_RWKV6_STATE", "RUN_CUDA_RWKV7g", "RUN_RWKV7_INFCTX",
-    "RUN_RWKV7_STATE", "RWKV7_BATCH_OP", "RWKV7_CLAMPW_CUDA", "RWKV7_OP", "RWKV7_STATE_CLAMPW_CUDA",
-    "RWKV7_STATE_PASSING_CLAMPW_CUDA", "TimeX", "TritonRWKV7", "attn_backstepping_longhead",
-    "attn_backstepping_longhead_wrap", "attn_backstepping_smallhead", "attn_backstepping_smallhead_wrap",
-    "attn_chunked_cuda", "attn_chunked_cuda_varlen", "attn_chunked_cuda_wrap", "attn_triton_bighead",
-    "attn_triton_bighead_bf16", "attn_triton_bighead_fp16", "attn_triton_bighead_fp32", "attn_triton_bighead_wrap",
-    "causal_conv1d_fn", "causal_conv1d_update", "install", "load_backstepping_longhead", "load_backstepping_smallhead",
-    "load_chunked_cuda", "load_chunked_cuda_varlen", "rwkv5_cuda_linear_attention", "rwkv6_cuda_linear_attention",
-    "rwkv7_recurrent", "uninstall",
-]  # fmt: skip
-
-
-def _module_of(name: str) -> str:
-    if name.startswith(("attn_", "load_")):
-        return "wind"
-    if name.startswith("causal_conv1d_"):
-        return "causal_conv1d"
-    return (
-        "flash_rwkv" if name.endswith("_linear_attention") else "rwkv7_hf" if name == "rwkv7_recurrent" else "functions"
-    )
-
-
-_MODULES = {name: f"{__name__}.{_module_of(name)}" for name in __all__ if name not in ("install", "uninstall")}
-if not TYPE_CHECKING:  # to which every name would be one of this package
-    __getattr__, __dir__ = lazy.members(globals(), ("fla", "hf", "mamba", "megatron"))
+_MODULES = lazy.modules({
+    "compat.causal_conv1d": "causal_conv1d_fn causal_conv1d_update",
+    "compat.functions":
+        "RUN_CUDA RUN_CUDA_RWKV5 RUN_CUDA_RWKV6 RUN_CUDA_RWKV6_STATE RUN_CUDA_RWKV7g RUN_RWKV7_INFCTX "
+        "RUN_RWKV7_STATE RWKV7_BATCH_OP RWKV7_CLAMPW_CUDA RWKV7_OP RWKV7_STATE_CLAMPW_CUDA "
+        "RWKV7_STATE_PASSING_CLAMPW_CUDA TimeX TritonRWKV7 rwkv5_cuda_linear_attention rwkv6_cuda_linear_attention "
+        "rwkv7_recurrent",
+    "compat.wind":
+        "attn_backstepping_longhead attn_backstepping_longhead_wrap attn_backstepping_smallhead "
+        "attn_backstepping_smallhead_wrap attn_chunked_cuda attn_chunked_cuda_varlen attn_chunked_cuda_wrap "
+        "attn_triton_bighead attn_triton_bighead_bf16 attn_triton_bighead_fp16 attn_triton_bighead_fp32 "
+        "attn_triton_bighead_wrap load_backstepping_longhead load_backstepping_smallhead load_chunked_cuda "
+        "load_chunked_cuda_varlen",
+})  # fmt: skip
+_ROOMS = ("fla", "hf", "mamba", "megatron")
+__all__ = sorted([*_MODULES, "install", "uninstall"])
+__getattr__, __dir__ = lazy.members(globals(), _ROOMS)
 is_installed = False
 # Files of transformers with short convolutions, KDA, the gated delta rule or Mamba-2.
 MODELS = tuple(

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rwkv_jit.compat import channels, counts, delta, diagonal, trainer, wind
+from rwkv_jit.compat import recurrences, rows, trainer, wind
 from rwkv_jit.compat.buffers import Run
 from rwkv_jit.kernels.errors import brief
 
 _SUFFIX = r"(_(op|cuda|infer|runner|eval|ref|for|h100|alt|vcoll|bf16|fp16|f?p?32|v?\d\w*))*\.(cpp|cu|cuh|h|hip)"
 _SIZES, _CHANNELS = "int B, int T, int C, int H", "int B, int T, int C"
-_COUNTS = {"": counts.ALIKE, _SIZES: counts.OF_HEADS, _CHANNELS: counts.OF_CHANNELS}
+# By the letters of the sizes that a call says, N = C / H; R are the elements of r, or of q where it is called so.
+OF_HEADS = {"r k v w a b y gy gr gk gv gw": "BTC", "u": "C", "gu": "BC", "state": "BCN", "s gs": "CN BCN"}
+OF_CHANNELS = {"k v y gy gk gv": "BTC", "w u": "C", "gw gu aa bb pp": "BC"}
+OF_FILTERS = {"w": "CT", "k out gy gw gk": "BCT"}
+ALIKE = {"w k v a b z y dy dr dq dw dk dv da db dz": "R"}
+_COUNTS = {"": ALIKE, _SIZES: OF_HEADS, _CHANNELS: OF_CHANNELS}
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,39 @@ class Extension:
         return re.fullmatch(f"({self.stems or self.namespace.removeprefix('wind_')}){_SUFFIX}", source) is not None
 
 
+def checked(run: Run, names: Sequence[str], counts: Mapping[str, str]) -> Callable[..., Any]:
+    """Return what runs an op by the names of its arguments, with the elements of its tensors counted before.
+
+    Kernels of the extensions would have crashed on others.
+    `counts` says how many elements tensors have: words of letters, of which any will do, by their names.
+    """
+    by_name = {name: words for several, words in counts.items() for name in several.split() if name in names}
+
+    def call(*values: Any) -> Any:
+        # One of the two extensions of RWKV-4 leaves y out.
+        present = names if len(values) == len(names) else [name for name in names if name != "y"]
+        arguments = dict(zip(present, values, strict=True))
+        sizes = {letter: arguments[letter] for letter in "BTCH" if letter in arguments}
+        if counts and "H" in sizes:
+            sizes["N"] = rows.head_size(sizes["C"], sizes["H"])
+        if counts and not sizes:
+            sizes["R"] = arguments["r" if "r" in arguments else "q"].numel()
+        for name, words in by_name.items():
+            if name not in arguments:
+                continue
+            found = arguments[name].numel()
+            if all(found != math.prod(sizes[letter] for letter in word) for word in words.split()):
+                word = words.split()[-1]
+                said = " x ".join(f"{letter} {sizes[letter]}" for letter in word)
+                raise ValueError(
+                    f"{name}: expected {math.prod(sizes[letter] for letter in word)} elements, {said}, "
+                    f"got shape {list(arguments[name].shape)}"
+                )
+        return run(arguments)
+
+    return call
+
+
 def _entry(
     run: Run, reads: str, fills: str, begin: str = "", returns: str = "()",
     elements: Mapping[str, str] | None = None,
@@ -45,7 +84,7 @@ def _entry(
     """Return an op that reads tensors, and fills others or makes them.
 
     An exclamation mark stands behind a read one that it fills, a question mark behind one that may be None. `elements`
-    are what `counts.checked` counts; by default what goes with `begin`.
+    are what `checked` counts; by default what goes with `begin`.
     """
     arguments, alias = [begin] if begin else [], 0
     for name in [*reads.split(), *(f"{x}!" for x in fills.split())]:
@@ -60,7 +99,7 @@ def _entry(
             arguments.append(f"Tensor {name}")
     names = [argument.split()[-1] for argument in ", ".join(arguments).split(", ")]
     counted = _COUNTS.get(begin, {}) if elements is None else elements
-    return Entry(f"({', '.join(arguments)}) -> {returns}", counts.checked(run, names, counted))
+    return Entry(f"({', '.join(arguments)}) -> {returns}", checked(run, names, counted))
 
 
 def _functional(run: Run, reads: str, returns: str = "Tensor[]") -> Entry:
@@ -70,7 +109,7 @@ def _functional(run: Run, reads: str, returns: str = "Tensor[]") -> Entry:
 
 def _trained(names: str, decay: str, state: str = "", last: str = "", others: str = "") -> dict[str, Entry]:
     """Return forward and backward of RWKV-7 for training; `others` are its rows in the order of `wkv7`."""
-    runs = delta.trained(others or names, decay, state, last)
+    runs = recurrences.trained(others or names, decay, state, last)
     read, grads = f"{state} {names}".strip(), " ".join(f"d{x}" for x in (*state.split(), *names.split()))
     return _pair(
         _entry(runs[0], read, f"y {last} s sa"), _entry(runs[1], f"{names} dy {f'd{last} ' if last else ''}s sa", grads)
@@ -82,26 +121,28 @@ def _pair(forward: Entry, backward: Entry) -> dict[str, Entry]:
 
 
 _CLAMPW = _trained("r w k v a b", "sigmoid")
-_IN_PLACE = _entry(delta.forward_in_place, "state! r w k v a b", "y", _SIZES)
+_IN_PLACE = _entry(recurrences.in_place(recurrences.RWKV7), "state! r w k v a b", "y", _SIZES)
 _BY_DTYPE = ("fp16", "bf16", "fp32")
 _RWKV6_STATE = _pair(
-    _entry(diagonal.forward(diagonal.RWKV6), "r k v w u s", "y", _SIZES),
-    _entry(diagonal.backward(diagonal.RWKV6), "r k v w u s gy", "gr gk gv gw gu gs", _SIZES),
+    _entry(recurrences.forward(recurrences.RWKV6), "r k v w u s", "y", _SIZES),
+    _entry(recurrences.backward(recurrences.RWKV6), "r k v w u s gy", "gr gk gv gw gu gs", _SIZES),
 )
-_ONE_DECAY = {**counts.OF_HEADS, "w ww": "C", "gw": "BC"}  # for all tokens
+_ONE_DECAY = {**OF_HEADS, "w ww": "C", "gw": "BC"}  # for all tokens
 _RWKV5 = _pair(
-    _entry(diagonal.forward(diagonal.RWKV5), "r k v w u", "y", _SIZES, elements=_ONE_DECAY),
-    _entry(diagonal.backward(diagonal.RWKV5_LOG), "r k v w ww u gy", "gr gk gv gw gu", _SIZES, elements=_ONE_DECAY),
+    _entry(recurrences.forward(recurrences.RWKV5), "r k v w u", "y", _SIZES, elements=_ONE_DECAY),
+    _entry(
+        recurrences.backward(recurrences.RWKV5_LOG), "r k v w ww u gy", "gr gk gv gw gu", _SIZES, elements=_ONE_DECAY
+    ),
 )
-_TWO_DECAYS = {**counts.OF_HEADS, "w1 ww1 u1 w2 ww2 u2": "C", "gw1 gu1 gw2 gu2": "BC"}
-_RWKV5_IN_PLACE = _entry(diagonal.in_place(diagonal.RWKV5), "state! r k v w u", "y", _SIZES, elements=_ONE_DECAY)
+_TWO_DECAYS = {**OF_HEADS, "w1 ww1 u1 w2 ww2 u2": "C", "gw1 gu1 gw2 gu2": "BC"}
+_RWKV5_IN_PLACE = _entry(recurrences.in_place(recurrences.RWKV5), "state! r k v w u", "y", _SIZES, elements=_ONE_DECAY)
 _WIND = "dw dq dk dv da db ds0"
 _WIND_BACKSTEPPING = _pair(
     _entry(wind.forward, "w q k v a b s0 y! s? sa? sT!", ""), _entry(wind.backward, "w q k v a b dy s sa dsT", _WIND)
 )
 _RWKV4 = _pair(
-    _entry(channels.rwkv4_forward, "w u k v", "y", _CHANNELS),
-    _entry(channels.rwkv4_backward, "w u k v y gy", "gw gu gk gv", _CHANNELS),
+    _entry(recurrences.rwkv4_forward, "w u k v", "y", _CHANNELS),
+    _entry(recurrences.rwkv4_backward, "w u k v y gy", "gw gu gk gv", _CHANNELS),
 )
 _VALUE = _functional(trainer.value_forward, "v v_first v0 v12", "Tensor")
 
@@ -128,45 +169,45 @@ NAMES: dict[str, Extension] = {
     "rwkv7_clampw128_v2": Extension("rwkv7_clampw128_v2", _CLAMPW),
     "rwkv7_state_clampw": Extension("rwkv7_state_clampw", _trained("r w k v a b", "sigmoid", "s0")),
     "rwkv7_statepassing_clampw": Extension("rwkv7_statepassing_clampw", _trained("r w k v a b", "sigmoid", "s0", "sT")),
-    "wkv7": Extension("wkv7", {"forward": _entry(delta.forward, "r w k v a b", "y", _SIZES)}),
+    "wkv7": Extension("wkv7", {"forward": _entry(recurrences.forward(recurrences.RWKV7), "r w k v a b", "y", _SIZES)}),
     "wkv7s": Extension("wkv7s", {"forward": _IN_PLACE, **{f"forward_{x}": _IN_PLACE for x in _BY_DTYPE}}),
     "rwkv7_state_fwd_fp16": Extension("rwkv7_state_fwd_fp16", {"forward": _IN_PLACE}),
     "wkv6": Extension("wkv6", _pair(
-        _entry(diagonal.forward(diagonal.RWKV6), "r k v w u", "y", _SIZES),
-        _entry(diagonal.backward(diagonal.RWKV6), "r k v w u gy", "gr gk gv gw gu", _SIZES),
+        _entry(recurrences.forward(recurrences.RWKV6), "r k v w u", "y", _SIZES),
+        _entry(recurrences.backward(recurrences.RWKV6), "r k v w u gy", "gr gk gv gw gu", _SIZES),
     )),
     "wkv6state": Extension("wkv6state", _RWKV6_STATE),
     "wkv6b": Extension("wkv6b", _RWKV6_STATE),
     "wkv6infctx": Extension("", _pair(
-        _entry(diagonal.overwriting_forward, "r k v w u s!", "y", _SIZES),
-        _entry(diagonal.overwriting_backward, "r k v w u s gy", "gr gk gv gw gu gs", _SIZES),
+        _entry(recurrences.overwriting_forward, "r k v w u s!", "y", _SIZES),
+        _entry(recurrences.overwriting_backward, "r k v w u s gy", "gr gk gv gw gu gs", _SIZES),
     ), "wkv6infctx"),
     "wkv5": Extension("wkv5", _RWKV5),
     "wkv5_ref": Extension("wkv5_ref", _RWKV5, "wkv5"),
     "wkv5a": Extension("wkv5a", _pair(
-        _entry(diagonal.forward(diagonal.RWKV5A), "r k v w1 u1 w2 u2", "y", _SIZES, elements=_TWO_DECAYS),
+        _entry(recurrences.forward(recurrences.RWKV5A), "r k v w1 u1 w2 u2", "y", _SIZES, elements=_TWO_DECAYS),
         _entry(
-            diagonal.backward(diagonal.RWKV5A_LOG), "r k v w1 ww1 u1 w2 ww2 u2 gy", "gr gk gv gw1 gu1 gw2 gu2", _SIZES,
-            elements=_TWO_DECAYS,
+            recurrences.backward(recurrences.RWKV5A_LOG), "r k v w1 ww1 u1 w2 ww2 u2 gy",
+            "gr gk gv gw1 gu1 gw2 gu2", _SIZES, elements=_TWO_DECAYS,
         ),
     )),
     "rwkv5": Extension("rwkv5", {
         f"forward_{x}": _RWKV5_IN_PLACE for x in _BY_DTYPE
     }),
     "rwkv6": Extension("rwkv6", {
-        f"forward_{x}": _entry(diagonal.in_place(diagonal.RWKV6_DIRECT), "state! r k v w u", "y", _SIZES)
+        f"forward_{x}": _entry(recurrences.in_place(recurrences.RWKV6_DIRECT), "state! r k v w u", "y", _SIZES)
         for x in _BY_DTYPE
     }),
     "wkv": Extension("wkv", _RWKV4),
     "timex": Extension("timex", _pair(
-        _entry(channels.timex_forward, "w k out! float:eps int:B int:C int:T", "", elements=counts.OF_FILTERS),
-        _entry(channels.timex_backward, "w k gy gw! gk! int:B int:C int:T", "", elements=counts.OF_FILTERS),
+        _entry(recurrences.timex_forward, "w k out! float:eps int:B int:C int:T", "", elements=OF_FILTERS),
+        _entry(recurrences.timex_backward, "w k gy gw! gk! int:B int:C int:T", "", elements=OF_FILTERS),
     )),
     "wkv_cuda": Extension("rwkv", {
-        "wkv_forward": _entry(channels.rwkv4_in_place, "w u k v", "y aa bb pp", _CHANNELS),
-        "mm8_seq": _entry(channels.mm8, "x w mx rx my ry", "y", "int B, int N, int M"),
-        "mm8_one": _entry(channels.mm8, "x w mx rx my ry", "y", "int N, int M"),
-        "gemm_fp16_cublas": _entry(channels.gemm_fp16_cublas, "a b", "c", elements={}),
+        "wkv_forward": _entry(recurrences.rwkv4_in_place, "w u k v", "y aa bb pp", _CHANNELS),
+        "mm8_seq": _entry(recurrences.mm8, "x w mx rx my ry", "y", "int B, int N, int M"),
+        "mm8_one": _entry(recurrences.mm8, "x w mx rx my ry", "y", "int N, int M"),
+        "gemm_fp16_cublas": _entry(recurrences.gemm_fp16_cublas, "a b", "c", elements={}),
     }, "wrapper|operators|gemm_fp16_cublas"),
     "rwkv7_tmix_mix6_bf16_v5": Extension("rwkv7_tmix_mix6_bf16_v5", _pair(
         _functional(trainer.mix_forward, "x x_r x_w x_k x_v x_a x_g"),
@@ -212,7 +253,7 @@ _FLASH_RWKV: dict[str, Extension] = {  # by a source, as both are built under th
         **{f"backward_{x}": _RWKV5["backward"] for x in _BY_DTYPE},
     }, ".*"),
     "wkv6_op.cpp": Extension("", {
-        f"forward_{x}": _entry(diagonal.in_place(diagonal.RWKV6_LOG), "state! r k v w u", "y", _SIZES)
+        f"forward_{x}": _entry(recurrences.in_place(recurrences.RWKV6_LOG), "state! r k v w u", "y", _SIZES)
         for x in _BY_DTYPE
     }, ".*"),
 }  # fmt: skip

@@ -1,4 +1,6 @@
-"""Functions with the names and arguments of those in RWKV-LM, RWKV-CUDA, the `rwkv` package, Albatross and RWKV-PEFT.
+"""Functions with the names and arguments of those in RWKV-LM, RWKV-PEFT, Albatross and others.
+
+Those are RWKV-CUDA, the `rwkv` package, flash-rwkv and rwkv7-hf.
 
 B is the batch, T the tokens, H the heads, N the head size, and C = H N the channels. Rows and y are (B, T, C) in the
 dtype of v, states [V, K], but where a function says otherwise. All tensors have any strides and are float16, bfloat16
@@ -10,7 +12,9 @@ what came.
 
 from __future__ import annotations
 
-from typing import Any, overload
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -18,14 +22,36 @@ from torch import Tensor
 from rwkv_jit.call import tensors
 from rwkv_jit.compat import buffers, rows
 from rwkv_jit.compat.naming import named
-from rwkv_jit.compat.scripts import scriptable
 from rwkv_jit.ops.timex import timex
 from rwkv_jit.ops.wkv4 import wkv4
 from rwkv_jit.ops.wkv5 import wkv5
 from rwkv_jit.ops.wkv6 import wkv6
 from rwkv_jit.ops.wkv7 import wkv7
 
+_F = TypeVar("_F", bound=Callable[..., Any])
 _ROWS_OF_RWKV6 = ("r", "k", "v", "w", "u")
+
+
+def scriptable(function: _F) -> _F:
+    """Return a function that TorchScript calls and does not compile.
+
+    TorchScript reads the types of a call from the signature. It does not read types that are strings, and gives no
+    defaults to a function that it calls. So one with defaults shows its other arguments without types, and `others`:
+    then it takes as many as a script has, and returns a tensor.
+    """
+    signature = inspect.signature(function, eval_str=True)
+    needed = [each for each in signature.parameters.values() if _is_needed(each)]
+    if len(needed) < len(signature.parameters):
+        parameters = [each.replace(annotation=each.empty) for each in needed]
+        parameters.append(inspect.Parameter("others", inspect.Parameter.VAR_POSITIONAL))
+        signature = inspect.Signature(parameters)
+    function.__signature__ = signature  # type: ignore[attr-defined]
+    return torch.jit.ignore(function)  # type: ignore[no-any-return]
+
+
+def _is_needed(parameter: inspect.Parameter) -> bool:
+    return parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+
 
 # ---- RWKV-7 for training -----------------------------------------------------------------------------------------
 
@@ -201,3 +227,60 @@ class TimeX:
         """Return what `timex` does: w is (C, T), whose last weight is the current token's, k and out (B, C, T)."""
         (w,), (k,) = rows.by_shape((C, T), w=w), rows.by_shape((B, C, T), k=k)
         return timex(w, k, eps)
+
+
+# ---- with states that are returned -------------------------------------------------------------------------------
+
+
+def rwkv5_cuda_linear_attention(
+    receptance: Tensor, key: Tensor, value: Tensor, time_decay: Tensor, time_first: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return y (B, T, C) and the last state of RWKV-5, as `wkv5` with the decay exp(-exp(w)); w, u (H, N) or (C,).
+
+    From flash-rwkv. The state (B, H, N, N) tells the head size and stays as it is; the last one has its dtype.
+    Gradients go through it and to every argument.
+    """
+    state, inputs = rows.by_state(state, "state", receptance=receptance, key=key, value=value)
+    by_head = rows.by_shape(tuple(state.shape[1:3]), time_decay=time_decay, time_first=time_first)
+    out, last = buffers.with_final(wkv5, [*inputs, *by_head], state)
+    return out.flatten(2), last
+
+
+def rwkv6_cuda_linear_attention(
+    receptance: Tensor, key: Tensor, value: Tensor, time_decay: Tensor, time_first: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return y (B, T, H, N) and the last state of RWKV-6, as `wkv6` with the decay exp(-exp(w)); u (C,) or (H, N).
+
+    From flash-rwkv, as `rwkv5_cuda_linear_attention`; time_decay is (B, T, C).
+    """
+    state, inputs = rows.by_state(
+        state, "state", receptance=receptance, key=key, value=value, time_decay=time_decay
+    )  # fmt: skip
+    by_head = rows.by_shape(tuple(state.shape[1:3]), time_first=time_first)
+    return buffers.with_final(wkv6, [*inputs, *by_head], state)
+
+
+@named(r="receptance", w="decay", k="key", v="value")
+def rwkv7_recurrent(
+    receptance: Tensor, decay: Tensor, key: Tensor, value: Tensor, a: Tensor, b: Tensor, initial_state: Tensor,
+    attention_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return y and the last state of RWKV-7, as `wkv7` with decay="direct" and state_layout="kv"; decay is its w.
+
+    From rwkv7-hf, for rows (B, T, H, N). Where `attention_mask` (B, T) is false or 0, y is 0 and the state stays as it
+    is, whatever the token holds; no gradients go there. They go to every other argument, and through the last state,
+    which has the dtype of the initial one.
+    """
+    if attention_mask is not None:
+        if attention_mask.shape != receptance.shape[:2]:
+            raise ValueError(
+                f"attention_mask: expected shape {list(receptance.shape[:2])} like receptance, "
+                f"got {list(attention_mask.shape)}"
+            )
+        is_read = attention_mask.to(receptance.device, torch.bool)[:, :, None, None]
+        decay = torch.where(is_read, decay, torch.ones_like(decay))
+        receptance, key, value, a, b = (
+            torch.where(is_read, x, torch.zeros_like(x)) for x in (receptance, key, value, a, b)
+        )
+    inputs = (receptance, decay, key, value, a, b)
+    return buffers.with_final(wkv7, inputs, initial_state, decay="direct", state_layout="kv")

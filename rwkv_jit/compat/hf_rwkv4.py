@@ -8,13 +8,13 @@ from types import ModuleType, SimpleNamespace
 from torch import Tensor
 
 from rwkv_jit import compat
-from rwkv_jit.compat import buffers, channels
+from rwkv_jit.compat import buffers, recurrences
 from rwkv_jit.ops.wkv4 import wkv4
 
 
 def forward(w: Tensor, u: Tensor, k: Tensor, v: Tensor, y: Tensor) -> None:
     """Fill y, from no state; w is a log-decay."""
-    channels.rwkv4_forward({**dict(zip("BTC", k.shape, strict=True)), "w": w, "u": u, "k": k, "v": v, "y": y})
+    recurrences.rwkv4_forward({**dict(zip("BTC", k.shape, strict=True)), "w": w, "u": u, "k": k, "v": v, "y": y})
 
 
 def forward_with_state(w: Tensor, u: Tensor, k: Tensor, v: Tensor, y: Tensor, state: Tensor) -> None:
@@ -29,7 +29,7 @@ def backward(
 ) -> None:
     """Fill the gradients; that of w is of the model's own w, and that of a batch for w and u is added up."""
     grads = {"gy": gy, "gw": gw, "gu": gu, "gk": gk, "gv": gv}
-    channels.rwkv4_backward({**dict(zip("BTC", k.shape, strict=True)), "w": w, "u": u, "k": k, "v": v, **grads})
+    recurrences.rwkv4_backward({**dict(zip("BTC", k.shape, strict=True)), "w": w, "u": u, "k": k, "v": v, **grads})
 
 
 KERNEL = SimpleNamespace(

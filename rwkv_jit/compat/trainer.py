@@ -22,7 +22,7 @@ from rwkv_jit.layers import calls, loss
 from rwkv_jit.layers.activate import activate
 from rwkv_jit.layers.token_shift import token_shift
 from rwkv_jit.pool import arguments
-from rwkv_jit.schedules.layer_table import OPS, RESULTS, SHIFTS
+from rwkv_jit.schedules.layer_table import OPS, PACKED, RESULTS
 
 _EPS_OF_HEADS = 64e-5
 _L2_WRAP, _IGNORED = 1e-4, -100
@@ -88,7 +88,7 @@ def _gradients(
 
     `wanted` has what they are of, in whose shapes they are.
     """
-    names = [*OPS[op].inputs, *(["cu_seqlens"] if op in SHIFTS else [])]
+    names = [*OPS[op].inputs, *(["cu_seqlens"] if op in PACKED else [])]
     arrays = [*map(grads.get, RESULTS[op]), *map(inputs.get, names)]
     found = registry.find(f"{op}_bwd")(*arrays, eps, kinds, wanted=" ".join(wanted))
     by_name = dict(zip(OPS[op].names, found if isinstance(found, (tuple, list)) else (found,), strict=True))

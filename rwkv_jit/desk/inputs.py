@@ -11,15 +11,13 @@ from torch import Tensor
 from torch.nn import functional
 
 import rwkv_jit
-from rwkv_jit.plain import derived_references, reference
+from rwkv_jit.plain import reference
 from rwkv_jit.schedules.derived_table import ALL
 
 Function = Callable[..., Any]
 Who = tuple[str, str]  # and by what: a backend, or what torch has
 OPS: dict[str, Function] = {op: getattr(rwkv_jit, op) for op in ALL}
-REFERENCES: dict[str, Function] = {
-    op: getattr(reference if own.through is None else derived_references, f"{op}_ref") for op, own in ALL.items()
-}
+REFERENCES: dict[str, Function] = {op: getattr(reference, f"{op}_ref") for op in ALL}
 for _functions in (OPS, REFERENCES):  # timex answers as the others do
     _functions["timex"] = lambda *x, _timex=_functions["timex"], **options: (_timex(*x, **options), None)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

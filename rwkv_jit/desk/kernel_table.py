@@ -88,7 +88,7 @@ def _direction(name: str, parameters: Mapping[str, Any]) -> str:
         return "both"
     if name in ("update_states", "arrange_sequences") or (name.startswith("layer_") and "loss" not in name):
         return "update"
-    is_backward = "backward" in name or "gradient" in name or name == "sum_rows"
+    is_backward = "backward" in name or "gradient" in name or name in ("sum_rows", "sum_buffers")
     is_backward = parameters.get("BACKWARD", parameters.get("REVERSED", is_backward))
     return "backward" if is_backward else "forward"
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rwkv_jit.ahead import requests
 from rwkv_jit.ahead import warm as ahead
-from rwkv_jit.call import tuned
+from rwkv_jit.call import torch_op, tuned
 from rwkv_jit.call.plan import DTYPES
 from rwkv_jit.call.torch_op import Options
 from rwkv_jit.call.tuned import CHUNKS, Choice, Geometry
@@ -22,7 +22,7 @@ from rwkv_jit.desk import figures, inputs, terminal
 from rwkv_jit.kernels import cuda
 from rwkv_jit.kernels.errors import RwkvJitError, UnsupportedConfigError
 from rwkv_jit.kernels.gpu import Gpu
-from rwkv_jit.schedules.common import Candidate, Case, padded
+from rwkv_jit.schedules.common import Candidate, padded
 from rwkv_jit.schedules.derived_table import ALL
 from rwkv_jit.schedules.problem import Problem
 from rwkv_jit.schedules.table import OPS
@@ -88,7 +88,7 @@ def _cases(ops: Iterable[str], asked: Sequence[tuple[int, ...]], arch: str) -> l
     """Return each op with each shape that was asked for, or with those of SHAPES that this GPU has kernels for."""
     cases: list[tuple[str, tuple[int, ...]]] = []
     for op, shape in itertools.product(dict.fromkeys(ops), asked or SHAPES):
-        obstacle = CHUNKS[op].why_not(_case(op, shape[3], True), lambda: Gpu(arch))
+        obstacle = CHUNKS[op].why_not(_problem(op, shape[3], True, arch))
         if obstacle is None:
             cases.append((op, shape))
         elif asked or not cases:
@@ -104,21 +104,20 @@ def _cases(ops: Iterable[str], asked: Sequence[tuple[int, ...]], arch: str) -> l
     return cases
 
 
-def _case(op: str, size: int, training: bool) -> Case:
-    """Return what the rule looks at of calls that give no bound of their decays, and that are long."""
-    return Case(OPS[op], DTYPE, size, size, _MANY_TOKENS, inputs.decay_of(op), None, None, training=training)
+def _problem(op: str, size: int, training: bool, arch: str) -> Problem:
+    """Return the problem of long calls without a bound of their decays."""
+    return Problem(
+        OPS[op], Gpu(arch), dict.fromkeys(OPS[op].names, DTYPE), T=_MANY_TOKENS, K=size, V=size,
+        decay=inputs.decay_of(op), state_layout=OPS[op].state_layout, backend="chunked", training=training,
+    )  # fmt: skip
 
 
 def _default(key: tuned.Key, size: int) -> Call:
     """Return what calls take without the user's file: what is shipped, else what the rule says."""
     _, arch, op, _, training = key
-    chunked, gpu, shipped = CHUNKS[op], Gpu(arch), tuned.shipped(key)
-    cut = shipped.geometry if shipped else Geometry(chunked.default_chunk_len(_case(op, size, training), gpu))
-    problem = Problem(
-        OPS[op], gpu, dict.fromkeys(OPS[op].names, DTYPE), K=size, V=size, decay=inputs.decay_of(op), backend="chunked",
-        training=training, chunk_len=cut.chunk_len or 0, num_threads=cut.num_threads,
-        forward_blocks=cut.forward_blocks, backward_blocks=cut.backward_blocks,
-    )  # fmt: skip
+    chunked, shipped, problem = CHUNKS[op], tuned.shipped(key), _problem(op, size, training, arch)
+    cut = shipped.geometry if shipped else Geometry(chunked.default_chunk_len(problem))
+    problem = problem._replace(**cut._asdict())
     schedules = {"forward": chunked.forward(problem), **({"backward": chunked.backward(problem)} if training else {})}
     names = ("CHUNK_LEN", "NUM_THREADS", "BLOCKS_PER_SM")
     return tuple(
@@ -185,6 +184,7 @@ class _Kernels:
 
     def __init__(self, op: str, shape: tuple[int, ...], training: bool):
         self._op, self._training = op, training
+        self._problem = _problem(op, shape[3], training, "")
         self._inputs = [x.detach() for x in inputs.make_inputs(op, shape, DTYPES[DTYPE])]
         self._dy = torch.randn_like(self._inputs[0])
         self._saved: dict[int, Tensor] = {}  # by chunk_len
@@ -210,20 +210,16 @@ class _Kernels:
 
     def _forward(self, geometry: Geometry) -> Sequence[Tensor]:
         run: Any = getattr(torch.ops.rwkv_jit, f"{self._op}_fwd")
-        results = run(*self._inputs, None, None, *_options(self._op, geometry), True, self._training)
+        results = run(*self._inputs, None, None, *self._options(geometry), True, self._training)
         return cast("Sequence[Tensor]", results)
 
     def _backward(self, geometry: Geometry, saved: Tensor) -> Sequence[Tensor]:
         run: Any = getattr(torch.ops.rwkv_jit, f"{self._op}_bwd")
-        results = run(self._dy, None, *self._inputs, None, None, *_options(self._op, geometry), saved)
+        results = run(self._dy, None, *self._inputs, None, None, *self._options(geometry), saved)
         return cast("Sequence[Tensor]", results[: len(self._inputs)])
 
-
-def _options(op: str, geometry: Geometry) -> Options:
-    """Return those of a call that gives no bound of its decays."""
-    chunk_len, num_threads, forward_blocks, backward_blocks = geometry
-    decay, layout = inputs.decay_of(op), OPS[op].state_layout
-    return Options(1.0, decay, layout, 64, chunk_len, num_threads, "chunked", forward_blocks, backward_blocks)
+    def _options(self, geometry: Geometry) -> Options:
+        return torch_op.options_of(self._problem._replace(**geometry._asdict()))
 
 
 def _error(op: str, results: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from rwkv_jit.kernels.errors import UnsupportedConfigError
+
 TENSOR_CORES = 80  # the first with mma.sync of bfloat16 and cp.async
 _SHARED_OF_BLOCK = 1024  # bytes that the system keeps for each block
 
@@ -11,7 +13,7 @@ _SHARED_OF_BLOCK = 1024  # bytes that the system keeps for each block
 class Gpu(NamedTuple):
     """A device that kernels are chosen and compiled for."""
 
-    arch: str
+    arch: str  # empty where there is none, for tensors without memory, as of FakeTensorMode
     # Architectures whose stored kernels serve it too: those for its kind alone, like sm_90a.
     compatible: tuple[str, ...] = ()
     multiprocessors: int | None = None  # None where a call is traced, or kernels are compiled for any such GPU
@@ -19,6 +21,10 @@ class Gpu(NamedTuple):
     @property
     def number(self) -> int:
         """Return 90 for sm_90, sm_90a and compute_90."""
+        if not self.arch:
+            raise UnsupportedConfigError(
+                "arch: there is no GPU, whose architecture decides about the kernels; set RWKVJIT_ARCH, e.g. to sm_90"
+            )
         return int(self.arch.split("_")[1].rstrip("a"))
 
     @property
@@ -29,7 +35,7 @@ class Gpu(NamedTuple):
     @property
     def has_warp_groups(self) -> bool:
         """Return whether four warps can multiply together, which code for sm_90a alone can ask for."""
-        return self.arch in ("sm_90", "sm_90a")
+        return self.number == 90 and self.arch.startswith("sm_")
 
     @property
     def shared_per_multiprocessor(self) -> int:

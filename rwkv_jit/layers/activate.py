@@ -16,7 +16,6 @@ from rwkv_jit.layers.inputs import Roles, check_lead, given_of
 from rwkv_jit.plain import layers as plain
 from rwkv_jit.pool import arguments
 from rwkv_jit.schedules import layer_gradients, layers
-from rwkv_jit.schedules.layer_gradients import BACKWARDS, Options
 from rwkv_jit.schedules.layer_table import OPS
 from rwkv_jit.schedules.layers import KINDS, MOST_PARTS, Given
 from rwkv_jit.schedules.legal import Kind
@@ -112,14 +111,10 @@ KIND = calls.define(
         ("y",),
         _check,
         given=_given,
-        forward=lambda call, given: layers.activate(given, call.kinds, call.in_place),
+        forward=layers.activate,
         plain=plain.activate,
-        backward=lambda call, given, wanted: layer_gradients.backward(
-            "activate", given, Options(0.0, call.kinds), wanted
-        ),
-        backward_op=BACKWARDS["activate"],
+        backward=layer_gradients.activate,
         options=lambda eps, kinds: (kinds[0] if len(kinds) == 1 else tuple(kinds), False),
         roles=_roles,
-        results=("y",),
     )
 )

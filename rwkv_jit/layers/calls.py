@@ -6,10 +6,10 @@ of a kind: `<name>_fwd` and `<name>_bwd`, or `layer_step` where a call writes in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
-from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -18,12 +18,13 @@ from torch import Tensor
 from rwkv_jit.call import plan as plans
 from rwkv_jit.call import prepared, recording, registry, sharding, tensors, torch_op
 from rwkv_jit.call.plan import Plan
-from rwkv_jit.call.prepared import IS_THERE
+from rwkv_jit.call.prepared import Gradients, Prepared
 from rwkv_jit.kernels import env
-from rwkv_jit.kernels.signatures import forget_with
 from rwkv_jit.pool.calls import ADDRESS_BITS, one_slot
-from rwkv_jit.schedules.layer_gradients import OPTIONAL
-from rwkv_jit.schedules.layers import Given, problem_of
+from rwkv_jit.schedules import common
+from rwkv_jit.schedules.layer_gradients import BACKWARDS, OPTIONAL
+from rwkv_jit.schedules.layer_table import KEPT, RESULTS
+from rwkv_jit.schedules.layers import Given, Options, Sequences, problem_of
 from rwkv_jit.schedules.problem import Op
 from rwkv_jit.schedules.schedule import Result, Schedule
 
@@ -37,7 +38,7 @@ class Call(NamedTuple):
     results: dict[str, tuple[int, ...]]  # the shapes of new tensors by name
     lead: Tensor  # which says their device, and the dtype of results
     null_index: int = -1
-    eps: float = 0.0  # of `delta_operands` the lower bound of the log-decays
+    eps: float = 0.0
     kinds: tuple[str, ...] = ()
     in_place: bool = False
     dtypes: Mapping[str, torch.dtype] = {}  # of results in another one
@@ -66,26 +67,24 @@ class Kind:
     written: tuple[str, ...]  # what calls write, in the order of plans
     check: Callable[..., Call]  # of the inputs, the tensors of the caller to write into, and the options
     given: Callable[[Call], Given]  # what schedules depend on, but the results
-    forward: Callable[[Call, Given], Schedule]
+    forward: Callable[[Given, Options], Schedule]
     plain: Callable[..., list[Tensor]]  # the results in plain torch, of the inputs, eps and the kinds
     beside: tuple[str, ...] = ()  # inputs behind those of the op
-    # With gradients: the schedule of the backward for the inputs of some names, and the options of `check`, of eps and
-    # the kinds.
-    backward: Callable[[Call, Given, Sequence[str]], Schedule] | None = None
-    backward_op: Op | None = None  # as plans know it: with what was kept, and the gradients of the results
+    # With gradients: the schedule of the backward but its sums, and the options of `check`, of eps and the kinds.
+    backward: Callable[[Given, Options], Schedule] | None = None
     options: Callable[[float, Sequence[str]], tuple[Any, ...]] = lambda eps, kinds: tuple(kinds)
+    texts: Callable[[Call], Sequences] = lambda call: Sequences(0)  # of ops that mix tokens
+    stand_ins: tuple[Sequences, ...] = (Sequences(1),)  # one for each kernel that such calls take, ahead of them
     # Of DTensors: which dimensions of the inputs by name ranks may share, and how many results there are.
     roles: Callable[[Mapping[str, Any], Sequence[Any]], tuple[dict[str, dict[str, int]], int]] | None = None
-    lead: str = ""  # the input whose heads results of DTensors have, where that is not the first one
     has_flat_heads: bool = False  # results have heads side by side, as channels
-    results: tuple[str, ...] = ()  # of the torch op with gradients; those that a call does not have are empty there
-    kept: tuple[str, ...] = ()  # of these, the last ones: what the backward alone takes, and no public call returns
     # Of the inputs by name: the results that a call without gradients has no need of, the kept ones among them.
     spared: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda named: ()
     replaced: Mapping[str, str] = field(default_factory=dict)  # inputs that the backward takes a result instead of
     shared: Mapping[str, str] = field(default_factory=dict)  # inputs whose gradient is that of another, but its dtype
     unused: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda named: ()  # inputs that no result depends on
-    choices: int | None = None  # how many kinds stand before the names of results that a call asks for
+    choices: tuple[str, ...] = ()  # what the kinds say, by the names of options
+    names_results: bool = False  # calls may name the results that they want, in kinds behind these
     placed: tuple[int, ...] = ()  # places of inputs that kernels know the alignment of, beside what is written
     plain_in_place: Callable[..., None] | None = None  # a call that writes, in plain torch
     instead: str = ""  # of a call without gradients, what has some
@@ -99,6 +98,21 @@ class Kind:
     def names(self) -> tuple[str, ...]:
         """Return the names of the inputs."""
         return *self.op.names, *self.beside
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """Return the results of the torch op with gradients; those that a call does not have are empty there."""
+        return *RESULTS.get(self.name, ()), *self.kept
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Return the last results: what the backward alone takes, and no public call returns."""
+        return tuple(KEPT.get(self.name, ()))
+
+    def gradients(self, given: Given, options: Options, wanted: Sequence[str]) -> Schedule:
+        """Return the schedule of the backward for the inputs of some names."""
+        assert self.backward is not None
+        return common.with_sums(self.backward(given, options), [f"d{x}" for x in wanted])
 
     @property
     def packed(self) -> int | None:
@@ -120,7 +134,7 @@ def kind_of(name: str) -> Kind:
 # ---- a call ------------------------------------------------------------------------------------------------------
 
 
-def call(kind: Kind, inputs: Sequence[Any], written: Sequence[Any], options: tuple[Any, ...]) -> list[Tensor]:
+def call(kind: Kind, inputs: Sequence[Any], written: Sequence[Any], options: tuple[Any, ...]) -> Sequence[Tensor]:
     """Run a call, at once where it came before, else after all checks; return its new tensors.
 
     `written` are tensors of the caller's, or None; none at all where it writes into nothing of the caller's.
@@ -140,21 +154,21 @@ def call(kind: Kind, inputs: Sequence[Any], written: Sequence[Any], options: tup
         return _checked_call(kind, inputs, written, options, None)
     key = kind, options, torch.is_grad_enabled(), address & ADDRESS_BITS
     arrays = *inputs, *written
-    run = prepared.latest(key, arrays)
-    if run is None:
+    known: Prepared | None = prepared.latest(key, arrays)
+    if known is None:
         return _checked_call(kind, inputs, written, options, key)
-    return run(arrays)  # type: ignore[no-any-return]
+    return prepared.record(known, *arrays) if known.is_recorded else known.run(arrays)
 
 
 def call_for(names: Sequence[str], name: str, inputs: Mapping[str, Any], options: tuple[Any, ...]) -> list[Tensor]:
     """Run a call for some of its results by name, in the order of `Kind.written`; it has no gradient."""
     kind = kind_of(name)
-    return call(kind, [inputs.get(x) for x in kind.names], (), (*options, *names))
+    return [*call(kind, [inputs.get(x) for x in kind.names], (), (*options, *names))]
 
 
 def _checked_call(
     kind: Kind, inputs: Sequence[Any], written: Sequence[Any], options: tuple[Any, ...], key: tuple[Any, ...] | None
-) -> list[Tensor]:
+) -> Sequence[Tensor]:
     arrays = *inputs, *written
     present = [x for x in arrays if x is not None]
     if sharding.any_distributed(present):
@@ -166,10 +180,11 @@ def _checked_call(
     else:
         call = _spared(call)
     if call.lead.is_cuda and call.lead.numel() and tensors.is_eager() and tensors.are_plain(call.tensors):
-        run = _Prepared(call, is_recorded).run
-        results = run(call.tensors if written else call.inputs)
+        known = _prepared(call, is_recorded)
+        checked = call.tensors if written else call.inputs
+        results = prepared.record(known, *checked) if is_recorded else known.run(checked)
         if key is not None and all(isinstance(x, Tensor) for x in present) and not env.checks_indices():
-            prepared.keep_latest(key, arrays, run)
+            prepared.keep_latest(key, arrays, known)
         return results
     if _has_gradient(call) and not _writes_in_place(call):
         results = registry.find(f"{kind.name}_fwd")(*call.inputs, call.eps, call.kinds, is_recorded)
@@ -193,14 +208,14 @@ def _distributed(
         only = "" if kind.roles is None else " if it writes to its arguments"
         raise TypeError(f"{kind.name} takes no DTensors{only}; pass to_local() of each")
     named = dict(zip(kind.names, inputs, strict=True))
-    lead = kind.lead or kind.names[0]
+    lead = kind.names[0]
     if not isinstance(named[lead], Tensor):
         raise TypeError(f"{lead}: expected a DTensor like another argument, got {type(named[lead]).__name__}")
     roles, count = kind.roles(named, options)
     if not (torch.is_grad_enabled() and _want_gradients(inputs)):
         count -= len({*kind.spared(named)}.difference(kind.kept))
 
-    def of_rank(*local: Any) -> list[Tensor]:
+    def of_rank(*local: Any) -> Sequence[Tensor]:
         results = call(kind, local, written, options)
         # Flat heads would be as many as there are channels.
         return [x.unflatten(-1, local[0].shape[-2:]) for x in results] if kind.has_flat_heads else results
@@ -233,7 +248,7 @@ def _want_gradients(arrays: Sequence[Any]) -> bool:
 def _has_gradient(call: Call) -> bool:
     """Return whether a call has a gradient: not one that names its results."""
     kind = call.kind
-    return kind.backward is not None and not (kind.choices is not None and call.kinds[kind.choices :])
+    return kind.backward is not None and not (kind.names_results and call.kinds[len(kind.choices) :])
 
 
 def _check_gradient(call: Call) -> None:
@@ -269,11 +284,15 @@ def _plan(call: Call) -> Plan:
         given = given._replace(alignment=min(alignment, given.alignment))
         named = dict(zip((*kind.names, *kind.written), call.tensors, strict=True))
         named |= {name: slots_of(x) for name, x in named.items() if name in POOLS and x is not None}
-        return Plan(kind.forward(call, given), problem_of(kind.op, given), named)
+        return Plan(kind.forward(given, _options(call)), problem_of(kind.op, given), named)
 
     asked = kind.name, alignment, call.null_index, call.eps, call.kinds, call.in_place, call.spared
     key = *asked, tensors.signature(call.tensors)
     return plans.find(key, prepare)
+
+
+def _options(call: Call) -> Options:
+    return Options(call.eps, call.kinds, call.kind.texts(call), call.in_place)
 
 
 POOLS = ("shift", "conv_state")  # what kernels take the address of a slot of
@@ -287,10 +306,7 @@ def slots_of(pool: Tensor) -> Tensor:
 
 def _plan_of_backward(call: Call, named: Mapping[str, Any], wanted: tuple[str, ...]) -> Plan:
     """Return the plan of a backward, of tensors by the names that plans know."""
-    kind = call.kind
-    assert kind.backward is not None
-    assert kind.backward_op is not None
-    backward, op = kind.backward, kind.backward_op
+    kind, op = call.kind, BACKWARDS[call.kind.name]
 
     def prepare() -> Plan:
         given = kind.given(call)
@@ -298,118 +314,49 @@ def _plan_of_backward(call: Call, named: Mapping[str, Any], wanted: tuple[str, .
         results = {f"d{x}": Result(tuple(named[x].shape), given.types[x]) for x in present}
         grads = {x: tensors.STORAGE[y.dtype] for x, y in named.items() if x.startswith("grad_") and y is not None}
         given = given._replace(results=results, types={**given.types, **grads})
-        return Plan(backward(call, given, wanted), problem_of(op, given), named)
+        return Plan(kind.gradients(given, _options(call), wanted), problem_of(op, given), named)
 
     key = f"{kind.name}_bwd", call.eps, call.kinds, wanted, tuple(named), tensors.signature(list(named.values()))
     return plans.find(key, prepare)
 
 
-class _Backward(NamedTuple):
-    """A prepared backward, and which arrays it is for."""
+def _prepared(call: Call, is_recorded: bool) -> Prepared:
+    """Return a call that is prepared, with gradients where it `is_recorded`."""
+    kind, forward, bounds = call.kind, _plan(call), None
+    if kind.packed is not None and call.inputs[kind.packed] is not None:
+        bounds = kind.packed, partial(tensors.packing, tokens=call.lead.shape[1])
+    behind = 0 if any(x is not None for x in call.written) else len(kind.written)
+    if not is_recorded:
+        return Prepared(forward, None, behind, bounds)
+    names, results, unused = kind.names, [*call.results], kind.unused(dict(zip(kind.names, call.inputs, strict=True)))
+    pairs = zip(names, call.inputs, strict=True)
+    requiring = [x for x, y in pairs if x in kind.op.names and y is not None and y.requires_grad]
+    wanted = [x for x in requiring if x not in unused]
+    makes, graded = _made_for(kind, wanted), results[: len(results) - len(kind.kept)]
+    call = call._replace(inputs=(), written=(), lead=call.lead.new_empty(0))  # which holds no memory
 
-    plan: Plan
-    there: tuple[bool, ...]
-    are_alike: Callable[..., bool]
+    def plan(arrays: Sequence[Any]) -> Plan:
+        named = _named(kind, arrays, graded)
+        return _plan_of_backward(call._replace(inputs=arrays[: len(names)], lead=arrays[0]), named, makes)
 
+    def by_op(saved: Sequence[Any], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        of_results = dict(zip(graded, grads, strict=True))
+        several = [of_results.get(x) for x in kind.results if x not in kind.kept]
+        by_name = _differentiate(kind, several, saved, call.eps, call.kinds, wanted)
+        return [by_name.get(x) for x in names]
 
-class _Prepared:
-    """A call whose forward is prepared, and from its first backward on that too."""
-
-    def __init__(self, call: Call, is_recorded: bool):
-        kind = self._kind = call.kind
-        self._forward = _plan(call)
-        self._behind: list[None] = [] if any(x is not None for x in call.written) else _nothing(kind)
-        self._packed = kind.packed if kind.packed is not None and call.inputs[kind.packed] is not None else None
-        self._tokens = call.lead.shape[1] if self._packed is not None else 0
-        self._is_recorded = is_recorded
-        if not is_recorded:
-            return
-        results = list(call.results)
-        self._count, self._kept = len(call.inputs), len(results) - len(kind.kept)
-        self._replaced = [(kind.names.index(x), results.index(y)) for x, y in kind.replaced.items()]
-        self._dropped = [kind.names.index(x) for x in kind.shared]
-        named = dict(zip(kind.names, call.inputs, strict=True))
-        self._wanted = tuple([
-            x for x in kind.op.names
-            if x not in kind.unused(named) and named[x] is not None and named[x].requires_grad
-        ])  # fmt: skip
-        self._makes = _made_for(kind, self._wanted)
-        self._places = [kind.names.index(x) for x in self._makes]
-        self._empty: list[Tensor | None] = [None] * self._count
-        self._graded = results[: self._kept]
-        # Behind what was saved: the kept results, and the inputs.
-        behind = len(kind.kept) + self._count
-        self._needed = [behind + place for place, x in enumerate(self._graded) if x not in OPTIONAL]
-        pairs = [(x, y) for x, y in kind.shared.items() if x in self._wanted]
-        self._shared = [(kind.names.index(x), kind.names.index(y)) for x, y in pairs]
-        self._call = call._replace(inputs=(), written=(), lead=call.lead.new_empty(0))  # which holds no memory
-        self._latest: _Backward | None = None
-        forget_with(self)
-
-    def forget(self) -> None:
-        """Drop the prepared backward; a graph may hold this call after a fork."""
-        self._latest = None
-
-    def run(self, arrays: Sequence[Any]) -> list[Tensor]:
-        """Run the call, and record it where gradients are needed; return its new tensors."""
-        if self._is_recorded:
-            return list(prepared.record(self, *arrays))
-        if self._packed is not None:
-            arrays = self._readable(arrays)
-        return self._forward.run([*arrays, *self._behind])
-
-    def _readable(self, arrays: Sequence[Any]) -> list[Any]:
-        """Return the arrays with bounds of sequences that have been looked at."""
-        several, place = list(arrays), self._packed
-        assert place is not None
-        several[place] = tensors.packing(several[place], self._tokens)
-        return several
-
-    def record(self, inputs: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Run the forward; return the results but what it keeps, and what the backward takes."""
-        if self._packed is not None:
-            inputs = self._readable(inputs)
-        results = self._forward.run([*inputs, *self._behind])
-        if self._replaced or self._dropped:
-            inputs = list(inputs)
-            for place, result in self._replaced:
-                inputs[place] = results[result]
-            for place in self._dropped:
-                inputs[place] = None
-        return results[: self._kept], (*results[self._kept :], *inputs)
-
-    def differentiate(self, saved: Sequence[Any], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the gradients of the inputs by prepared kernels."""
-        arrays = [*saved, *grads]
-        for place in self._needed:
-            if arrays[place] is None:  # nothing depends on this result, and kernels need a tensor
-                call = self._call._replace(lead=saved[len(saved) - self._count])
-                arrays[place] = call.new(self._graded[place - len(saved)], Tensor.new_zeros)
-        there, latest = tuple(map(IS_THERE, arrays)), self._latest
-        if latest is None or latest.there != there or not latest.are_alike(*compress(arrays, there)):
-            if not tensors.are_own(arrays):
-                return self.differentiate_by_op(saved, grads)
-            latest = self._latest = self._prepare(saved, arrays[len(saved) :], there)
-        gradients = list(self._empty)
-        for place, grad in zip(self._places, latest.plan.run(arrays), strict=True):
-            gradients[place] = grad
-        for place, other in self._shared:
-            gradients[place] = _shared(gradients[other], self._call.kinds)
-        return gradients
-
-    def _prepare(self, saved: Sequence[Any], grads: Sequence[Any], there: tuple[bool, ...]) -> _Backward:
-        inputs = saved[len(saved) - self._count :]
-        named = _named(self._kind, saved, dict(zip(self._graded, grads, strict=True)))
-        plan = _plan_of_backward(self._call._replace(inputs=inputs, lead=inputs[0]), named, self._makes)
-        return _Backward(plan, there, tensors.likeness([x for x in (*saved, *grads) if x is not None]))
-
-    def differentiate_by_op(self, saved: Sequence[Any], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the same by the torch op."""
-        call, kind = self._call, self._kind
-        of_results = dict(zip(self._graded, grads, strict=True))
-        arrays = [of_results.get(x) for x in kind.results if x not in kind.kept]
-        by_name = _differentiate(kind, arrays, saved, call.eps, call.kinds, self._wanted)
-        return [by_name.get(x) for x in kind.names]
+    behind_saved = len(names) + len(kind.kept)
+    gradients = Gradients(
+        len(graded), plan, by_op, [names.index(x) for x in makes], len(names),
+        needed=[
+            (behind_saved + place, call.results[x], call.dtypes.get(x, call.lead.dtype))
+            for place, x in enumerate(graded) if x not in OPTIONAL
+        ],
+        replaced=[(names.index(x), results.index(y)) for x, y in kind.replaced.items()]
+        + [(names.index(x), None) for x in kind.shared],
+        shared=[(names.index(x), names.index(y), _mixed(call.kinds)) for x, y in kind.shared.items() if x in wanted],
+    )  # fmt: skip
+    return Prepared(forward, gradients, behind, bounds)
 
 
 def _made_for(kind: Kind, wanted: Sequence[str]) -> tuple[str, ...]:
@@ -418,9 +365,9 @@ def _made_for(kind: Kind, wanted: Sequence[str]) -> tuple[str, ...]:
     return tuple(x for x in kind.op.names if x in needed)
 
 
-def _shared(grad: Any, kinds: Sequence[str]) -> Tensor:
-    """Return the gradient of what was added to another input, which has the dtype of the mixes."""
-    return grad.to(getattr(torch, kinds[0]))  # type: ignore[no-any-return]
+def _mixed(kinds: Sequence[str]) -> torch.dtype:
+    """Return the dtype of the mixes, which the gradient of what was added to another input has."""
+    return getattr(torch, kinds[0])  # type: ignore[no-any-return]
 
 
 def _or_zeros(call: Call, grads: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
@@ -431,11 +378,9 @@ def _or_zeros(call: Call, grads: Mapping[str, Tensor | None]) -> dict[str, Tenso
     }  # fmt: skip
 
 
-def _named(kind: Kind, seen: Sequence[Any], grads: Mapping[str, Tensor | None]) -> dict[str, Any]:
-    """Return the tensors of a backward by their names, in the order in which plans take them."""
-    return {
-        **dict(zip((*kind.kept, *kind.names), seen, strict=True)), **{f"grad_{x}": grad for x, grad in grads.items()}
-    }  # fmt: skip
+def _named(kind: Kind, arrays: Sequence[Any], graded: Iterable[str]) -> dict[str, Any]:
+    """Return the tensors of a backward by their names: inputs, what was kept, and gradients of the results."""
+    return dict(zip((*kind.names, *kind.kept, *(f"grad_{x}" for x in graded)), arrays, strict=True))
 
 
 # ---- torch ops ---------------------------------------------------------------------------------------------------
@@ -446,10 +391,9 @@ def define(kind: Kind) -> Kind:
     _KINDS[kind.name] = kind
     if kind.backward is None:
         return kind
-    name, count = kind.name, len(kind.names)
-    of_caller = "kda" if name == "delta_operands" else name  # which is a part of what callers call
+    name, count, leaves = kind.name, len(kind.names), recording.Leaves(kind.op.names)
     forward_op, backward_op = registry.find(f"{name}_fwd"), registry.find(f"{name}_bwd")
-    record_backward, run_backward = recording.backward(backward_op, of_caller)
+    record_backward, run_backward = recording.backward(backward_op, name)
     with_gradient = [x for x in kind.results if x not in kind.kept]
 
     def checked(inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> Call:
@@ -461,9 +405,6 @@ def define(kind: Kind) -> Kind:
         several = tuple([by_name[x] if x in by_name else lead.new_empty(0) for x in kind.results])
         return several if len(several) > 1 else several[0]
 
-    def present(inputs: Sequence[Any]) -> list[str]:
-        return [x for x, array in zip(kind.op.names, inputs, strict=False) if array is not None]
-
     def forward(*arguments: Any) -> Any:
         *inputs, eps, kinds, save = arguments
         key = f"{name}_fwd", eps, tuple(kinds), save
@@ -474,7 +415,7 @@ def define(kind: Kind) -> Kind:
                 torch_op.say_reference(name, call.lead)
                 with tensors.exactly(call.lead), torch.no_grad():
                     return in_places([*call.made], _in_plain_torch(call), call.lead)
-            found = [*call.made], _Prepared(call, False).run
+            found = [*call.made], _prepared(call, is_recorded=False).run
             prepared.keep_latest(key, inputs, found)
         names, run = found
         return in_places(names, run(inputs), inputs[0])
@@ -492,13 +433,13 @@ def define(kind: Kind) -> Kind:
             ctx.mark_non_differentiable(*kept)
             pairs = zip(kind.names, inputs, strict=True)
             seen = [by_name[kind.replaced[x]] if x in kind.replaced else y for x, y in pairs]
-            inputs = [*kept, *(None if x in kind.shared else y for x, y in zip(kind.names, seen, strict=True))]
+            inputs = [*(None if x in kind.shared else y for x, y in zip(kind.names, seen, strict=True)), *kept]
         ctx.save_for_backward(*inputs)
 
     def in_context(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         needs = ctx.needs_input_grad[2 : 2 + count]  # two inputs of the Function stand before these
         seen = ctx.saved_tensors
-        unused = kind.unused(dict(zip(kind.names, seen[-count:], strict=True)))
+        unused = kind.unused(dict(zip(kind.names, seen[:count], strict=True)))
         wanted = [x for x, is_needed in zip(kind.op.names, needs, strict=False) if is_needed and x not in unused]
         by_name = _differentiate(kind, grads[: len(with_gradient)], seen, ctx.eps, ctx.kinds, wanted)
         return *(by_name.get(x) for x in kind.names), None, None, None
@@ -514,7 +455,7 @@ def define(kind: Kind) -> Kind:
         *arrays, eps, kinds = arguments
         grads, kept = arrays[: len(with_gradient)], arrays[len(with_gradient) : -count]
         inputs = arrays[-count:]
-        names = wanted.split() or present(inputs)
+        names = leaves.wanted(inputs, wanted.split())
         key = f"{name}_bwd", eps, tuple(kinds), wanted
         found = prepared.latest(key, arrays, len(arrays) - count)
         if found is None:
@@ -523,45 +464,24 @@ def define(kind: Kind) -> Kind:
             of_results = _or_zeros(call, {x: y for x, y in zip(with_gradient, grads, strict=True) if x in call.results})
             if not (call.lead.is_cuda and call.lead.numel()):
                 torch_op.say_reference(name, call.lead)
-                return with_empty(dict(zip(used, plain_gradients(call, of_results, used), strict=True)), names, inputs)
+                several = [of_results.get(x) for x in call.results]
+                found = leaves.plainly(
+                    lambda arrays: _in_plain_torch(call._replace(inputs=arrays)), call.inputs, several, used
+                )
+                return leaves.in_places(found, names, inputs)
             makes = _made_for(kind, used)
             found = call._replace(inputs=(), lead=call.lead.new_empty(0)), used, makes
             prepared.keep_latest(key, arrays, found, len(arrays) - count)
         call, used, makes = found
         call = call._replace(inputs=inputs, lead=inputs[0])
         of_results = _or_zeros(call, {x: y for x, y in zip(with_gradient, grads, strict=True) if x in call.results})
-        tensors_by_name = _named(kind, [*kept, *inputs], of_results)
+        tensors_by_name = _named(kind, [*inputs, *kept, *of_results.values()], of_results)
         results = _plan_of_backward(call, tensors_by_name, makes).run(list(tensors_by_name.values()))
-        return with_empty(dict(zip(makes, results, strict=True)), names, inputs)
-
-    def with_empty(gradients: Mapping[str, Tensor], names: Sequence[str], inputs: Sequence[Any]) -> Any:
-        """Return gradients as the op does: zeros where nothing depends on an input, an empty one that nobody wants."""
-        several = []
-        for x, array in zip(kind.op.names, inputs, strict=False):
-            if x in gradients:
-                several.append(gradients[x])
-            elif x in names and array is not None:
-                several.append(torch.zeros_like(array, memory_format=torch.contiguous_format))
-            else:
-                several.append(inputs[0].new_empty(0))
-        return tuple(several) if len(several) > 1 else several[0]
-
-    def plain_gradients(call: Call, grads: Mapping[str, Tensor | None], wanted: Sequence[str]) -> list[Tensor]:
-        with recording.plain_torch(), tensors.exactly(call.lead):
-            leaves: dict[str, Any] = {
-                x: y if y is None or x not in kind.op.names else y.detach().requires_grad_(x in wanted)
-                for x, y in zip(kind.names, call.inputs, strict=True)
-            }
-            results = _in_plain_torch(call._replace(inputs=[*leaves.values()]))
-            return recording.gradients(results, [grads.get(x) for x in call.results], [leaves[x] for x in wanted])
+        return leaves.in_places(dict(zip(makes, results, strict=True)), names, inputs)
 
     def backward_fake(*arguments: Any, wanted: str = "") -> Any:
         *arrays, _, _ = arguments
-        inputs = arrays[-count:]
-        names = wanted.split() or present(inputs)
-        pairs = zip(kind.names, inputs, strict=True)
-        gradients = {x: torch.empty_like(y, memory_format=torch.contiguous_format) for x, y in pairs if x in names}
-        return with_empty(gradients, names, inputs)
+        return leaves.without_memory(arrays[-count:], wanted.split())
 
     registry.implement(f"{name}_fwd", forward, forward_fake, recording.forward(forward_op, setup, in_context, plainly))
     registry.implement(f"{name}_bwd", backward, backward_fake, record_backward)
@@ -577,12 +497,12 @@ def _differentiate(
     wanted: Sequence[str],
 ) -> dict[str, Tensor]:  # fmt: skip
     """Return the gradients of the inputs by their names, by the torch op."""
-    makes = _made_for(kind, wanted)
-    several = _run_backward[kind.name](*grads, *seen, eps, kinds, wanted=" ".join(makes))
+    makes, count = _made_for(kind, wanted), len(kind.names)
+    several = _run_backward[kind.name](*grads, *seen[count:], *seen[:count], eps, kinds, wanted=" ".join(makes))
     by_name = {x: grad for x, grad in zip(kind.op.names, several, strict=True) if x in makes}
     for x, other in kind.shared.items():
         if x in wanted:
-            by_name[x] = _shared(by_name[other], kinds)
+            by_name[x] = by_name[other].to(_mixed(kinds))
     return {x: grad for x, grad in by_name.items() if x in wanted}
 
 

@@ -14,15 +14,14 @@ from rwkv_jit.call.tensors import Array
 from rwkv_jit.kernels.errors import unexpected
 from rwkv_jit.layers import calls
 from rwkv_jit.layers.calls import Call
-from rwkv_jit.layers.inputs import given_of
+from rwkv_jit.layers.inputs import PACKED_AND_NOT, given_of, sequences_of
 from rwkv_jit.plain import layers as plain
 from rwkv_jit.pool import arguments
 from rwkv_jit.schedules import convolution
 from rwkv_jit.schedules.convolution import LEAST_WIDTH, MOST_STATE_LEN, MOST_WIDTH
-from rwkv_jit.schedules.layer_table import CONVOLUTION as OPS
+from rwkv_jit.schedules.layer_table import CONVOLUTION, CONVOLUTION_UPDATE
 from rwkv_jit.schedules.layers import Given, Sequences
 from rwkv_jit.schedules.legal import Activation
-from rwkv_jit.schedules.schedule import Schedule
 
 _ACTIVATIONS = {None: "identity", "silu": "silu"}  # as the kernels call them
 
@@ -302,24 +301,21 @@ def _given(call: Call) -> Given:
     return given._replace(types=types, alignment=step & -step)
 
 
-def _sequences(call: Call) -> Sequences:
-    x, cu_seqlens = call.inputs[0], call.inputs[4]
-    if cu_seqlens is None:
-        return Sequences(*x.shape[:2])
-    return Sequences(cu_seqlens.shape[0] - 1, x.shape[1], cu_seqlens.element_size())
+def _texts(call: Call) -> Sequences:
+    """Return the sequences; their tokens are those of all packed ones together."""
+    return sequences_of(call)._replace(tokens=call.lead.shape[1])
 
 
-def _update(call: Call, given: Given) -> Schedule:
+def _rows(call: Call) -> Sequences:
+    """Return the rows of an update, and their pool."""
     x, _, _, cache_seqlens, indices, _ = call.inputs
     pool = call.written[0]
     slots = pool.shape[0]
-    index_bytes = 4 if indices is None else indices.element_size()
-    rows = Sequences(
-        x.shape[0], x.shape[1] if x.dim() == 3 else 1, 0, slots, pool.stride(0) if slots > 1 else 0, index_bytes,
-        call.null_index,
+    return Sequences(
+        x.shape[0], x.shape[1] if x.dim() == 3 else 1, 0, slots, pool.stride(0) if slots > 1 else 0,
+        4 if indices is None else indices.element_size(), call.null_index, pool.shape[2], _has_channels_last(pool),
+        cache_seqlens is not None,
     )  # fmt: skip
-    is_ring = cache_seqlens is not None
-    return convolution.update(given, rows, pool.shape[2], _has_channels_last(pool), call.kinds[0], is_ring)
 
 
 def _plain_update(
@@ -333,29 +329,32 @@ def _plain_update(
 
 KIND = calls.define(
     calls.Kind(
-        OPS["forward"],
+        CONVOLUTION,
         ("y",),
         _check,
         given=_given,
-        forward=lambda call, given: convolution.forward(given, _sequences(call), call.kinds[0]),
+        forward=convolution.forward,
         plain=lambda inputs, eps, kinds: [plain.causal_conv1d(*inputs, *kinds)],
         beside=("cu_seqlens",),
-        backward=lambda call, given, wanted: convolution.backward(given, _sequences(call), call.kinds[0], wanted),
-        backward_op=OPS["backward"],
+        backward=convolution.backward,
+        texts=_texts,
+        stand_ins=PACKED_AND_NOT,
         options=lambda eps, kinds: (None if kinds[0] == "identity" else kinds[0],),
-        results=("y",),
+        choices=("activation",),
     )
 )
 UPDATE = calls.define(
     calls.Kind(
-        OPS["update"],
+        CONVOLUTION_UPDATE,
         ("conv_state", "y"),
         _check_update,
         given=_given,
-        forward=_update,
+        forward=convolution.update,
         plain=lambda *_: [],
         beside=("cache_seqlens", "state_indices", "num_active"),
         placed=(0, 1, 2),
+        texts=_rows,
+        choices=("activation",),
         plain_in_place=_plain_update,
         instead="causal_conv1d",
     )

@@ -15,7 +15,6 @@ from rwkv_jit.layers.calls import Call
 from rwkv_jit.layers.inputs import as_tensors, check, check_lead, given_of
 from rwkv_jit.plain import layers as plain
 from rwkv_jit.schedules import layer_gradients, layers
-from rwkv_jit.schedules.layer_gradients import BACKWARDS, Options
 from rwkv_jit.schedules.layer_table import OPS
 from rwkv_jit.schedules.layers import GATES
 from rwkv_jit.schedules.legal import Gate
@@ -75,13 +74,12 @@ KIND = calls.define(
         ("y",),
         _check,
         given=lambda call: given_of(OPS["gated"].names, call.inputs, 1, (call.lead.numel(),)),
-        forward=lambda call, given: layers.gated(given, *call.kinds),
+        forward=layers.gated,
         plain=plain.gated,
-        backward=lambda call, given, wanted: layer_gradients.backward("gated", given, Options(0.0, call.kinds), wanted),
-        backward_op=BACKWARDS["gated"],
+        backward=layer_gradients.gated,
         roles=lambda named, options: (
             dict.fromkeys(named, {f"dimension {dim}": dim for dim in range(named["x"].dim())}), 1
         ),
-        results=("y",),
+        choices=("gate",),
     )
 )  # fmt: skip

@@ -17,7 +17,6 @@ from rwkv_jit.layers.inputs import as_tensors, check_heads, given_of_heads, role
 from rwkv_jit.plain import layers as plain
 from rwkv_jit.pool import arguments
 from rwkv_jit.schedules import layer_gradients, layers
-from rwkv_jit.schedules.layer_gradients import BACKWARDS, Options
 from rwkv_jit.schedules.layer_table import OPS
 from rwkv_jit.schedules.layers import GATES, NORMS
 from rwkv_jit.schedules.legal import Gate, Norm
@@ -134,16 +133,13 @@ KIND = calls.define(
         ("out", "means", "factors"),
         _check,
         given=lambda call: given_of_heads(_OP.names, call.inputs),
-        forward=lambda call, given: layers.gated_norm(given, call.eps, *call.kinds),
+        forward=layers.gated_norm,
         plain=plain.gated_norm,
-        backward=lambda call, given, wanted: layer_gradients.backward(
-            "gated_norm", given, Options(call.eps, call.kinds), wanted
-        ),
-        backward_op=BACKWARDS["gated_norm"],
+        backward=layer_gradients.gated_norm,
         options=lambda eps, kinds: (eps, *kinds),
         roles=lambda named, options: (roles_of_heads(named, _OP.inputs), 1),
-        results=("out",),
         has_flat_heads=True,
-        choices=2,
+        choices=("gate", "norm"),
+        names_results=True,
     )
 )

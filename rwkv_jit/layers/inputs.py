@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rwkv_jit.call import checks, sharding, tensors
+from rwkv_jit.layers.calls import Call
 from rwkv_jit.pool import arguments
 from rwkv_jit.schedules.layer_table import MOST_MIXES, OPS
 from rwkv_jit.schedules.layers import Given, Sequences
@@ -102,8 +103,12 @@ def given_of(names: Sequence[str], inputs: Sequence[Any], rows: int, sizes: tupl
     return Given(tensors.gpu(inputs[0].device.index), types, rows, sizes)
 
 
-def sequences_of(x: Tensor, cu_seqlens: Tensor | None) -> Sequences:
-    """Return the sequences of a token shift."""
+PACKED_AND_NOT = tuple(Sequences(1, bound_bytes=count) for count in (0, 4, 8))
+
+
+def sequences_of(call: Call) -> Sequences:
+    """Return the sequences of an op whose first input is x and whose last one cu_seqlens."""
+    x, cu_seqlens = call.inputs[0], call.inputs[-1]
     if cu_seqlens is None:
         return Sequences(*x.shape[:2])
     return Sequences(cu_seqlens.shape[0] - 1, bound_bytes=cu_seqlens.element_size())

@@ -14,6 +14,7 @@ from rwkv_jit.kernels.errors import unexpected
 from rwkv_jit.layers import calls
 from rwkv_jit.layers.calls import Call
 from rwkv_jit.layers.inputs import (
+    PACKED_AND_NOT,
     Roles,
     as_tensors,
     check,
@@ -27,8 +28,7 @@ from rwkv_jit.layers.inputs import (
 from rwkv_jit.plain import layers as plain
 from rwkv_jit.pool import arguments
 from rwkv_jit.schedules import layer_gradients, layers
-from rwkv_jit.schedules.layer_gradients import BACKWARDS, Options
-from rwkv_jit.schedules.layer_table import KEPT, MOST_MIXES, OPS, RESULTS
+from rwkv_jit.schedules.layer_table import MOST_MIXES, OPS
 
 _EPS = 1e-5
 _ROLES = {"x": "BT", "add": "BT", "weight": "", "bias": "", "mixes": "", "first": "B", "cu_seqlens": ""}
@@ -156,17 +156,14 @@ KIND = calls.define(
         ("residual", *(f"mixed{m}" for m in range(MOST_MIXES)), "last", "stats"),
         _check,
         given=lambda call: given_of_mixes(OPS["norm_shift"].names, call.inputs),
-        forward=lambda call, given: layers.norm_shift(given, sequences_of(call.lead, call.inputs[-1]), call.eps),
+        forward=layers.norm_shift,
         plain=plain.norm_shift,
         beside=("cu_seqlens",),
-        backward=lambda call, given, wanted: layer_gradients.backward(
-            "norm_shift", given, Options(call.eps, call.kinds, sequences_of(call.lead, call.inputs[-1])), wanted
-        ),
-        backward_op=BACKWARDS["norm_shift"],
+        backward=layer_gradients.norm_shift,
+        texts=sequences_of,
+        stand_ins=PACKED_AND_NOT,
         options=_options,
         roles=_roles,
-        results=(*RESULTS["norm_shift"], *KEPT["norm_shift"]),
-        kept=("stats",),
         spared=lambda named: ("residual", "stats") if named["add"] is None else ("stats",),
         replaced={"x": "residual"},
         shared={"add": "x"},

@@ -16,7 +16,6 @@ from rwkv_jit.layers.calls import Call
 from rwkv_jit.layers.inputs import as_tensors, check_heads, given_of_heads, roles_of_heads
 from rwkv_jit.plain import layers as plain
 from rwkv_jit.schedules import layer_gradients, layers
-from rwkv_jit.schedules.layer_gradients import BACKWARDS, Options
 from rwkv_jit.schedules.layer_table import OPS, RESULTS
 from rwkv_jit.schedules.layers import RATE_MAPS
 from rwkv_jit.schedules.legal import RateMap
@@ -137,17 +136,14 @@ KIND = calls.define(
         _WRITTEN,
         _check,
         given=lambda call: given_of_heads(_OP.names, call.inputs),
-        forward=lambda call, given: layers.prepare_keys(given, *call.kinds),
+        forward=layers.prepare_keys,
         plain=plain.prepare_keys,
-        backward=lambda call, given, wanted: layer_gradients.backward(
-            "prepare_keys", given, Options(kinds=call.kinds), wanted
-        ),
-        backward_op=BACKWARDS["prepare_keys"],
+        backward=layer_gradients.prepare_keys,
         roles=lambda named, options: (
             roles_of_heads(named, _OP.inputs), 3 + sum(named[x] is not None for x in ("v_first", "r"))
         ),
-        results=tuple(RESULTS["prepare_keys"]),
         unused=lambda named: ("v",) if named["v_first"] is None and named["r"] is None else (),
-        choices=1,
+        choices=("rate_map",),
+        names_results=True,
     )
 )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rwkv_jit.call.registry import register
 from rwkv_jit.kernels import on_import
-from rwkv_jit.schedules.layer_table import CONVOLUTION, KEPT, OPS, RESULTS, SHIFTS
+from rwkv_jit.schedules.layer_table import FUNCTIONS, KEPT, PACKED, RESULTS
 from rwkv_jit.schedules.problem import Op
 
 _STEP = "(str step, Tensor?[] inputs, Tensor(a!)[] written, int null_index, float eps, str[] kinds) -> ()"
@@ -38,8 +38,8 @@ def _register(op: Op, results: tuple[str, ...], kept: tuple[str, ...], beside: t
 
 
 for _name, _results in RESULTS.items():
-    _register(OPS[_name], tuple(_results), tuple(KEPT.get(_name, ())), ("cu_seqlens",) if _name in SHIFTS else ())
-_register(CONVOLUTION["forward"], ("y",), (), ("cu_seqlens",))
+    _beside = ("cu_seqlens",) if _name in PACKED else ()
+    _register(FUNCTIONS[_name], tuple(_results), tuple(KEPT.get(_name, ())), _beside)
 register("layer_step", _STEP, "layers.calls", maps=False)
 for _name, _schema in _LOSSES.items():
     register(_name, _schema, "layers.loss")

@@ -19,7 +19,6 @@ from rwkv_jit.pool import arguments
 from rwkv_jit.schedules import layers
 from rwkv_jit.schedules.layer_table import MOST_MIXES, OPS
 from rwkv_jit.schedules.layers import Given, Sequences
-from rwkv_jit.schedules.schedule import Schedule
 
 _EPS = 1e-5
 _OP = OPS["shift_mix"]
@@ -190,11 +189,11 @@ def _given(call: Call) -> Given:
     return given._replace(types={**given.types, "shift": tensors.STORAGE[shift.dtype]}, alignment=step & -step)
 
 
-def _forward(call: Call, given: Given) -> Schedule:
+def _texts(call: Call) -> Sequences:
     x, _, _, _, _, indices, cu_seqlens, *_ = call.inputs
     shift = call.written[0]
     slots = shift.shape[0]
-    sequences = Sequences(
+    return Sequences(
         x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1,
         x.shape[1] if x.dim() == 3 and cu_seqlens is None else 1,
         0 if cu_seqlens is None else cu_seqlens.element_size(),
@@ -203,7 +202,6 @@ def _forward(call: Call, given: Given) -> Schedule:
         4 if indices is None else indices.element_size(),
         call.null_index,
     )
-    return layers.shift_mix(given, sequences, call.eps)
 
 
 def _plain(
@@ -218,9 +216,11 @@ KIND = calls.define(
         ("shift", "mixed", "residual"),
         _check,
         given=_given,
-        forward=_forward,
+        forward=layers.shift_mix,
         plain=lambda *_: [],
         beside=("state_indices", "cu_seqlens", "has_initial_state", "num_active"),
+        texts=_texts,
+        stand_ins=(Sequences(1), Sequences(1, 2), Sequences(1, bound_bytes=4), Sequences(1, bound_bytes=8)),
         plain_in_place=_plain,
     )
 )

@@ -12,6 +12,7 @@ from rwkv_jit.kernels.errors import unexpected
 from rwkv_jit.layers import calls
 from rwkv_jit.layers.calls import Call
 from rwkv_jit.layers.inputs import (
+    PACKED_AND_NOT,
     as_tensors,
     check,
     check_shifted,
@@ -22,7 +23,6 @@ from rwkv_jit.layers.inputs import (
 )  # fmt: skip
 from rwkv_jit.plain import layers as plain
 from rwkv_jit.schedules import layer_gradients, layers
-from rwkv_jit.schedules.layer_gradients import BACKWARDS, Options
 from rwkv_jit.schedules.layer_table import OPS, RESULTS
 
 _ROLES = {"x": "BTC", "mixes": "MC", "amounts": "MBTC", "first": "BC", "cu_seqlens": ""}
@@ -101,15 +101,13 @@ KIND = calls.define(
         tuple(RESULTS["token_shift"]),
         _check,
         given=lambda call: given_of_mixes(OPS["token_shift"].names, call.inputs),
-        forward=lambda call, given: layers.token_shift(given, sequences_of(call.lead, call.inputs[-1])),
+        forward=layers.token_shift,
         plain=plain.token_shift,
         beside=("cu_seqlens",),
-        backward=lambda call, given, wanted: layer_gradients.backward(
-            "token_shift", given, Options(texts=sequences_of(call.lead, call.inputs[-1])), wanted
-        ),
-        backward_op=BACKWARDS["token_shift"],
+        backward=layer_gradients.token_shift,
+        texts=sequences_of,
+        stand_ins=PACKED_AND_NOT,
         options=lambda eps, kinds: (),
         roles=lambda named, options: (roles_of_sequences(named, _ROLES), count_of_mixes(named)),
-        results=tuple(RESULTS["token_shift"]),
     )
 )

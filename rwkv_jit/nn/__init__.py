@@ -1,4 +1,8 @@
-"""Modules for training and decoding, built on the ops: each name loads its module when it is used."""
+"""Modules for training and decoding, built on the ops: each name loads its module when it is used.
+
+Where an argument does not fit, all of them raise TypeError or ValueError: the message has its name, what was expected
+and what came.
+"""
 
 from __future__ import annotations
 

@@ -67,11 +67,6 @@ class GatedLinearAttention(_Attention):
     g_norm_swish_gate : torch.nn.RMSNorm of V
         The norm, whose weight is the same for all heads.
 
-    Raises
-    ------
-    TypeError, ValueError
-        An argument does not fit; the message has its name, what was expected and what came.
-
     Notes
     -----
     Names, shapes and initial values are those of FLA's layer of this name, with its defaults.
@@ -146,11 +141,6 @@ class LinearAttention(_Attention):
         Make queries, keys, values, and what is added to the residual.
     norm : torch.nn.RMSNorm of V
         The norm, whose weight is the same for all heads.
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument does not fit; the message has its name, what was expected and what came.
 
     Notes
     -----

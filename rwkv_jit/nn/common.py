@@ -226,7 +226,12 @@ def fill_rates(A_log: Tensor, least: float) -> None:
 def before_texts(
     x: Tensor, first: Tensor | None, cu_seqlens: Tensor | None, shard: Any
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return x, the token before each of its sequences, and where these end: of a part, where there is a shard."""
+    """Return x, the token before each of its sequences, and where these end: of a part, where there is a shard.
+
+    Both are in the dtype in which a layer mixes tokens.
+    """
+    x = under_autocast(x)
+    first = None if first is None else tensor_of("state", first).to(x.dtype)
     if shard is None:
         return x, first, cu_seqlens
     from rwkv_jit.parallel import shifting

@@ -100,11 +100,6 @@ class KimiDeltaAttention(_DeltaNet):
     o_norm : torch.nn.RMSNorm, weight (V,)
         The norm, whose weight is the same for all heads.
 
-    Raises
-    ------
-    TypeError, ValueError
-        An argument does not fit; the message has its name, what was expected and what came.
-
     Notes
     -----
     Names, shapes and initial values are those of FLA's layer of this name. A_log and dt_bias may be float32 beside
@@ -225,11 +220,6 @@ class GatedDeltaNet(_DeltaNet):
         The norm, whose weight is the same for all heads.
     out_proj : torch.nn.Linear, weight (C, H V)
         Makes what is added to the residual.
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument does not fit; the message has its name, what was expected and what came.
 
     Notes
     -----

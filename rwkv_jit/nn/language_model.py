@@ -18,7 +18,6 @@ from rwkv_jit.layers.loss import cross_entropy, linear_cross_entropy
 from rwkv_jit.nn import checkpoints, common
 from rwkv_jit.pool import arguments
 from rwkv_jit.pool.state_pool import StatePool
-from rwkv_jit.pool.states import StateSpec
 
 Model = TypeVar("Model", bound="LanguageModel")
 
@@ -84,13 +83,10 @@ class LanguageModel(nn.Module):
         state : sequence of states, optional
             Of each layer, what came before this part of the sequences, as in `RWKV7State`; zeros by default. Gradients
             reach it.
-        cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-            Bounds of N packed sequences: where each begins, and where the last one ends. B is then 1.
         return_state : bool, default False
             Whether to return the state after the last tokens too.
-        shard : rwkv_jit.parallel.Shard, optional
-            The part of the sequences that this process has. It has their bounds if they are packed. States and tokens
-            before them count only where sequences begin.
+        cu_seqlens, shard
+            As `RWKV7TimeMix.forward` takes them.
 
         Returns
         -------
@@ -215,12 +211,10 @@ class LanguageModel(nn.Module):
             "wkv" is float32, and so are the last tokens of a model in float64; of others they have the dtype of the
             embedding.
         """
-        like, layers = self.emb.weight, len(self.blocks)
-        width, size = like.shape[1], self.head_size
-        shift = StateSpec(layers, (width,), torch.float32 if like.dtype == torch.float64 else like.dtype)
-        wkv = StateSpec(layers, (width // size, size, size), torch.float32)
-        specs = {"wkv": wkv, "time_shift": shift, "channel_shift": shift}
-        return StatePool(slots, specs, like.device, reserved)
+        like, size = self.emb.weight, self.head_size
+        width, shift_dtype = like.shape[1], torch.float32 if like.dtype == torch.float64 else like.dtype
+        sizes = len(self.blocks), width // size, size, width
+        return StatePool.rwkv7(slots, *sizes, shift_dtype=shift_dtype, device=like.device, reserved=reserved)
 
     @torch.no_grad()
     def step(self, tokens: Tensor, pool: StatePool, slots: Any = None) -> Tensor:

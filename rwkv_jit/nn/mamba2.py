@@ -56,11 +56,6 @@ class Mamba2(nn.Module):
     out_proj : torch.nn.Linear, weight (C, H V)
         Makes what is added to the residual.
 
-    Raises
-    ------
-    TypeError, ValueError
-        An argument does not fit; the message has its name, what was expected and what came.
-
     Notes
     -----
     Names, shapes and initial values are those of mamba_ssm. A_log, D and dt_bias may be float32 beside other parameters

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -17,9 +18,8 @@ from rwkv_jit.nn.common import (
     check_place,
     fill_orthogonal,
     norm_heads,
-    tensor_of,
+    recur,
     tensors_of,
-    under_autocast,
 )  # fmt: skip
 from rwkv_jit.plain.layers import last_tokens
 from rwkv_jit.pool.arguments import count
@@ -39,11 +39,6 @@ class Mix(nn.Module):
         self.height = layer / max(layers - 1, 1)  # 0 in the first layer, 1 in the last one
         for letter in letters:
             self.register_parameter(f"{self.prefix}_{letter}", nn.Parameter(torch.empty(1, 1, width, **place)))
-
-    def under_autocast(self, x: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return tokens and the last ones before them in the dtype in which they are mixed."""
-        x = under_autocast(x)
-        return x, None if last is None else tensor_of("state", last).to(x.dtype)
 
     def mixes(self, letters: str) -> Tensor:
         """Return how much of the token before is in some mixes, [M, C], not rounded to 16 bits."""
@@ -74,7 +69,29 @@ class Mix(nn.Module):
         return (torch.arange(self.width, device=like.device) + 1) % 3 - 1
 
 
-class ChannelMix(Mix):
+class Channels(nn.Module):
+    """What channel mixing of every RWKV does with tokens: `mixes_of_step` mixes them, `of_mixed` does the rest."""
+
+    mixes_of_step: Callable[[], Tensor]
+    of_mixed: Callable[..., Tensor]
+
+    def forward(
+        self, x: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None, shard: Any = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return what is added to the residual, and the last token of each sequence, which is not detached.
+
+        Parameters
+        ----------
+        x, state, cu_seqlens, shard
+            As `RWKV7TimeMix.forward` takes them; the state is the last token, (N, C), zeros by default. It has a
+            gradient.
+        """
+        x, last, cu_seqlens = before_texts(x, state, cu_seqlens, shard)
+        mixed = token_shift(x, self.mixes_of_step(), first=last, cu_seqlens=cu_seqlens)
+        return self.of_mixed(*mixed), last_tokens(x, last, cu_seqlens)
+
+
+class ChannelMix(Channels, Mix):
     """Channel mixing behind a receptance."""
 
     def __init__(
@@ -96,19 +113,9 @@ class ChannelMix(Mix):
         nn.init.zeros_(self.receptance.weight)
         nn.init.zeros_(self.value.weight)
 
-    def forward(
-        self, x: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None, shard: Any = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return what is added to the residual, and the last token of each sequence.
-
-        Parameters
-        ----------
-        x, state, cu_seqlens, shard
-            As `RWKV5TimeMix.forward` takes them; the state is the last token, (N, C).
-        """
-        x, last, cu_seqlens = before_texts(*self.under_autocast(x, state), cu_seqlens, shard)
-        for_key, for_receptance = token_shift(x, self.mixes("kr"), first=last, cu_seqlens=cu_seqlens)
-        return self.of_mixed(for_key, for_receptance), last_tokens(x, last, cu_seqlens)
+    def mixes_of_step(self) -> Tensor:
+        """Return how much of the token before is in both mixes."""
+        return self.mixes("kr")
 
     def of_mixed(self, for_key: Tensor, for_receptance: Tensor) -> Tensor:
         """Return the results for tokens that have been mixed with those before them."""
@@ -119,17 +126,17 @@ class ChannelMix(Mix):
 class TimeMixOfHeads(Mix):
     """What the time mixing of RWKV-5 and that of RWKV-6 have in common."""
 
+    _op: ClassVar[Any]  # the recurrence
+
     def __init__(
         self, width: int, layer: int, layers: int, letters: str, head_size: int, place: dict[str, Any]
     ):  # fmt: skip
         super().__init__(width, layer, layers, letters, place)
         self.heads, self.head_size = check_heads(width, head_size), head_size
         self.time_faaaa = nn.Parameter(torch.empty(self.heads, head_size, **place))
-        self.receptance = nn.Linear(width, width, bias=False, **place)
-        self.key = nn.Linear(width, width, bias=False, **place)
-        self.value = nn.Linear(width, width, bias=False, **place)
-        self.output = nn.Linear(width, width, bias=False, **place)
-        self.gate = nn.Linear(width, width, bias=False, **place)
+        self.receptance, self.key, self.value, self.output, self.gate = (
+            nn.Linear(width, width, bias=False, **place) for _ in range(5)
+        )
         # Dividing by the divisor before the norm is the same as an eps so much larger.
         eps = 1e-5 * _HEAD_SIZE_DIVISOR**2
         self.ln_x = nn.GroupNorm(self.heads, width, eps, **place)
@@ -147,6 +154,29 @@ class TimeMixOfHeads(Mix):
         nn.init.zeros_(self.output.weight)
         nn.init.constant_(self.ln_x.weight, ((1 + self.layer) / self.layers) ** 0.7)
         nn.init.zeros_(self.ln_x.bias)
+
+    def forward(
+        self, x: Tensor, state: tuple[Tensor, Tensor] | None = None, cu_seqlens: Tensor | None = None,
+        shard: Any = None,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
+        """Return what is added to the residual, and the state.
+
+        Parameters
+        ----------
+        x, state, cu_seqlens, shard
+            As `RWKV7TimeMix.forward` takes them, with the state of the recurrence, (N, H, K, K).
+        """
+        last, before = tensors_of(state)
+        x, last, cu_seqlens = before_texts(x, last, cu_seqlens, shard)
+        inputs, g = self._inputs(x, last, cu_seqlens)
+        y, final = recur(self._op, inputs, before, cu_seqlens, shard)
+        return self.result(y, g), (last_tokens(x, last, cu_seqlens), final)
+
+    def _inputs(
+        self, x: Tensor, last: Tensor | None, cu_seqlens: Tensor | None = None
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Return the inputs of the recurrence, and the gate."""
+        raise NotImplementedError
 
     def of_heads(self, x: Tensor) -> Tensor:
         """Return [..., H, N] of [..., C]."""
@@ -179,6 +209,19 @@ class Layer(nn.Module):
         self.ln0 = None if layer else nn.LayerNorm(width, **place)
         self.ln1, self.ln2 = (nn.LayerNorm(width, **place) for _ in range(2))
 
+    def stepped(
+        self, x: Tensor, states: Any, where: dict[str, Any], mix: Callable[[Tensor], tuple[Tensor, Any]]
+    ) -> tuple[Tensor, Any]:
+        """Return the next layer's input of a token each, whose time mixing is `mix`, and what else that returns."""
+        if self.ln0 is not None:
+            x = self.ln0(x)
+        norm, mixes = (self.ln1.weight, self.ln1.bias), self.att.mixes_of_step()
+        _, mixed = shift_mix(x, *norm, mixes, states.time_shift, eps=self.ln1.eps, **where)
+        y, other = mix(mixed)
+        norm, mixes = (self.ln2.weight, self.ln2.bias), self.ffn.mixes_of_step()
+        x, mixed = shift_mix(x, *norm, mixes, states.channel_shift, add=y.to(x.dtype), eps=self.ln2.eps, **where)
+        return x + self.ffn.of_mixed(*mixed), other
+
     def reset_parameters(self) -> None:
         """Set all parameters to their official initial values."""
         for module in self.children():
@@ -202,7 +245,7 @@ class Block(Layer):
         state : RWKV5State or RWKV6State, optional
             The state before this part of the sequences; zeros by default.
         cu_seqlens, shard
-            As `RWKV5TimeMix.forward` takes them.
+            As `RWKV7TimeMix.forward` takes them.
         """
         if self.ln0 is not None:
             x = self.ln0(x)
@@ -215,12 +258,6 @@ class Block(Layer):
 
     def step(self, x: Tensor, states: Any, slots: Tensor | None, null_index: int) -> Tensor:
         """Return the next layer's input, [B, C], of a token each; pool `states` change at slots above `null_index`."""
-        if self.ln0 is not None:
-            x = self.ln0(x)
         where: dict[str, Any] = {"state_indices": slots, "null_index": null_index}
-        norm, mixes = (self.ln1.weight, self.ln1.bias), self.att.mixes_of_step()
-        _, mixed = shift_mix(x, *norm, mixes, states.time_shift, eps=self.ln1.eps, **where)
-        y = self.att.step(mixed, states.wkv, **where)
-        norm, mixes = (self.ln2.weight, self.ln2.bias), self.ffn.mixes("kr")
-        x, mixed = shift_mix(x, *norm, mixes, states.channel_shift, add=y.to(x.dtype), eps=self.ln2.eps, **where)
-        return x + self.ffn.of_mixed(*mixed)  # type: ignore[no-any-return]
+        x, _ = self.stepped(x, states, where, lambda mixed: (self.att.step(mixed, states.wkv, **where), None))
+        return x

@@ -19,33 +19,11 @@ from rwkv_jit.nn.rwkv7 import RWKV7Block, RWKV7State
 class RWKV5(LanguageModel):
     """The RWKV-5.2 language model, which the released "World" models are: its state dict has their names and shapes.
 
-    B is the batch, T the tokens, C the channels, N the number of sequences: B, or one less than the length of
-    `cu_seqlens`.
-
     Parameters
     ----------
-    vocabulary : int
-        Number of different tokens.
-    width : int
-        C, a multiple of the head size.
-    layers : int
-        Number of layers.
-    head_size : int, default 64
-        K and V of `wkv5`.
-    hidden : int, optional
-        Of channel mixing; the multiple of 32 at or below 3.5 times the width by default.
-    checkpointing : bool, default False
-        Whether the backward computes the activations of each layer again, instead of keeping them. It is an attribute,
-        which may be changed.
-    device : torch.device or str, optional
-        Where parameters are. On "meta" they have no memory: call `to_empty`, then `reset_parameters`.
-    dtype : torch.dtype, optional
-        Of the parameters.
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument does not fit; the message has its name, what was expected and what came.
+    vocabulary, width, layers, head_size, hidden, checkpointing, device, dtype
+        As in `RWKV7`, with K and V of `wkv5`; by default `hidden` is the multiple of 32 at or below 3.5 times the
+        width.
 
     Notes
     -----
@@ -59,10 +37,7 @@ class RWKV5(LanguageModel):
     Examples
     --------
     >>> model = rwkv_jit.nn.RWKV5(256, width=128, layers=2, device="cuda")
-    >>> optimizer = torch.optim.AdamW(model.param_groups(lr=6e-4, weight_decay=0.001), betas=(0.9, 0.99), eps=1e-18)
     >>> tokens = torch.randint(256, (2, 33), device="cuda")
-    >>> model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
-    >>> optimizer.step()
     >>> model(tokens).shape, model.generate(tokens, 5).shape
     (torch.Size([2, 33, 256]), torch.Size([2, 5]))
     """
@@ -78,27 +53,18 @@ class RWKV6(LanguageModel):
     vocabulary, width, layers, head_size, hidden, checkpointing, device, dtype
         As in `RWKV5`, with K and V of `wkv6`.
 
-    Raises
-    ------
-    TypeError, ValueError
-        An argument does not fit; the message has its name, what was expected and what came.
-
     Notes
     -----
     Initial values and the groups of `param_groups` are those of the official trainer. Everything else is as in `RWKV7`.
 
     References
     ----------
-    Peng et al., Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence, arXiv:2404.05892. Names and
-    initial values are those of x060 in RWKV-LM, https://github.com/BlinkDL/RWKV-LM.
+    As of `RWKV5`; names and initial values are those of x060 in RWKV-LM.
 
     Examples
     --------
     >>> model = rwkv_jit.nn.RWKV6(256, width=128, layers=2, device="cuda")
-    >>> optimizer = torch.optim.AdamW(model.param_groups(lr=6e-4, weight_decay=0.001), betas=(0.9, 0.99), eps=1e-18)
     >>> tokens = torch.randint(256, (2, 33), device="cuda")
-    >>> model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
-    >>> optimizer.step()
     >>> model(tokens).shape, model.generate(tokens, 5).shape
     (torch.Size([2, 33, 256]), torch.Size([2, 5]))
     """
@@ -133,11 +99,6 @@ class RWKV7(LanguageModel):
         Where parameters are. On "meta" they have no memory: call `to_empty`, then `reset_parameters`.
     dtype : torch.dtype, optional
         Of the parameters.
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument does not fit; the message has its name, what was expected and what came.
 
     Notes
     -----

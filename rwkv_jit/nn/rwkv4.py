@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rwkv_jit.layers.gated import gated
 from rwkv_jit.layers.token_shift import token_shift
-from rwkv_jit.nn.common import fill_orthogonal, tensors_of
+from rwkv_jit.nn.common import before_texts, fill_orthogonal, tensors_of
 from rwkv_jit.nn.mixing import ChannelMix, Mix
 from rwkv_jit.ops.wkv4 import wkv4
 from rwkv_jit.plain.layers import last_tokens
@@ -39,11 +39,6 @@ class RWKV4TimeMix(Mix):
         How much of the token itself is in each mix.
     key, value, receptance, output : torch.nn.Linear, C to C
 
-    Raises
-    ------
-    TypeError, ValueError
-        An argument does not fit; the message has its name, what was expected and what came.
-
     Notes
     -----
     Names, shapes and initial values are those of RWKV-4-neo in RWKV-LM. `wkv4` has no packed sequences: they go one
@@ -69,10 +64,9 @@ class RWKV4TimeMix(Mix):
         super().__init__(width, layer, layers, "kvr", place)
         self.time_decay = nn.Parameter(torch.empty(width, **place))
         self.time_first = nn.Parameter(torch.empty(width, **place))
-        self.key = nn.Linear(width, width, bias=False, **place)
-        self.value = nn.Linear(width, width, bias=False, **place)
-        self.receptance = nn.Linear(width, width, bias=False, **place)
-        self.output = nn.Linear(width, width, bias=False, **place)
+        self.key, self.value, self.receptance, self.output = (
+            nn.Linear(width, width, bias=False, **place) for _ in range(4)
+        )
         self.reset_parameters()
 
     @torch.no_grad()
@@ -93,10 +87,10 @@ class RWKV4TimeMix(Mix):
         Parameters
         ----------
         x, state, cu_seqlens
-            As `RWKV5TimeMix.forward` takes them, with the state of `wkv4`, (N, 3, C).
+            As `RWKV7TimeMix.forward` takes them, with the state of `wkv4`, (N, 3, C).
         """
         last, recurrent = tensors_of(state)
-        x, last = self.under_autocast(x, last)
+        x, last, _ = before_texts(x, last, cu_seqlens, None)
         mixed = token_shift(x, self.mixes("kvr"), first=last, cu_seqlens=cu_seqlens)
         for_key, for_value, for_receptance = mixed
         y, recurrent = self._recur(self.key(for_key), self.value(for_value), recurrent, cu_seqlens)
@@ -137,19 +131,10 @@ class RWKV4ChannelMix(ChannelMix):
         How much of the token itself is in each mix.
     key, receptance, value : torch.nn.Linear, C to F, C to C and F to C
 
-    Raises
-    ------
-    TypeError, ValueError
-        An argument does not fit; the message has its name, what was expected and what came.
-
     Notes
     -----
     Names, shapes and initial values are those of RWKV-4-neo in RWKV-LM. The state is the last token of each sequence,
     [N, C].
-
-    References
-    ----------
-    Peng et al., RWKV: Reinventing RNNs for the Transformer Era, arXiv:2305.13048.
 
     Examples
     --------

@@ -9,24 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from rwkv_jit.layers.token_shift import token_shift
-from rwkv_jit.nn.common import before_texts, in_files, recur, tensors_of
+from rwkv_jit.nn.common import in_files
 from rwkv_jit.nn.mixing import Block, ChannelMix, TimeMixOfHeads
 from rwkv_jit.ops.wkv5 import wkv5
-from rwkv_jit.plain.layers import last_tokens
 from rwkv_jit.pool.functions import wkv5_update
 
 
 @in_files
 class RWKV5State(NamedTuple):
-    """What a layer of RWKV-5 remembers of N sequences.
-
-    Attributes
-    ----------
-    wkv : torch.Tensor, shape (N, H, K, K)
-        The state of `wkv5`.
-    time_shift, channel_shift : torch.Tensor, shape (N, C)
-        The last token that time mixing and channel mixing read.
-    """
+    """What a layer of RWKV-5 remembers of N sequences: as `RWKV7State`, with the state of `wkv5`."""
 
     wkv: Tensor
     time_shift: Tensor
@@ -43,19 +34,12 @@ class RWKV5TimeMix(TimeMixOfHeads):
         x'_m = x_t time_mix_m + x_{t-1} (1 - time_mix_m)   for m = k, v, r, g
         y = output(norm(wkv(receptance(x'_r), key(x'_k), value(x'_v))) silu(gate(x'_g)))
 
-    with wkv the recurrence of `wkv5`, and a norm of each head. B is the batch, T the tokens, C the width, H the heads,
-    K their size, N the sequences.
+    with wkv the recurrence of `wkv5`, and a norm of each head. The letters are those of `RWKV7TimeMix`.
 
     Parameters
     ----------
-    width : int
-        C.
-    layer, layers : int
-        The place of the layer, from 0, and how many there are: initial values depend on both.
-    head_size : int, default 64
-        K, of which C is a multiple.
-    device, dtype : optional
-        Of the parameters.
+    width, layer, layers, head_size, device, dtype
+        As `RWKV7TimeMix` takes them.
 
     Attributes
     ----------
@@ -68,19 +52,10 @@ class RWKV5TimeMix(TimeMixOfHeads):
     ln_x : torch.nn.GroupNorm
         The norm of the heads.
 
-    Raises
-    ------
-    TypeError, ValueError
-        An argument does not fit; the message has its name, what was expected and what came.
-
     Notes
     -----
     Names, shapes and initial values are those of x052 in RWKV-LM, with its head size divisor of 8, which is in the eps
     of `ln_x`.
-
-    References
-    ----------
-    Peng et al., Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence, arXiv:2404.05892.
 
     Examples
     --------
@@ -91,6 +66,8 @@ class RWKV5TimeMix(TimeMixOfHeads):
     >>> rest.shape, [each.shape for each in state]
     (torch.Size([2, 3, 96]), [torch.Size([2, 96]), torch.Size([2, 3, 32, 32])])
     """
+
+    _op = staticmethod(wkv5)
 
     def __init__(
         self, width: int, layer: int, layers: int, head_size: int = 64, *,
@@ -107,53 +84,24 @@ class RWKV5TimeMix(TimeMixOfHeads):
         super().reset_parameters()
         self.time_decay.copy_(self.decays(self.time_decay, -6, -1))
 
-    def forward(
-        self, x: Tensor, state: tuple[Tensor, Tensor] | None = None, cu_seqlens: Tensor | None = None,
-        shard: Any = None,
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
-        """Mix the tokens of each sequence.
-
-        Parameters
-        ----------
-        x : torch.Tensor, shape (B, T, C)
-            The normed residual.
-        state : tuple of torch.Tensor, optional
-            What the call for the part before returned.
-        cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-            Bounds of N packed sequences: where each begins, and where the last one ends. B is then 1.
-        shard : rwkv_jit.parallel.Shard, optional
-            The part of the sequences that this process has. It has their bounds if they are packed. States and tokens
-            before them count only where sequences begin.
-
-        Returns
-        -------
-        y : torch.Tensor, shape of x
-            What is added to the residual.
-        state : tuple of torch.Tensor, shapes (N, C) and (N, H, K, K)
-            The last token of each sequence, and the state of `wkv5`; N is B where no sequences are packed.
-        """
-        last, recurrent = tensors_of(state)
-        x, last, cu_seqlens = before_texts(*self.under_autocast(x, last), cu_seqlens, shard)
-        mixed = token_shift(x, self.mixes("kvrg"), first=last, cu_seqlens=cu_seqlens)
-        r, k, v, g = self._inputs(mixed)
-        w, u = self.time_decay, self.time_faaaa
-        y, final = recur(wkv5, (r, k, v, w, u), recurrent, cu_seqlens, shard)
-        return self.result(y, g), (last_tokens(x, last, cu_seqlens), final)
-
     def mixes_of_step(self) -> Tensor:
         """Return how much of the token before is in each mix that `step` reads."""
         return self.mixes("kvrg")
 
     def step(self, mixed: Tensor, states: Tensor, **where: Any) -> Tensor:
         """Mix one token of each sequence, by `mixes_of_step` [M, B, C]; states in slots of a pool change in place."""
-        r, k, v, g = self._inputs(mixed)
-        return self.result(wkv5_update(states, r, k, v, self.time_decay, self.time_faaaa, **where), g)
+        inputs, g = self._of_mixed(mixed)
+        return self.result(wkv5_update(states, *inputs, **where), g)
 
-    def _inputs(self, mixed: Iterable[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return receptance, key and value by head, and the gate."""
+    def _inputs(
+        self, x: Tensor, last: Tensor | None, cu_seqlens: Tensor | None = None
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        return self._of_mixed(token_shift(x, self.mixes("kvrg"), first=last, cu_seqlens=cu_seqlens))
+
+    def _of_mixed(self, mixed: Iterable[Tensor]) -> tuple[tuple[Tensor, ...], Tensor]:
         matrices = self.key, self.value, self.receptance, self.gate
         k, v, r, g = (matrix(each) for matrix, each in zip(matrices, mixed, strict=True))
-        return self.of_heads(r), self.of_heads(k), self.of_heads(v), g
+        return (*map(self.of_heads, (r, k, v)), self.time_decay, self.time_faaaa), g
 
 
 class RWKV5ChannelMix(ChannelMix):
@@ -162,7 +110,7 @@ class RWKV5ChannelMix(ChannelMix):
         x'_m = x_t time_mix_m + x_{t-1} (1 - time_mix_m)   for m = k, r
         y = sigmoid(receptance(x'_r)) value(max(key(x'_k), 0)^2)
 
-    C is the width, F the hidden size, N the sequences.
+    The letters are those of `RWKV4ChannelMix`.
 
     Parameters
     ----------
@@ -176,18 +124,9 @@ class RWKV5ChannelMix(ChannelMix):
     key, receptance, value : torch.nn.Linear, C to F, C to C and F to C
         The matrices.
 
-    Raises
-    ------
-    TypeError, ValueError
-        An argument does not fit; the message has its name, what was expected and what came.
-
     Notes
     -----
     Names, shapes and initial values are those of x052 in RWKV-LM. The state is the last token of each sequence, [N, C].
-
-    References
-    ----------
-    Peng et al., Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence, arXiv:2404.05892.
 
     Examples
     --------
@@ -201,20 +140,10 @@ class RWKV5ChannelMix(ChannelMix):
 class RWKV5Block(Block):
     """A layer of RWKV-5: time mixing, then channel mixing, each behind a norm and added to the residual.
 
-    C is the width, K the head size.
-
     Parameters
     ----------
-    width : int
-        C.
-    layer, layers : int
-        The place of the layer, from 0, and how many there are. The first one has the norm of the embedding, ln0, too.
-    head_size : int, default 64
-        K, of which C is a multiple.
-    hidden : int, optional
-        Of channel mixing; by default the multiple of 32 at or below 3.5 C.
-    device, dtype : optional
-        Of the parameters.
+    width, layer, layers, head_size, hidden, device, dtype
+        As `RWKV7Block` takes them, but that `hidden` is by default the multiple of 32 at or below 3.5 times the width.
 
     Attributes
     ----------
@@ -224,15 +153,6 @@ class RWKV5Block(Block):
         Channel mixing.
     ln0, ln1, ln2 : torch.nn.LayerNorm
         Of the embedding, in the first layer alone, and before each of both.
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument does not fit; the message has its name, what was expected and what came.
-
-    References
-    ----------
-    Peng et al., Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence, arXiv:2404.05892.
 
     Examples
     --------

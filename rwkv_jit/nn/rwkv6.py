@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from rwkv_jit.layers.activate import activate
 from rwkv_jit.layers.token_shift import token_shift
-from rwkv_jit.nn.common import before_texts, in_files, recur, tensors_of, under_autocast
+from rwkv_jit.nn.common import in_files, under_autocast
 from rwkv_jit.nn.mixing import Block, ChannelMix, TimeMixOfHeads
 from rwkv_jit.ops.wkv6 import wkv6
-from rwkv_jit.plain.layers import last_tokens
 from rwkv_jit.pool.functions import wkv6_update
 
 _WIDE = 4096  # from which width on the low-rank matrices have twice the rank
@@ -20,7 +19,7 @@ _WIDE = 4096  # from which width on the low-rank matrices have twice the rank
 
 @in_files
 class RWKV6State(NamedTuple):
-    """What a layer of RWKV-6 remembers of N sequences: as `RWKV5State`, with the state of `wkv6`."""
+    """What a layer of RWKV-6 remembers of N sequences: as `RWKV7State`, with the state of `wkv6`."""
 
     wkv: Tensor
     time_shift: Tensor
@@ -39,13 +38,12 @@ class RWKV6TimeMix(TimeMixOfHeads):
         w = time_decay + tanh(x'_w time_decay_w1) time_decay_w2
         y = output(norm(wkv(receptance(x'_r), key(x'_k), value(x'_v), w)) silu(gate(x'_g)))
 
-    with wkv the recurrence of `wkv6`, and a norm of each head. B is the batch, T the tokens, C the width, H the heads,
-    K their size, R and D ranks, N the sequences.
+    with wkv the recurrence of `wkv6`, and a norm of each head. The letters are those of `RWKV7TimeMix`, R and D ranks.
 
     Parameters
     ----------
     width, layer, layers, head_size, device, dtype
-        As in `RWKV5TimeMix`.
+        As `RWKV7TimeMix` takes them.
 
     Attributes
     ----------
@@ -64,19 +62,10 @@ class RWKV6TimeMix(TimeMixOfHeads):
     ln_x : torch.nn.GroupNorm
         The norm of the heads.
 
-    Raises
-    ------
-    TypeError, ValueError
-        An argument does not fit; the message has its name, what was expected and what came.
-
     Notes
     -----
     Names, shapes and initial values are those of x060 in RWKV-LM, with its head size divisor of 8, which is in the eps
     of `ln_x`.
-
-    References
-    ----------
-    Peng et al., Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence, arXiv:2404.05892.
 
     Examples
     --------
@@ -88,7 +77,7 @@ class RWKV6TimeMix(TimeMixOfHeads):
     (torch.Size([2, 3, 96]), [torch.Size([2, 96]), torch.Size([2, 3, 32, 32])])
     """
 
-    prefix = "time_maa"
+    prefix, _op = "time_maa", staticmethod(wkv6)
 
     def __init__(
         self, width: int, layer: int, layers: int, head_size: int = 64, *,
@@ -113,35 +102,6 @@ class RWKV6TimeMix(TimeMixOfHeads):
             nn.init.zeros_(first)
             nn.init.uniform_(second, -0.01, 0.01)
 
-    def forward(
-        self, x: Tensor, state: tuple[Tensor, Tensor] | None = None, cu_seqlens: Tensor | None = None,
-        shard: Any = None,
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
-        """Mix the tokens of each sequence.
-
-        Parameters
-        ----------
-        x : torch.Tensor, shape (B, T, C)
-            As in `RWKV5TimeMix.forward`.
-        state : tuple of torch.Tensor, optional
-            As there, with the state of `wkv6`.
-        cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-            As there.
-        shard : rwkv_jit.parallel.Shard, optional
-            As there.
-
-        Returns
-        -------
-        y, state
-            As there.
-        """
-        last, recurrent = tensors_of(state)
-        x, last, cu_seqlens = before_texts(*self.under_autocast(x, last), cu_seqlens, shard)
-        (mixed,) = token_shift(x, self.mixes("x"), first=last, cu_seqlens=cu_seqlens)
-        r, k, v, w, g = self._inputs(x, mixed, last, cu_seqlens)
-        y, final = recur(wkv6, (r, k, v, w, self.time_faaaa), recurrent, cu_seqlens, shard)
-        return self.result(y, g), (last_tokens(x, last, cu_seqlens), final)
-
     def mixes_of_step(self) -> Tensor:
         """Return how much of the token before is in each mix that `step` reads: the token, that before it, and x'."""
         mix = self.mixes("x")
@@ -150,18 +110,23 @@ class RWKV6TimeMix(TimeMixOfHeads):
     def step(self, mixed: Tensor, states: Tensor, **where: Any) -> Tensor:
         """Mix one token of each sequence, by `mixes_of_step` [M, B, C]; states in slots of a pool change in place."""
         x, before, mixed = under_autocast(mixed)
-        r, k, v, w, g = self._inputs(x.unsqueeze(1), mixed.unsqueeze(1), before)
-        return self.result(wkv6_update(states, r, k, v, w, self.time_faaaa, **where), g).squeeze(1)
+        inputs, g = self._of_mixed(x.unsqueeze(1), mixed.unsqueeze(1), before)
+        return self.result(wkv6_update(states, *inputs, **where), g).squeeze(1)
 
     def _inputs(
+        self, x: Tensor, last: Tensor | None, cu_seqlens: Tensor | None = None
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        (mixed,) = token_shift(x, self.mixes("x"), first=last, cu_seqlens=cu_seqlens)
+        return self._of_mixed(x, mixed, last, cu_seqlens)
+
+    def _of_mixed(
         self, x: Tensor, mixed: Tensor, last: Tensor | None, cu_seqlens: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return receptance, key, value and decay by head, and the gate."""
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
         for_decay, *others = token_shift(x, self.mixes("wkvrg"), self._amounts(mixed), last, cu_seqlens)
         matrices = self.key, self.value, self.receptance, self.gate
         k, v, r, g = (matrix(each) for matrix, each in zip(matrices, others, strict=True))
         w = self.time_decay + activate(for_decay @ self.time_decay_w1, "tanh") @ self.time_decay_w2
-        return self.of_heads(r), self.of_heads(k), self.of_heads(v), self.of_heads(w), g
+        return (*map(self.of_heads, (r, k, v, w)), self.time_faaaa), g
 
     def _amounts(self, mixed: Tensor) -> Tensor:
         """Return what a token adds to the mixes w, k, v, r and g, [5, B, T, C]."""
@@ -176,7 +141,7 @@ class RWKV6ChannelMix(ChannelMix):
         x'_m = x_t + (x_{t-1} - x_t) time_maa_m   for m = k, r
         y = sigmoid(receptance(x'_r)) value(max(key(x'_k), 0)^2)
 
-    C is the width, F the hidden size, N the sequences.
+    The letters are those of `RWKV4ChannelMix`.
 
     Parameters
     ----------
@@ -190,18 +155,9 @@ class RWKV6ChannelMix(ChannelMix):
     key, receptance, value : torch.nn.Linear, C to F, C to C and F to C
         The matrices.
 
-    Raises
-    ------
-    TypeError, ValueError
-        An argument does not fit; the message has its name, what was expected and what came.
-
     Notes
     -----
     Names, shapes and initial values are those of x060 in RWKV-LM. The state is the last token of each sequence, [N, C].
-
-    References
-    ----------
-    Peng et al., Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence, arXiv:2404.05892.
 
     Examples
     --------
@@ -226,15 +182,6 @@ class RWKV6Block(Block):
     ----------
     att, ffn, ln0, ln1, ln2
         As in `RWKV5Block`, of RWKV-6.
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument does not fit; the message has its name, what was expected and what came.
-
-    References
-    ----------
-    Peng et al., Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence, arXiv:2404.05892.
 
     Examples
     --------

@@ -12,10 +12,9 @@ from rwkv_jit.kernels.errors import brief
 from rwkv_jit.layers.activate import activate
 from rwkv_jit.layers.norm_shift import norm_shift
 from rwkv_jit.layers.prepare_keys import prepare_keys
-from rwkv_jit.layers.shift_mix import shift_mix
 from rwkv_jit.layers.token_shift import token_shift
 from rwkv_jit.nn import common
-from rwkv_jit.nn.mixing import Layer
+from rwkv_jit.nn.mixing import Channels, Layer
 from rwkv_jit.ops.wkv7 import wkv7
 from rwkv_jit.plain.layers import last_tokens
 from rwkv_jit.pool import arguments
@@ -74,11 +73,6 @@ class RWKV7TimeMix(nn.Module):
     dtype : torch.dtype, optional
         Of the parameters.
 
-    Raises
-    ------
-    TypeError, ValueError
-        An argument does not fit; the message has its name, what was expected and what came.
-
     Notes
     -----
     It consists of `token_shift`, `prepare_keys`, `wkv7`, `gated_norm` and `activate`, which say what their errors are,
@@ -99,12 +93,6 @@ class RWKV7TimeMix(nn.Module):
     """
 
     # Those that are registered by name.
-    x_r: nn.Parameter
-    x_w: nn.Parameter
-    x_k: nn.Parameter
-    x_v: nn.Parameter
-    x_a: nn.Parameter
-    x_g: nn.Parameter
     w0: nn.Parameter
     w1: nn.Parameter
     w2: nn.Parameter
@@ -131,8 +119,7 @@ class RWKV7TimeMix(nn.Module):
         def new(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
-        for name in _SLOPES:
-            self.register_parameter(name, new(1, 1, width))
+        self.x_r, self.x_w, self.x_k, self.x_v, self.x_a, self.x_g = (new(1, 1, width) for _ in _SLOPES)
         for letter, rank in self.ranks.items():
             if letter == "v" and layer == 0:
                 continue
@@ -193,7 +180,7 @@ class RWKV7TimeMix(nn.Module):
         state : tuple of two torch.Tensor, shape (N, C) and (N, H, V, K), optional
             The last token of x before this part of the sequences, and the state of `wkv7`; zeros by default. Gradients
             reach both.
-        cu_seqlens : torch.Tensor, shape (N + 1,), optional
+        cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
             Bounds of N packed sequences: where each begins, and where the last one ends. B is then 1.
         shard : rwkv_jit.parallel.Shard, optional
             The part of the sequences that this process has. It has their bounds if they are packed. States and tokens
@@ -206,9 +193,8 @@ class RWKV7TimeMix(nn.Module):
         state : tuple of two torch.Tensor
             That after the last tokens. It is not detached.
         """
-        x = common.under_autocast(x)
-        last, before = common.tensors_of(state)
-        x, first, cu_seqlens = common.before_texts(x, None if last is None else last.to(x.dtype), cu_seqlens, shard)
+        first, before = common.tensors_of(state)
+        x, first, cu_seqlens = common.before_texts(x, first, cu_seqlens, shard)
         mixed = token_shift(x, self.mixes(), first=first, cu_seqlens=cu_seqlens)
         y, v_first, after = self.of_mixed(mixed, v_first, before, cu_seqlens, shard)
         return y, v_first, (last_tokens(x, first, cu_seqlens), after)
@@ -233,6 +219,8 @@ class RWKV7TimeMix(nn.Module):
     def mixes(self) -> Tensor:
         """Return how much of the token before is in each mix, [6, C]."""
         return torch.cat([self.x_r, self.x_w, self.x_k, self.x_v, self.x_a, self.x_g]).view(6, self.width)
+
+    mixes_of_step = mixes
 
     def _inputs(
         self, mixed: Any, v_first: Tensor | None, of_bonus: dict[str, Tensor]
@@ -275,37 +263,23 @@ class RWKV7TimeMix(nn.Module):
         return f"{self.width}, layer={self.layer}, layers={self.layers}, head_size={self.head_size}"
 
 
-class RWKV7ChannelMix(nn.Module):
+class RWKV7ChannelMix(Channels):
     """Channel mixing of RWKV-7, with the names, shapes and initial values of the official parameters.
 
-    B is the batch, T the tokens, C the channels, N the number of sequences: B, or one less than the length of
-    `cu_seqlens`.
+    The letters are those of `RWKV7TimeMix`.
 
     Parameters
     ----------
-    width : int
-        C.
-    layer, layers : int
-        Which layer this is, from 0, and how many the model has. Initial values depend on them.
+    width, layer, layers
+        As `RWKV7TimeMix` takes them.
     hidden : int, optional
         Channels between the two matrices; four times the width by default.
-    device : torch.device or str, optional
-        Where parameters are.
-    dtype : torch.dtype, optional
-        Of the parameters.
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument does not fit; the message has its name, what was expected and what came.
+    device, dtype
+        As `RWKV7TimeMix` takes them.
 
     Notes
     -----
     It consists of `token_shift`, `activate` and matrix products of torch.
-
-    References
-    ----------
-    Peng et al., RWKV-7 "Goose" with Expressive Dynamic State Evolution, arXiv:2503.14456.
 
     Examples
     --------
@@ -336,38 +310,11 @@ class RWKV7ChannelMix(nn.Module):
         common.fill_orthogonal(self.key.weight, 1.0)
         self.value.weight.zero_()
 
-    def forward(
-        self, x: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None, shard: Any = None
-    ) -> tuple[Tensor, Tensor]:
-        """Mix channels.
-
-        Parameters
-        ----------
-        x : torch.Tensor, shape (B, T, C)
-            The normed residual.
-        state : torch.Tensor, shape (N, C), optional
-            The last token of x before this part of the sequences; zeros by default. It has a gradient.
-        cu_seqlens : torch.Tensor, shape (N + 1,), optional
-            Bounds of N packed sequences: where each begins, and where the last one ends. B is then 1.
-        shard : rwkv_jit.parallel.Shard, optional
-            The part of the sequences that this process has. It has their bounds if they are packed. States and tokens
-            before them count only where sequences begin.
-
-        Returns
-        -------
-        y : torch.Tensor, shape (B, T, C)
-        state : torch.Tensor, shape (N, C)
-            The last tokens. It is not detached.
-        """
-        x = common.under_autocast(x)
-        first = None if state is None else common.tensor_of("state", state).to(x.dtype)
-        x, first, cu_seqlens = common.before_texts(x, first, cu_seqlens, shard)
-        (mixed,) = token_shift(x, self.mixes(), first=first, cu_seqlens=cu_seqlens)
-        return self.of_mixed(mixed), last_tokens(x, first, cu_seqlens)
-
     def mixes(self) -> Tensor:
         """Return how much of the token before is in the mix, [1, C]."""
         return self.x_k.view(1, self.width)
+
+    mixes_of_step = mixes
 
     def of_mixed(self, mixed: Tensor) -> Tensor:
         """Return the results for tokens that have been mixed with those before them."""
@@ -381,34 +328,16 @@ class RWKV7ChannelMix(nn.Module):
 class RWKV7Block(Layer):
     """A layer of RWKV-7: time mixing, then channel mixing, each behind a norm and added to the residual.
 
-    B is the batch, T the tokens, C the channels, N the number of sequences: B, or one less than the length of
-    `cu_seqlens`.
+    The letters are those of `RWKV7TimeMix`.
 
     Parameters
     ----------
-    width : int
-        C, a multiple of the head size.
-    layer, layers : int
-        Which layer this is, from 0, and how many the model has. The first one has the norm of the embedding, ln0, too.
-    head_size : int, default 64
-        K and V of time mixing.
+    width, layer, layers, head_size
+        As `RWKV7TimeMix` takes them. The first layer has the norm of the embedding, ln0, too.
     hidden : int, optional
         Of channel mixing; four times the width by default.
-    ranks : mapping of str to int, optional
-        As in `RWKV7TimeMix`.
-    device : torch.device or str, optional
-        Where parameters are.
-    dtype : torch.dtype, optional
-        Of the parameters.
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument does not fit; the message has its name, what was expected and what came.
-
-    References
-    ----------
-    Peng et al., RWKV-7 "Goose" with Expressive Dynamic State Evolution, arXiv:2503.14456.
+    ranks, device, dtype
+        As `RWKV7TimeMix` takes them.
 
     Examples
     --------
@@ -440,11 +369,8 @@ class RWKV7Block(Layer):
             The values of the first layer, which that one makes and all others need.
         state : RWKV7State, optional
             The state before this part of the sequences; zeros by default.
-        cu_seqlens : torch.Tensor, shape (N + 1,), optional
-            Bounds of N packed sequences: where each begins, and where the last one ends. B is then 1.
-        shard : rwkv_jit.parallel.Shard, optional
-            The part of the sequences that this process has. It has their bounds if they are packed. States and tokens
-            before them count only where sequences begin.
+        cu_seqlens, shard
+            As `RWKV7TimeMix.forward` takes them.
 
         Returns
         -------
@@ -487,15 +413,10 @@ class RWKV7Block(Layer):
 
         x is [B, C], states are the layer's part of a pool, and a slot at or below `null_index` is none.
         """
-        if self.ln0 is not None:
-            x = self.ln0(x)
         where: dict[str, Any] = {"state_indices": slots, "null_index": null_index}
-        norm, mixes = (self.ln1.weight, self.ln1.bias), self.att.mixes()
-        _, mixed = shift_mix(x, *norm, mixes, states.time_shift, eps=self.ln1.eps, **where)
-        y, v_first = self.att.step(mixed, v_first, states.wkv, slots, null_index)
-        norm, mixes = (self.ln2.weight, self.ln2.bias), self.ffn.x_k.view(-1)
-        x, mixed = shift_mix(x, *norm, mixes, states.channel_shift, add=y.to(x.dtype), eps=self.ln2.eps, **where)
-        return x + self.ffn.of_mixed(mixed), v_first
+        return self.stepped(
+            x, states, where, lambda mixed: self.att.step(mixed, v_first, states.wkv, slots, null_index)
+        )
 
 
 def _ranks(width: int, given: Mapping[str, int]) -> dict[str, int]:

@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from rwkv_jit.call.options import CallOptions, DecayOptions
 
 
-NO_LIMIT = (0.0, math.inf)  # of steps
-
-
 def _check_limits(arrays: Sequence[Any], traits: Mapping[str, Any]) -> None:
     """Check the limits of steps."""
     least, most = traits["least_step"], traits["most_step"]

@@ -118,11 +118,11 @@ def linear_attention(
         with tensors.exactly(cast[0]):
             q, k, v = cast
             return linear_attention(q, k, v, initial_state, output_final_state, cu_seqlens, True, **options)
-    tail = complete(OP.op, options, q)
-    checks.check_options(OP.op, *tail)
+    whole = complete(OP.op, options, q)
+    checks.check_options(OP.op, whole)
     state, z = _pair(initial_state)
-    layout = tail.state_layout
-    (q, k, v), state, cu_seqlens = checks.check_tensors(OP.op, (q, k, v), state, cu_seqlens, layout, tail.backend)
+    layout, backend = whole["state_layout"], whole["backend"]
+    (q, k, v), state, cu_seqlens = checks.check_tensors(OP.op, (q, k, v), state, cu_seqlens, layout, backend)
     size, value_dim = v.shape[-1], -1 if layout == "kv" else -2  # the dimension of states
     if state is not None:
         state = _with_total(state, _checked_z(z, state, value_dim), value_dim)

@@ -14,19 +14,18 @@ from rwkv_jit.call import plan as plans
 from rwkv_jit.call.plan import Plan
 from rwkv_jit.call.tensors import Array
 from rwkv_jit.kernels.errors import UnsupportedConfigError, unexpected
-from rwkv_jit.kernels.gpu import Gpu
 from rwkv_jit.kernels.signatures import forget_with
 from rwkv_jit.plain.reference import timex_ref
 from rwkv_jit.schedules import directions, timex_tiles, timex_transforms
 from rwkv_jit.schedules.legal import TimexBackend
-from rwkv_jit.schedules.problem import Problem
+from rwkv_jit.schedules.problem import BYTES, Problem
 from rwkv_jit.schedules.table import OPS
 
 _OP = OPS["timex"]
 _OWN = directions.ALGORITHMS["timex"]  # the backends that are kernels of this library
 # Tokens up to which tiles are faster than transforms of a length on an H200, by direction and the bytes of a number,
 # for eight rows of a channel or more. The work of tiles grows with T^2, that of transforms with their length.
-MOST_TOKENS: dict[str, dict[int, dict[int, int]]] = {
+_MOST_TOKENS: dict[str, dict[int, dict[int, int]]] = {
     "forward": {4: {1024: 704, 2048: 1408}, 2: {1024: 1450, 2048: 2304, 4096: 2816}},
     "backward": {4: {1024: 832, 2048: 1408}, 2: {1024: 1450, 2048: 2304, 4096: 3072}},
 }
@@ -111,11 +110,11 @@ def _vector(x: Tensor) -> int:
     return math.gcd(4, x.shape[-1], *others, x.data_ptr() // x.element_size())
 
 
-def _problem(backend: str, w: Tensor, k: Tensor, vectors: tuple[int, ...], eps: float = 0.0) -> Problem:
+def _problem(backend: str, w: Tensor, k: Tensor, eps: float = 0.0, wanted: tuple[str, ...] = ()) -> Problem:
     (batch, channels, tokens), gpu = k.shape, tensors.gpu(k.device.index)
     types = {"w": tensors.STORAGE[w.dtype], "k": tensors.STORAGE[k.dtype]}
     return Problem(
-        _OP, gpu, types, B=batch, T=tokens, C=channels, backend=backend, eps=eps, vectors=vectors,
+        _OP, gpu, types, B=batch, T=tokens, C=channels, backend=backend, eps=eps, wanted=wanted,
         is_batch_invariant=switches.is_batch_invariant(),
     )  # fmt: skip
 
@@ -126,23 +125,17 @@ class _Backward(NamedTuple):
     are_alike: Callable[..., bool]
 
 
-def _find_backward(
-    g: Tensor, w: Tensor, k: Tensor, vectors: tuple[int, ...], backend: str, wanted: tuple[str, ...]
-) -> Plan:
-    def prepare() -> Plan:
-        problem = _problem(backend, w, k, vectors)._replace(wanted=wanted)
-        return Plan(directions.backward(problem), problem, {"w": w, "k": k, "dy": g})
-
-    key = "timex", switches.is_batch_invariant(), backend, wanted, vectors, tensors.signature((w, k, g))
-    return plans.find(key, prepare)
+def _find_backward(p: Problem, g: Tensor, w: Tensor, k: Tensor) -> Plan:
+    key = "timex", p.is_batch_invariant, p.backend, p.wanted, p.vectors, tensors.signature((w, k, g))
+    return plans.find(key, lambda: Plan(directions.backward(p), p, {"w": w, "k": k, "dy": g}))
 
 
 class _Known:
-    """A checked call, with the backend of its `backward` or None, and the inputs that have a gradient."""
+    """A checked call, with the backends of both directions: of the `backward` None where there is none."""
 
-    def __init__(self, eps: float, backend: str, backward: str | None, wanted: tuple[str, ...] = ()):
+    def __init__(self, problem: Problem, backward: str | None):
         self.backward = backward
-        self._eps, self._backend, self._wanted = eps, backend, wanted
+        self._problem = problem
         self._forwards: dict[tuple[int, ...], Plan] = {}
         self._latest: _Backward | None = None
         forget_with(self)
@@ -161,7 +154,7 @@ class _Known:
 
     def _prepare(self, w: Tensor, k: Tensor, vectors: tuple[int, ...]) -> Plan:
         """Prepare the forward; the kernels of a backward whose gradient lies in memory as k does compile beside it."""
-        problem = _problem(self._backend, w, k, vectors, self._eps)
+        problem = self._problem._replace(vectors=vectors)
         soon = []
         if self.backward in _OWN:
             later = problem._replace(backend=self.backward, vectors=(*vectors, vectors[1]))
@@ -182,15 +175,16 @@ class _Known:
             return self.differentiate_by_op(saved, grads)
         vectors = _vectors(w, k, g)
         if latest is None or latest.vectors != vectors:
-            plan = _find_backward(g, w, k, vectors, self.backward, self._wanted)
+            problem = self._problem._replace(backend=self.backward, vectors=vectors)
+            plan = _find_backward(problem, g, w, k)
             latest = self._latest = _Backward(plan, vectors, tensors.likeness((w, k, g)))
         made = latest.plan.run((w, k, g))
-        return made if len(made) == 2 else (*made, None) if "w" in self._wanted else (None, *made)
+        return made if len(made) == 2 else (*made, None) if "w" in self._problem.wanted else (None, *made)
 
     def differentiate_by_op(self, saved: Sequence[Any], grads: Sequence[Any]) -> Sequence[Tensor | None]:
         assert self.backward is not None
         (w, k), (g,) = saved, grads
-        return _gradients(g, w, k, self.backward, "w" in self._wanted, "k" in self._wanted)
+        return _gradients(g, w, k, self.backward, "w" in self._problem.wanted, "k" in self._problem.wanted)
 
 
 def _wanted(want_w: bool, want_k: bool) -> tuple[str, ...]:
@@ -202,13 +196,13 @@ def _wanted(want_w: bool, want_k: bool) -> tuple[str, ...]:
 
 def _forward(w: Tensor, k: Tensor, eps: float, backend: str, save: bool) -> Tensor:
     """Choose by the device and run; the kernels of the one that will run the backward compile beside these."""
-    backward = _taken(backend, k, "backward") if save else None
-    backend = _taken(backend, k, "forward")
+    backward = _taken(backend, w, k, "backward") if save else None
+    backend = _taken(backend, w, k, "forward")
     if backend in _OWN and k.numel():
         key = "timex_fwd", eps, backend, backward, switches.is_batch_invariant()
         known = prepared.latest(key, (w, k), _OP.lead)
         if known is None:
-            known = _Known(eps, backend, backward)
+            known = _Known(_problem(backend, w, k, eps), backward)
             prepared.keep_latest(key, (w, k), known, _OP.lead)
         return known.run(w, k)  # type: ignore[no-any-return]
     if backend == "fft" or backend in _OWN:  # where there is nothing to compute, these do the same
@@ -224,13 +218,14 @@ def _plainly(w: Tensor, k: Tensor, eps: float) -> Tensor:
 
 
 def _backward(g: Tensor, w: Tensor, k: Tensor, backend: str, want_w: bool, want_k: bool) -> tuple[Tensor, Tensor]:
-    backend = _taken(backend, k, "backward")
+    backend = _taken(backend, w, k, "backward")
     gw: Tensor | None = None
     gk: Tensor | None = None
     if backend in _OWN and k.numel():
         wanted = _wanted(want_w, want_k)
         if wanted:
-            grads = iter(_find_backward(g, w, k, _vectors(w, k, g), backend, wanted).run((w, k, g)))
+            problem = _problem(backend, w, k, wanted=wanted)._replace(vectors=_vectors(w, k, g))
+            grads = iter(_find_backward(problem, g, w, k).run((w, k, g)))
             gw, gk = next(grads) if want_w else None, next(grads) if want_k else None
     else:
         differentiate = _reference_backward if backend == "reference" else _fft_backward
@@ -255,7 +250,7 @@ _record_backward, _differentiate = recording.backward(_backward_op, "timex")
 
 
 def _in_forward_mode(w: Tensor, k: Tensor, eps: float, backend: str, save: bool) -> Tensor:
-    if _taken(backend, k, "forward") in _OWN:
+    if _taken(backend, w, k, "forward") in _OWN:
         recording.refuse_forward_mode("timex")
     return _plainly(w, k, eps)
 
@@ -296,31 +291,27 @@ registry.implement("timex_bwd", _backward, _backward_fake, _record_backward)
 # ---- the public call ---------------------------------------------------------------------------------------------
 
 
-def choose(
-    backend: str, dtype: torch.dtype, batch: int, tokens: int, gpu: Callable[[], Gpu], direction: str = "forward"
-) -> str:
-    """Return the backend that a direction of a call on CUDA tensors takes, for the dtype of k; or raise."""
-    if backend in _OWN:
-        obstacle = _OWN[backend].obstacle(batch, tokens, gpu())
+def choose(p: Problem, direction: str = "forward") -> str:
+    """Return the backend that a direction of a call on CUDA tensors takes; or raise."""
+    p = p._replace(B=timex_tiles.LARGEST_BATCH) if p.is_batch_invariant else p
+    if p.backend in _OWN:
+        obstacle = _OWN[p.backend].obstacle(p)
         if obstacle is not None:
-            raise UnsupportedConfigError(f"backend: {backend!r} {obstacle}; use 'auto' or 'fft'")
-    if backend != "auto":
-        return backend
-    most = MOST_TOKENS[direction][dtype.itemsize].get(timex_transforms.length(tokens), 0)
-    is_short = 8 * tokens**2 <= min(batch, 8) * most**2  # a tile takes eight rows at once
-    if is_short and timex_tiles.obstacle(batch, tokens, gpu()) is None:
+            raise UnsupportedConfigError(f"backend: {p.backend!r} {obstacle}; use 'auto' or 'fft'")
+    if p.backend != "auto":
+        return p.backend
+    most = _MOST_TOKENS[direction][BYTES[p.types["k"]]].get(timex_transforms.length(p.T), 0)
+    is_short = min(p.B, 8) * most**2 >= 8 * p.T**2  # a tile takes eight rows at once
+    if is_short and timex_tiles.obstacle(p) is None:
         return "tiles"
-    return "transforms" if timex_transforms.obstacle(batch, tokens, gpu()) is None else "fft"
+    return "transforms" if timex_transforms.obstacle(p) is None else "fft"
 
 
-def _taken(backend: str, k: Tensor, direction: str) -> str:
+def _taken(backend: str, w: Tensor, k: Tensor, direction: str) -> str:
     """Return the backend that a direction of a call takes that has been checked."""
     if not k.is_cuda:
         return "reference" if backend == "auto" else backend
-    batch, _, tokens = k.shape
-    if switches.is_batch_invariant():
-        batch = timex_tiles.LARGEST_BATCH
-    return choose(backend, k.dtype, batch, tokens, lambda: tensors.gpu(k.device.index), direction)
+    return backend if backend in ("fft", "reference") else choose(_problem(backend, w, k), direction)
 
 
 def _check(w: Any, k: Any, eps: float, backend: str) -> tuple[Tensor, Tensor]:
@@ -429,10 +420,10 @@ def timex(w: Array, k: Array, eps: float = 0.0, backend: TimexBackend = "auto", 
         arrays = w, k
         w, k = _check(w, k, eps, backend)
         if tensors.is_eager() and tensors.are_plain((w, k)) and k.is_cuda and k.numel():
-            forward, backward = (_taken(backend, k, direction) for direction in ("forward", "backward"))
+            forward, backward = (_taken(backend, w, k, direction) for direction in ("forward", "backward"))
             if _OWN.keys() >= {forward, backward}:
                 wanted = _wanted(w.requires_grad, k.requires_grad) if torch.is_grad_enabled() else ()
-                known = _Known(float(eps), forward, backward if wanted else None, wanted)
+                known = _Known(_problem(forward, w, k, float(eps), wanted), backward if wanted else None)
                 if w is arrays[0] and k is arrays[1]:
                     prepared.keep_latest(key, arrays, known, _OP.lead)
     if known is None:

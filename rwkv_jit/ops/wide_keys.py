@@ -8,78 +8,81 @@ and that of v as a sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rwkv_jit.call import checks, rule, switches, tensors, torch_op
-from rwkv_jit.call.options import Tail
+from rwkv_jit.call import rule, switches, tensors, torch_op
+from rwkv_jit.call.options import DecayOptions
 from rwkv_jit.call.torch_op import TorchOp
 from rwkv_jit.kernels.errors import UnsupportedConfigError
 from rwkv_jit.kernels.gpu import Gpu
 from rwkv_jit.schedules import diagonal_groups, diagonal_large
-from rwkv_jit.schedules.common import Case
+from rwkv_jit.schedules.problem import Problem
 
 _BEHIND = ("own", "z")  # inputs that stand behind a recurrence
 
 
 def in_parts(
     wide_op: TorchOp,
-    arrays: Sequence[Any],
-    initial_state: Any,
+    arrays: Sequence[Tensor],
+    initial_state: Tensor | None,
     output_final_state: bool,
-    cu_seqlens: Any,
-    tail: Tail,
+    cu_seqlens: Tensor | None,
+    whole: DecayOptions,
     traits: tuple[tuple[str, Any], ...] = (),
 ) -> tuple[Tensor, Tensor | None] | None:
-    """Run an op as `torch_op.call` does where its keys are too long and parts are not; else return None."""
+    """Run a checked call as `torch_op.call` does where its keys are too long and parts are not; else return None."""
     op = wide_op.op
-    if not _may_be_in_parts(arrays[op.names.index("r")], tail.chunk_len, tail.num_threads, tail.backend):
+    if not _may_be_in_parts(arrays[op.names.index("r")], whole):
         return None
-    checks.check_options(op, *tail)
-    backend, layout = tail.backend, tail.state_layout
-    given, state, cu_seqlens = checks.check_tensors(op, arrays, initial_state, cu_seqlens, layout, backend)
-    options = torch_op.asked_options(tail, given[0].dtype, switches.current())
-    is_direct = tensors.is_eager()
-    case = torch_op.case_of(
-        op, given, cu_seqlens, options, tail.decay_bound, training=True, is_direct=is_direct, is_fake=not is_direct,
-        traits=traits,
-    )  # fmt: skip
-    case = case if op.through is None else case.below()
-    device, value = given[0].device.index, op.names.index("v")
-    sizes = part_sizes(backend, case, lambda: tensors.gpu(device))
+    options = torch_op.asked_options(whole, arrays[0].dtype, switches.current())
+    is_direct, value = tensors.is_eager(), op.names.index("v")
+    problem = torch_op.problem_of(
+        op,
+        arrays,
+        initial_state,
+        cu_seqlens,
+        options,
+        output_final_state,
+        True,
+        whole["decay_bound"],
+        traits,
+        is_direct,
+    )
+    sizes = part_sizes(rule.seen(problem, sees_load=is_direct))
     if len(sizes) == 1:
         return None
     # A last part that a block can hold is for other kernels than "split" names.
-    asked = {**tail._asdict(), "backend": "auto"}
+    asked: dict[str, Any] = {**whole, "backend": "auto"}
     if op.decay == "none":
         del asked["decay"], asked["decay_bound"]
-    key_dim = -1 if layout == "vk" else -2  # of states
+    key_dim = -1 if whole["state_layout"] == "vk" else -2  # of states
     parts = [
         (None if name in _BEHIND else x,) * len(sizes) if x is None or dims[-1] != "K" else x.split(sizes, -1)
-        for x, (name, dims) in zip(given, op.inputs.items(), strict=True)
+        for x, (name, dims) in zip(arrays, op.inputs.items(), strict=True)
     ]  # fmt: skip
-    states = [None] * len(sizes) if state is None else [x.contiguous() for x in state.split(sizes, key_dim)]
+    states: list[Tensor | None] = [None] * len(sizes)
+    if initial_state is not None:
+        states = [x.contiguous() for x in initial_state.split(sizes, key_dim)]
     results = [
         torch_op.call(wide_op, part, part_state, output_final_state, cu_seqlens, tuple(asked.items()), None, traits)
         for *part, part_state in zip(*parts, states, strict=True)
     ]
-    dtype = given[value].dtype
+    dtype = arrays[value].dtype
     y = torch.stack([y for y, _ in results]).sum(0, dtype=torch.promote_types(dtype, torch.float32)).to(dtype)
-    y = y if wide_op.behind is None else wide_op.behind(y, given)
+    y = y if wide_op.behind is None else wide_op.behind(y, arrays)
     finals = [final for _, final in results if final is not None]
     return y, torch.cat(finals, key_dim) if finals else None
 
 
-def _may_be_in_parts(q: Any, chunk_len: int | None, num_threads: int | None, backend: str) -> bool:
+def _may_be_in_parts(q: Tensor, whole: DecayOptions) -> bool:
     """Return whether keys are long, on a GPU, and not for warp groups, which take them whole."""
-    if not isinstance(q, Tensor) or q.dim() != 4 or q.shape[3] <= diagonal_large.LARGEST_KEY or not q.is_cuda:
+    if q.shape[3] <= diagonal_large.LARGEST_KEY or not q.is_cuda or whole["backend"] not in ("auto", "split"):
         return False
-    if backend not in ("auto", "split"):
-        return False
-    return not _in_groups(q.shape[3], tensors.gpu(q.device.index), chunk_len, num_threads)
+    return not _in_groups(q.shape[3], tensors.gpu(q.device.index), whole["chunk_len"], whole["num_threads"])
 
 
 def _in_groups(head_size: int, gpu: Gpu, chunk_len: int | None, num_threads: int | None) -> bool:
@@ -87,15 +90,15 @@ def _in_groups(head_size: int, gpu: Gpu, chunk_len: int | None, num_threads: int
     return head_size <= diagonal_groups.LARGEST_HEAD and diagonal_groups.takes(gpu, length, num_threads)
 
 
-def part_sizes(backend: str, case: Case, gpu: Callable[[], Gpu]) -> list[int]:
+def part_sizes(p: Problem) -> list[int]:
     """Return the channels of every part; all channels where there is no need, or where tensor cores take no part."""
-    whole = [case.head_size]
-    count = -(-case.head_size // diagonal_large.LARGEST_KEY)
-    if count < 2 or _in_groups(case.head_size, gpu(), case.chunk_len, case.num_threads):
+    whole = [p.K]
+    count = -(-p.K // diagonal_large.LARGEST_KEY)
+    if count < 2 or _in_groups(p.K, p.gpu, p.chunk_len, p.num_threads):
         return whole
-    size = -(-case.head_size // (8 * count)) * 8  # parts begin where kernels can read several channels at once
+    size = -(-p.K // (8 * count)) * 8  # parts begin where kernels can read several channels at once
     try:
-        algorithm, _ = rule.choose(backend, case._replace(head_size=size), gpu)
+        algorithm, _ = rule.choose(p._replace(K=size))
     except UnsupportedConfigError:  # "split" was asked for; the call as a whole says why not
         return whole
-    return [size] * (count - 1) + [case.head_size - (count - 1) * size] if algorithm == "large" else whole
+    return [size] * (count - 1) + [p.K - (count - 1) * size] if algorithm == "large" else whole

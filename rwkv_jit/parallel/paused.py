@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rwkv_jit.call import prepared, registry, switches, tensors, torch_op
 from rwkv_jit.call.checks import is_for_kernels
-from rwkv_jit.call.options import Tail
+from rwkv_jit.call.options import DecayOptions
 from rwkv_jit.call.plan import Plan
 from rwkv_jit.call.torch_op import Options
 from rwkv_jit.kernels.signatures import forget_with
@@ -27,16 +27,32 @@ ForGradient = Callable[[Tensor], Tensor]  # from Q of gradients to the gradient 
 
 
 class Call(NamedTuple):
-    """What is called: an op, and its options as they came, complete."""
+    """What is called: an op, and its options, complete."""
 
     op: Op
-    tail: Tail
+    whole: DecayOptions
+
+    def problem(self, inputs: Sequence[Tensor], cu_seqlens: Tensor | None) -> Problem | None:
+        """Return the problem of a call with gradients on a GPU, with its algorithm; states are [V, K] here."""
+        if not is_for_kernels(self.whole["backend"], inputs[0]):
+            return None
+        is_direct = tensors.is_eager() and tensors.are_plain(inputs)
+        problem = torch_op.problem_of(
+            self.op, inputs, self.states(inputs, 0), cu_seqlens, self._open_options(inputs), True, True,
+            self.whole["decay_bound"], is_direct=is_direct,
+        )  # fmt: skip
+        return torch_op.resolved(problem, inputs, is_direct)
 
     def options(self, inputs: Sequence[Tensor], cu_seqlens: Tensor | None) -> Options:
-        """Return the options of a call with gradients, with the algorithm that will run; states are [V, K] here."""
-        asked = torch_op.asked_options(self.tail, inputs[0].dtype, switches.current())._replace(state_layout="vk")
-        is_direct = tensors.is_eager() and tensors.are_plain(inputs)
-        return torch_op.chosen(self.op, inputs, cu_seqlens, self.tail.decay_bound, asked, True, is_direct)
+        """Return the options with which the torch op runs a call with gradients."""
+        problem = self.problem(inputs, cu_seqlens)
+        if problem is None:
+            return self._open_options(inputs)._replace(backend="reference", is_chosen=True)
+        return torch_op.options_of(problem)
+
+    def _open_options(self, inputs: Sequence[Tensor]) -> Options:
+        options = torch_op.asked_options(self.whole, inputs[0].dtype, switches.current())
+        return options._replace(state_layout="vk")
 
     def forward(
         self, inputs: Sequence[Tensor], state: Tensor, cu_seqlens: Tensor | None, options: Options, training: bool
@@ -93,11 +109,10 @@ def way_of(call: Call, inputs: Sequence[Tensor], wants: Sequence[bool]) -> Way:
 
 def _problem(call: Call, inputs: Sequence[Tensor], training: bool) -> Problem | None:
     """Return the problem of kernels that pause, None where a call takes others."""
-    if not (is_for_kernels(call.tail.backend, inputs[0]) and tensors.is_eager() and tensors.are_plain(inputs)):
+    problem = call.problem(inputs, None) if tensors.is_eager() and tensors.are_plain(inputs) else None
+    if problem is None or not segments.takes_shard(problem):
         return None
-    options, gpu = call.options(inputs, None), tensors.gpu(inputs[0].device.index)
-    problem = torch_op.problem_of(call.op, inputs, call.states(inputs, 0), None, options, True, training, gpu)
-    return problem._replace(backend="segments", is_shard=True) if segments.takes_shard(problem) else None
+    return problem._replace(backend="segments", is_shard=True, training=training)
 
 
 class _Kernels:
@@ -148,7 +163,7 @@ class _Kernels:
     def backward(self, saved: Sequence[Tensor], dy: Tensor, at_summary: ForGradient) -> list[Tensor | None]:
         *inputs, state, kept = saved
         grad_final = torch.empty_like(state)
-        given = [*inputs, state, None, dy, grad_final, kept]
+        given = [*inputs, state, None, kept, dy, grad_final]
 
         def fill(results: list[Tensor]) -> None:
             grad_final.copy_(at_summary(results[-1]))

@@ -54,9 +54,9 @@ def _run(
     shard.check(op.public_names[op.lead], inputs[op.lead])
     call, way = known
     sizes = ", ".join(f"{dim} {size}" for dim, size in torch_op.sizes_of(op, inputs).items() if dim != "T")
-    said = f"{name} of {inputs[op.lead].dtype} with {sizes}, scale {call.tail.scale}, decay {call.tail.decay}"
+    said = f"{name} of {inputs[op.lead].dtype} with {sizes}, scale {call.whole['scale']}, decay {call.whole['decay']}"
     shard.agree(said, inputs[op.lead].device)
-    is_turned = call.tail.state_layout == "kv"
+    is_turned = call.whole["state_layout"] == "kv"
     initial = initial_state
     if initial is not None:
         wide = torch.promote_types(inputs[op.lead].dtype, torch.float32)
@@ -80,12 +80,12 @@ def _prepare(
     """Check a call, and return its arrays as tensors and what is prepared for it."""
     inputs, call = _checked(op, arrays, options)
     checks.check_flag("output_final_state", output_final_state)
-    lead, tail = inputs[op.lead], call.tail
+    lead, whole = inputs[op.lead], call.whole
     if initial_state is not None:
         initial_state = tensors.from_any("initial_state", initial_state)
         like = call.states(inputs, lead.shape[0] if shard.bounds is None else shard.texts)
-        shape = tuple(like.mT.shape if tail.state_layout == "kv" else like.shape)
-        wide = not checks.is_for_kernels(tail.backend, lead)
+        shape = tuple(like.mT.shape if whole["state_layout"] == "kv" else like.shape)
+        wide = not checks.is_for_kernels(whole["backend"], lead)
         checks.check_state(op, "initial_state", initial_state, (shape, shape[1:]), lead, wide)
     way = paused.way_of(call, inputs, wants) if shard.texts == 1 else None
     return inputs, initial_state, _Prepared(call, way)
@@ -93,10 +93,10 @@ def _prepare(
 
 def _checked(op: Op, arrays: Sequence[Any], options: dict[str, Any]) -> tuple[list[Tensor], Call]:
     """Check the inputs and the options of a call, and return the inputs as tensors, and the call."""
-    tail = complete(op, options, arrays[0], "parallel.")
-    checks.check_options(op, *tail)
-    inputs, _, _ = checks.check_tensors(op, arrays, None, None, tail.state_layout, tail.backend)
-    return inputs, Call(op, tail)
+    whole = complete(op, options, arrays[0], "parallel.")
+    checks.check_options(op, whole)
+    inputs, _, _ = checks.check_tensors(op, arrays, None, None, whole["state_layout"], whole["backend"])
+    return inputs, Call(op, whole)
 
 
 # Compilers do not see messages.

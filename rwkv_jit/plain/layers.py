@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rwkv_jit.plain.reference import gated_log_decays
-
 
 def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
@@ -70,37 +68,6 @@ def prepare_keys(inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> lis
     if asked:
         made |= {"new_rate": rate, "factors": 1 / torch.linalg.vector_norm(scaled, dim=-1).clamp_min(1e-12)}
     return [made[x] for x in asked or made]
-
-
-def delta_operands(inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> list[Tensor]:
-    """Return r where there is q, w where g is not that itself, and k, a and b; `eps` is the lower bound of w."""
-    gate, gate_of, rate_map, rate_of, norm = kinds
-    k, q, beta, g, a_log, dt_bias = inputs
-    dtype, heads = k.dtype, beta.shape[k.dim() - 2]
-
-    def of_value_heads(x: Tensor) -> Tensor:
-        x = _wide(x)
-        if norm == "l2":
-            x = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _NORM_EPS)
-        return x.repeat_interleave(heads // k.shape[-2], -2)
-
-    def of_channels(x: Tensor, of: str) -> Tensor:
-        return _wide(x) if of == "channel" else _wide(x).unsqueeze(-1)
-
-    key, rate = of_value_heads(k), RATES[rate_map](of_channels(beta, rate_of))
-    made = [] if q is None else [of_value_heads(q).to(dtype)]
-    factor: Any = 1.0
-    if gate != "none":
-        w = of_channels(g, gate_of)
-        if dt_bias is not None:
-            w = w + _wide(dt_bias).view(heads, -1)
-        if a_log is not None:
-            w = gated_log_decays(w, a_log, eps if gate == "bounded" else None)
-        if gate_of == "head" or a_log is not None:
-            made.append(w.expand(key.shape).contiguous())
-        factor = w.exp()
-    erased, written = (key * factor * rate, key) if rate_of == "channel" else (key * factor, key * rate)
-    return [*made, written.to(dtype), erased.to(dtype), -written.to(dtype)]
 
 
 def _bonus(r: Tensor, k: Tensor, v: Tensor, r_k: Tensor) -> Tensor:
@@ -277,10 +244,6 @@ def causal_conv1d_update(
     pool[slots[is_kept]] = before.scatter(2, order.expand_as(before), kept[..., -count:])[is_kept]
 
 
-_NORM_EPS = 1e-6
-RATES: dict[str, Callable[[Tensor], Tensor]] = {
-    "identity": lambda x: x, "sigmoid": torch.sigmoid, "twice_sigmoid": lambda x: 2 * torch.sigmoid(x),
-}  # fmt: skip
 _GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x, "sigmoid": torch.sigmoid, "silu": F.silu,
 }  # fmt: skip

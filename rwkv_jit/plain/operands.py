@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rwkv_jit.plain import layers
+from rwkv_jit.plain.reference import gated_log_decays
 from rwkv_jit.schedules import delta_operands
 from rwkv_jit.schedules.problem import Op
+
+_NORM_EPS = 1e-6
+_RATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "identity": lambda x: x, "sigmoid": torch.sigmoid, "twice_sigmoid": lambda x: 2 * torch.sigmoid(x),
+}  # fmt: skip
 
 
 def operands(op: Op, arrays: Sequence[Any], traits: Mapping[str, Any]) -> Sequence[Tensor]:
@@ -41,7 +46,7 @@ def skip_gate(y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tenso
     """Return (y + D x) silu(z), without the parts that are None."""
     whole = y
     if D is not None:  # in float32 at least, as the gradient of D is a sum of products that must not be rounded
-        whole = y + x * D.to(torch.promote_types(D.dtype, torch.float32)).view(x.shape[-2], -1)
+        whole = y + x * _wide(D).view(x.shape[-2], -1)
     return (whole if z is None else whole * F.silu(z.to(whole.dtype))).to(y.dtype)
 
 
@@ -56,24 +61,46 @@ def of_value_heads(x: Tensor, heads: int) -> Tensor:
 
 def _of_delta_rule(op: Op, named: Mapping[str, Tensor], traits: Mapping[str, Any]) -> Sequence[Tensor]:
     r, k, v, w = named["r"], named["k"], named["v"], named.get("w")
-    kinds = delta_operands.kinds(op, named, traits)
-    is_computed = traits["qk_norm"] or k.shape[-2] != v.shape[-2]  # else r is q
-    inputs = k, r if is_computed else None, named["beta"], w, named.get("a_log"), named.get("dt_bias")
-    computed = iter(layers.delta_operands(inputs, traits.get("lower_bound") or 0.0, kinds))
-    r = next(computed) if is_computed else r
+    gate, gate_of, rate_map, rate_of, norm = delta_operands.kinds(op, named, traits)
+    storage, heads = k.dtype, v.shape[-2]
+
+    def of_heads(x: Tensor) -> Tensor:  # [..., G, K] to [..., H, K]
+        x = _wide(x)
+        if norm == "l2":
+            x = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _NORM_EPS)
+        return of_value_heads(x, heads)
+
+    def of_channels(x: Tensor, of: str) -> Tensor:
+        return _wide(x) if of == "channel" else _wide(x).unsqueeze(-1)
+
+    key, rate = of_heads(k), _RATES[rate_map](of_channels(named["beta"], rate_of))
+    if norm == "l2" or k.shape[-2] != heads:  # else r is q
+        r = of_heads(r).to(storage)
+    factor: Any = 1.0
     if w is None:
         w = torch.zeros_like(r, memory_format=torch.contiguous_format)
-    elif "a_log" in named or kinds[1] == "head":
-        w = next(computed)
+    else:
+        decays = of_channels(w, gate_of)
+        if "dt_bias" in named:
+            decays = decays + _wide(named["dt_bias"]).view(heads, -1)
+        if "a_log" in named:
+            decays = gated_log_decays(decays, named["a_log"], traits["lower_bound"] if gate == "bounded" else None)
+        if "a_log" in named or gate_of == "head":
+            w = decays.expand(key.shape).contiguous()
+        factor = decays.exp()
+    erased, written = (key * factor * rate, key) if rate_of == "channel" else (key * factor, key * rate)
     if "write_gate" in named:
         v = v * named["write_gate"]
-    return r, w, next(computed), v, *computed
+    return r, w, written.to(storage), v, erased.to(storage), -written.to(storage)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _steps(named: Mapping[str, Tensor], traits: Mapping[str, Any]) -> Tensor:
     """Return the steps of a state space, in float32 at least."""
-    raw = named["beta"]
-    steps = raw.to(torch.promote_types(raw.dtype, torch.float32))
+    steps = _wide(named["beta"])
     steps = steps + named["dt_bias"] if "dt_bias" in named else steps
     steps = F.softplus(steps) if traits["dt_softplus"] else steps
     least, most = traits["least_step"], traits["most_step"]

@@ -5,18 +5,40 @@ Tokens are taken by `unbind`: the backward of a slice fills a tensor as large as
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from inspect import signature
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rwkv_jit.schedules.legal import Decay, StateLayout, Wkv4Decay
+from rwkv_jit.schedules.legal import BetaMap, Decay, StateLayout, Wkv4Decay
 
+Result = tuple[Tensor, Tensor | None]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 SIGMOID_RATE = 0.6065306597126334  # e^(-1/2)
 # Stronger raw decays give factors of 0 too. With w above it, e^w is infinite and the gradient 0 inf, which is NaN.
 STRONGEST_RAW = 88.0
+
+
+def documented(title: str, recurrence: str = "", returns: str = "y, final_state") -> Callable[[_Function], _Function]:
+    """Give a reference its docstring: what it is of, and that its arguments and results are those of its op."""
+
+    def give(function: _Function) -> _Function:
+        op, names = function.__name__.removesuffix("_ref"), [*signature(function).parameters]
+        unread = "; `decay_bound` changes nothing here" if "decay_bound" in names else ""
+        parts = [
+            f"{title}: `rwkv_jit.{op}` in plain torch, in float64 where the inputs are.",
+            *([f"    {recurrence}"] if recurrence else []),
+            f"Parameters\n----------\n{', '.join(names)}\n    As the op takes them{unread}.",
+            f"Returns\n-------\n{returns} : as the op returns {'them' if ',' in returns else 'it'}\n",
+        ]
+        function.__doc__ = "\n\n".join(parts)
+        return function
+
+    return give
 
 
 def decay_factor(w: Tensor, decay: str) -> Tensor:
@@ -86,6 +108,9 @@ def scan(
     return y.to(v.dtype), final_states(final, initial_state, layout)
 
 
+@documented(
+    "RWKV-7 time mixing", "sa = S a;  S = S diag(d(w)) + sa b^T + v k^T;  y = scale S r        per head, S [V, K]"
+)
 def wkv7_ref(
     r: Tensor,
     w: Tensor,
@@ -101,19 +126,6 @@ def wkv7_ref(
     decay_bound: float | None = None,
     state_layout: StateLayout = "vk",
 ) -> tuple[Tensor, Tensor | None]:
-    """RWKV-7 time mixing in plain torch, in float64 where the inputs are: `rwkv_jit.wkv7` says the arguments.
-
-        sa = S a;  S = S diag(d(w)) + sa b^T + v k^T;  y = scale S r        per head, S [V, K]
-
-    Parameters
-    ----------
-    r, w, k, v, a, b, initial_state, output_final_state, cu_seqlens, scale, decay, decay_bound, state_layout
-        As the op takes them; `decay_bound` changes nothing here.
-
-    Returns
-    -------
-    y, final_state : as the op returns them
-    """
     dtype = torch.promote_types(r.dtype, torch.float32)
     d = decay_factor(w.to(dtype), decay)
 
@@ -158,6 +170,9 @@ def _gated(
     return scan(step, (r, k, v, factors, bonus), v, r.shape[-1], initial_state, cu_seqlens, layout, dtype)
 
 
+@documented(
+    "RWKV-6 time mixing", "y = scale (S r + (sum_j u_j r_j k_j) v);  S = S diag(d(w)) + v k^T        per head, S [V, K]"
+)
 def wkv6_ref(
     r: Tensor,
     k: Tensor,
@@ -172,25 +187,15 @@ def wkv6_ref(
     decay_bound: float | None = None,
     state_layout: StateLayout = "vk",
 ) -> tuple[Tensor, Tensor | None]:
-    """RWKV-6 time mixing in plain torch, in float64 where the inputs are: `rwkv_jit.wkv6` says the arguments.
-
-        y = scale (S r + (sum_j u_j r_j k_j) v);  S = S diag(d(w)) + v k^T        per head, S [V, K]
-
-    Parameters
-    ----------
-    r, k, v, w, u, initial_state, output_final_state, cu_seqlens, scale, decay, decay_bound, state_layout
-        As the op takes them; `decay_bound` changes nothing here.
-
-    Returns
-    -------
-    y, final_state : as the op returns them
-    """
     dtype = torch.promote_types(r.dtype, torch.float32)
     d = decay_factor(w.to(dtype), decay)
     y, final = _gated(r, k, v, d, u, initial_state, cu_seqlens, scale, state_layout)
     return y, final if output_final_state else None
 
 
+@documented(
+    "RWKV-5 time mixing", "y = scale (S r + (sum_j u_j r_j k_j) v);  S = S diag(d(w)) + v k^T        per head, S [V, K]"
+)
 def wkv5_ref(
     r: Tensor,
     k: Tensor,
@@ -205,24 +210,12 @@ def wkv5_ref(
     decay_bound: float | None = None,
     state_layout: StateLayout = "vk",
 ) -> tuple[Tensor, Tensor | None]:
-    """RWKV-5 time mixing in plain torch, in float64 where the inputs are: `rwkv_jit.wkv5` says the arguments.
-
-        y = scale (S r + (sum_j u_j r_j k_j) v);  S = S diag(d(w)) + v k^T        per head, S [V, K]
-
-    Parameters
-    ----------
-    r, k, v, w, u, initial_state, output_final_state, cu_seqlens, scale, decay, decay_bound, state_layout
-        As the op takes them; `decay_bound` changes nothing here.
-
-    Returns
-    -------
-    y, final_state : as the op returns them
-    """
     return wkv6_ref(
         r, k, v, w, u, initial_state, output_final_state, cu_seqlens, scale, decay, decay_bound, state_layout
     )
 
 
+@documented("Gated linear attention", "S = S diag(d(g)) + v k^T;  y = scale S q        per head, S [V, K]")
 def gla_ref(
     q: Tensor,
     k: Tensor,
@@ -236,25 +229,16 @@ def gla_ref(
     decay_bound: float | None = None,
     state_layout: StateLayout = "kv",
 ) -> tuple[Tensor, Tensor | None]:
-    """Gated linear attention in plain torch, in float64 where the inputs are: `rwkv_jit.gla` says the arguments.
-
-        S = S diag(d(g)) + v k^T;  y = scale S q        per head, S [V, K]
-
-    Parameters
-    ----------
-    q, k, v, g, initial_state, output_final_state, cu_seqlens, scale, decay, decay_bound, state_layout
-        As the op takes them; `decay_bound` changes nothing here.
-
-    Returns
-    -------
-    y, final_state : as the op returns them
-    """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     d = decay_factor(g.to(torch.promote_types(q.dtype, torch.float32)), decay)
     y, final = _gated(q, k, v, d, None, initial_state, cu_seqlens, scale, state_layout)
     return y, final if output_final_state else None
 
 
+@documented(
+    "Linear attention",
+    "S = S + v k^T;  z = z + k;  y = scale S q,  normalized y = scale S q / (scale z . q + 1e-10)        S [V, K]",
+)
 def linear_attention_ref(
     q: Tensor,
     k: Tensor,
@@ -266,19 +250,6 @@ def linear_attention_ref(
     state_layout: StateLayout = "kv",
     normalize: bool = False,
 ) -> tuple[Tensor, Any]:
-    """Linear attention in plain torch, in float64 where the inputs are: `rwkv_jit.linear_attention` says the arguments.
-
-        S = S + v k^T;  z = z + k;  y = scale S q,  normalized y = scale S q / (scale z . q + 1e-10)        S [V, K]
-
-    Parameters
-    ----------
-    q, k, v, initial_state, output_final_state, cu_seqlens, scale, state_layout, normalize
-        As the op takes them.
-
-    Returns
-    -------
-    y, final_state : as the op returns them
-    """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if not normalize:
         y, final = _gated(q, k, v, None, None, initial_state, cu_seqlens, scale, state_layout)
@@ -293,6 +264,10 @@ def linear_attention_ref(
     return (y / (total + 1e-10)).to(v.dtype), (final, last.squeeze(-1)) if output_final_state else None
 
 
+@documented(
+    "RWKV-4 time mixing",
+    "y = (e^max num + e^(u + k) v) / (e^max den + e^(u + k));  the sums decay by e^w and gain e^k v, e^k",
+)
 def wkv4_ref(
     w: Tensor,
     u: Tensor,
@@ -302,19 +277,6 @@ def wkv4_ref(
     output_final_state: bool = False,
     decay: Wkv4Decay = "raw",
 ) -> tuple[Tensor, Tensor | None]:
-    """RWKV-4 time mixing in plain torch, in float64 where the inputs are: `rwkv_jit.wkv4` says the arguments.
-
-        y = (e^max num + e^(u + k) v) / (e^max den + e^(u + k));  the sums decay by e^w and gain e^k v, e^k
-
-    Parameters
-    ----------
-    w, u, k, v, initial_state, output_final_state, decay
-        As the op takes them.
-
-    Returns
-    -------
-    y, final_state : as the op returns them
-    """
     if decay not in ("raw", "log"):
         raise ValueError(f"decay: expected raw or log, got {decay!r}")
     dtype = torch.promote_types(k.dtype, torch.float32)
@@ -361,24 +323,11 @@ def _from_before(before: Tensor, weights: Tensor, count: int) -> Tensor:
     return torch.cat(parts)
 
 
+@documented("TimeX", "out[b, c, t] = eps + sum_{s <= t} w[c, T-1-(t-s)] k[b, c, s]", returns="out")
 def timex_ref(w: Tensor, k: Tensor, eps: float = 0.0) -> Tensor:
-    """TimeX in plain torch, in float64 where the inputs are: `rwkv_jit.timex` says the arguments.
-
-        out[b, c, t] = eps + sum_{s <= t} w[c, T-1-(t-s)] k[b, c, s]
-
-    Tokens get what tokens before them give as products with Toeplitz matrices: within a block, which is split in two
-    again and again, and from all blocks before. No product holds a later token: one that is not finite spoils nothing
-    before it.
-
-    Parameters
-    ----------
-    w, k, eps
-        As the op takes them.
-
-    Returns
-    -------
-    out : as the op returns it
-    """
+    # Tokens get what tokens before them give as products with Toeplitz matrices: within a block, which is split in two
+    # again and again, and from all blocks before. No product holds a later token: one that is not finite spoils nothing
+    # before it.
     batch, channels, tokens = k.shape
     wide = torch.promote_types(torch.promote_types(w.dtype, k.dtype), torch.float32)
     if k.numel() == 0:
@@ -400,3 +349,157 @@ def timex_ref(w: Tensor, k: Tensor, eps: float = 0.0) -> Tensor:
         begin = index * length
         parts[index] = parts[index] + _from_before(inputs[:, :, :begin], weights[:, 1 : begin + length], length)
     return (torch.cat(parts, 2)[:, :, :tokens].transpose(0, 1) + eps).to(k.dtype)
+
+
+# ---- the ops that other ops run ----------------------------------------------------------------------------------
+
+
+@documented("Kimi Delta Attention")
+def kda_ref(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None = None,
+    output_final_state: bool = False, cu_seqlens: Tensor | None = None, A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None, lower_bound: float | None = None, qk_norm: bool = False,
+    beta_map: BetaMap = "identity", scale: float | None = None, state_layout: StateLayout = "kv",
+) -> Result:  # fmt: skip
+    dtype, heads = torch.promote_types(v.dtype, torch.float32), v.shape[-2]
+    decays = _log_decays(g.to(dtype), A_log, dt_bias, lower_bound)
+    rates = _rates(beta.to(dtype), beta_map).unsqueeze(-1)
+    q, k = (_of_value_heads(x.to(dtype), heads, qk_norm) for x in (q, k))
+
+    def step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, rate: Tensor) -> tuple[Tensor, Tensor]:
+        state = state * g.exp().unsqueeze(-2)
+        u = rate * (v - (state @ k.unsqueeze(-1)).squeeze(-1))
+        state = state + u.unsqueeze(-1) * k.unsqueeze(-2)
+        return state, (state @ q.unsqueeze(-1)).squeeze(-1)
+
+    return _run(step, (q, k, v, decays, rates), v, initial_state, output_final_state, cu_seqlens, scale, state_layout)
+
+
+@documented("The gated delta rule")
+def gated_delta_rule_ref(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None = None,
+    output_final_state: bool = False, cu_seqlens: Tensor | None = None, A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None, qk_norm: bool = False, beta_map: BetaMap = "identity", scale: float | None = None,
+    state_layout: StateLayout = "kv",
+) -> Result:  # fmt: skip
+    g = g.unsqueeze(-1)
+    dt_bias = None if dt_bias is None else dt_bias.unsqueeze(-1)
+    return kda_ref(
+        q, k, v, g, beta, initial_state, output_final_state, cu_seqlens, A_log, dt_bias, None, qk_norm, beta_map,
+        scale, state_layout,
+    )  # fmt: skip
+
+
+@documented("The delta rule")
+def delta_rule_ref(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, initial_state: Tensor | None = None,
+    output_final_state: bool = False, cu_seqlens: Tensor | None = None, qk_norm: bool = False,
+    beta_map: BetaMap = "identity", scale: float | None = None, state_layout: StateLayout = "kv",
+) -> Result:  # fmt: skip
+    return gated_delta_rule_ref(
+        q, k, v, torch.zeros_like(beta), beta, initial_state, output_final_state, cu_seqlens, qk_norm=qk_norm,
+        beta_map=beta_map, scale=scale, state_layout=state_layout,
+    )  # fmt: skip
+
+
+@documented("The gated delta rule by channels")
+def gated_delta_rule2_ref(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, write_gate: Tensor,
+    initial_state: Tensor | None = None, output_final_state: bool = False, cu_seqlens: Tensor | None = None,
+    A_log: Tensor | None = None, dt_bias: Tensor | None = None, lower_bound: float | None = None,
+    qk_norm: bool = False, scale: float | None = None, state_layout: StateLayout = "kv",
+) -> Result:  # fmt: skip
+    dtype, heads = torch.promote_types(v.dtype, torch.float32), v.shape[-2]
+    decays = _log_decays(g.to(dtype), A_log, dt_bias, lower_bound)
+    q, k = (_of_value_heads(x.to(dtype), heads, qk_norm) for x in (q, k))
+
+    def step(
+        state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, gate: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        state = state * g.exp().unsqueeze(-2)
+        u = gate * v - (state @ (beta * k).unsqueeze(-1)).squeeze(-1)
+        state = state + u.unsqueeze(-1) * k.unsqueeze(-2)
+        return state, (state @ q.unsqueeze(-1)).squeeze(-1)
+
+    streams = q, k, v, decays, beta, write_gate
+    return _run(step, streams, v, initial_state, output_final_state, cu_seqlens, scale, state_layout)
+
+
+@documented("Scalar-gated linear attention")
+def simple_gla_ref(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state: Tensor | None = None,
+    output_final_state: bool = False, cu_seqlens: Tensor | None = None, scale: float | None = None,
+    state_layout: StateLayout = "kv",
+) -> Result:  # fmt: skip
+    dtype, heads = torch.promote_types(v.dtype, torch.float32), v.shape[-2]
+    q, k = (_of_value_heads(x.to(dtype), heads) for x in (q, k))
+    decays = g.to(dtype).expand(v.shape[:-1]).unsqueeze(-1)
+    return _run(_write, (q, k, v, decays), v, initial_state, output_final_state, cu_seqlens, scale, state_layout)
+
+
+@documented("HGRN2")
+def hgrn2_ref(
+    q: Tensor, g: Tensor, v: Tensor, initial_state: Tensor | None = None, output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None, scale: float = 1.0, state_layout: StateLayout = "kv",
+) -> Result:  # fmt: skip
+    decays = g.to(torch.promote_types(v.dtype, torch.float32))
+    streams = q, 1 - decays.exp(), v, decays
+    return _run(_write, streams, v, initial_state, output_final_state, cu_seqlens, scale, state_layout)
+
+
+@documented("The state space of Mamba-2")
+def ssd_ref(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, initial_state: Tensor | None = None,
+    output_final_state: bool = False, cu_seqlens: Tensor | None = None, D: Tensor | None = None,
+    z: Tensor | None = None, dt_bias: Tensor | None = None, dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf), scale: float = 1.0, state_layout: StateLayout = "vk",
+) -> Result:  # fmt: skip
+    dtype, heads = torch.promote_types(x.dtype, torch.float32), x.shape[-2]
+    step = dt.to(dtype) if dt_bias is None else dt.to(dtype) + dt_bias
+    step = (F.softplus(step) if dt_softplus else step).clamp(*dt_limit).unsqueeze(-1)
+    keys, queries = (_of_value_heads(each.to(dtype), heads) for each in (B, C))
+    streams = queries, keys, x.to(dtype) * step, step * A.to(dtype).view(-1, 1)
+    y, final = _run(_write, streams, x.to(dtype), initial_state, output_final_state, cu_seqlens, scale, state_layout)
+    if D is not None:
+        y = y + x * D.to(dtype).view(heads, -1)
+    return (y if z is None else y * F.silu(z.to(dtype))).to(x.dtype), final
+
+
+# ---- what they share ---------------------------------------------------------------------------------------------
+
+
+def _write(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """Let a state decay, write a value, and read."""
+    state = state * g.exp().unsqueeze(-2) + v.unsqueeze(-1) * k.unsqueeze(-2)
+    return state, (state @ q.unsqueeze(-1)).squeeze(-1)
+
+
+def _run(
+    step: Any, streams: tuple[Tensor, ...], v: Tensor, initial_state: Tensor | None, output_final_state: bool,
+    cu_seqlens: Tensor | None, scale: float | None, state_layout: str,
+) -> Result:  # fmt: skip
+    head_size, dtype = streams[0].shape[-1], torch.promote_types(v.dtype, torch.float32)
+    scale = head_size**-0.5 if scale is None else scale
+    streams = streams[0] * scale, *streams[1:]
+    y, final = scan(step, streams, v, head_size, initial_state, cu_seqlens, state_layout, dtype)
+    return y, final if output_final_state else None
+
+
+def _of_value_heads(x: Tensor, heads: int, norm: bool = False) -> Tensor:
+    if norm:
+        x = x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+    return x.repeat_interleave(heads // x.shape[-2], -2)
+
+
+def _rates(beta: Tensor, beta_map: str) -> Tensor:
+    if beta_map == "identity":
+        return beta
+    return torch.sigmoid(beta) * (2 if beta_map == "twice_sigmoid" else 1)
+
+
+def _log_decays(g: Tensor, a_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None) -> Tensor:
+    if a_log is None:
+        return g
+    heads, size = g.shape[-2:]
+    x = g if dt_bias is None else g + dt_bias.to(g.dtype).view(heads, size)
+    return gated_log_decays(x, a_log, lower_bound)

@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from rwkv_jit.call import checks, tensors
 from rwkv_jit.kernels import env
@@ -51,13 +52,17 @@ def scale(op: Op, options: Mapping[str, Any], sizes: Mapping[str, int]) -> float
 
 def refuse_gradients(op: Op, name: str, given: Sequence[Any]) -> None:
     """Raise RuntimeError if a tensor, or one of a list, needs a gradient, which states changed in place cannot give."""
-    if not torch.is_grad_enabled():
-        return
     several = [x for each in given for x in (each if isinstance(each, (list, tuple)) else (each,))]
-    if any(isinstance(x, Tensor) and x.requires_grad for x in several):
+    present = [x for x in several if isinstance(x, Tensor)]
+    is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in present)
+    if is_recorded or (tensors.has_dual_level() and any(map(_has_tangent, present))):
         raise RuntimeError(
             f"{name}: changes the states in place and has no gradient; use {op.name}, or torch.no_grad()"
         )
+
+
+def _has_tangent(x: Tensor) -> bool:
+    return forward_ad.unpack_dual(x).tangent is not None
 
 
 # ---- tensors -----------------------------------------------------------------------------------------------------
@@ -87,15 +92,21 @@ def check_dtype(name: str, x: Tensor, dtypes: Sequence[torch.dtype], lead: Tenso
         raise ValueError(f"{name}: expected device {lead.device}, got {x.device}")
 
 
-def indices(name: str, given: Any, batch: int, lead: Tensor) -> Tensor | None:
-    """Return the slots of the rows, or None where nobody gives any."""
+def optional(
+    name: str, given: Any, shape: tuple[int, ...], dtypes: Sequence[torch.dtype], lead: Tensor, of: str = ""
+) -> Tensor | None:
+    """Return a tensor where the inputs are, or None where nobody gives any."""
     if given is None:
         return None
     x = tensors.from_any(name, given)
-    if tuple(x.shape) != (batch,):
-        raise ValueError(f"{name}: expected shape [{batch}], a slot for each row, got {list(x.shape)}")
-    check_dtype(name, x, INDEX_TYPES, lead)
+    check_shape(name, x, shape, of)
+    check_dtype(name, x, dtypes, lead)
     return x
+
+
+def indices(name: str, given: Any, batch: int, lead: Tensor) -> Tensor | None:
+    """Return the slots of the rows, or None where nobody gives any."""
+    return optional(name, given, (batch,), INDEX_TYPES, lead, ", a slot for each row")
 
 
 def check_room(name: str, pool: Tensor, indices: Tensor | None, rows: int, word: str = "rows") -> None:
@@ -108,22 +119,12 @@ def check_room(name: str, pool: Tensor, indices: Tensor | None, rows: int, word:
 
 def has_initial_state(given: Any, sequences: int, lead: Tensor) -> Tensor | None:
     """Return which sequences begin with their slot, or None where nobody says so."""
-    if given is None:
-        return None
-    x = tensors.from_any("has_initial_state", given)
-    check_shape("has_initial_state", x, (sequences,))
-    check_dtype("has_initial_state", x, (torch.bool, torch.uint8), lead)
-    return x
+    return optional("has_initial_state", given, (sequences,), (torch.bool, torch.uint8), lead)
 
 
 def num_active(given: Any, lead: Tensor) -> Tensor | None:
     """Return how many sequences there are as a tensor, or None where nobody says so."""
-    if given is None:
-        return None
-    x = tensors.from_any("num_active", given)
-    check_shape("num_active", x, (1,))
-    check_dtype("num_active", x, (torch.int32,), lead)
-    return x
+    return optional("num_active", given, (1,), (torch.int32,), lead)
 
 
 def check_active(given: Tensor | None, sequences: int) -> int:
@@ -134,10 +135,10 @@ def check_active(given: Tensor | None, sequences: int) -> int:
     return active
 
 
-def check_shape(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
-    """Check a shape."""
+def check_shape(name: str, x: Tensor, shape: tuple[int, ...], of: str = "") -> None:
+    """Check a shape, of which `of` says what it is of."""
     if tuple(x.shape) != shape:
-        raise ValueError(f"{name}: expected shape {list(shape)}, got {list(x.shape)}")
+        raise ValueError(f"{name}: expected shape {list(shape)}{of}, got {list(x.shape)}")
 
 
 def check_alike(given: Mapping[str, Tensor | None]) -> None:
@@ -218,6 +219,13 @@ def count(name: str, value: Any, least: int = 0) -> int:
     return value
 
 
+def on_device(slots: Sequence[int], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Return slots as a tensor. From pinned memory the copy does not wait for the GPU."""
+    is_cuda = device.type == "cuda"
+    index = torch.tensor(slots, dtype=dtype, device="cpu", pin_memory=is_cuda)
+    return index.to(device, non_blocking=is_cuda)
+
+
 def listed(name: str, slots: Any) -> list[int]:
     """Return slots, one or several, as a list."""
     try:
@@ -246,8 +254,7 @@ def y_of(given: Any, v: Tensor, asked_v: Tensor, name: str = "v") -> Tensor:
 def out(given: Any, shape: tuple[int, ...], lead: Tensor, like: str = "") -> Tensor:
     """Return what the caller wants written, of the dtype of an input."""
     y = tensors.from_any("out", given, in_place=True)
-    if tuple(y.shape) != shape:
-        raise ValueError(f"out: expected shape {list(shape)}{like}, got {list(y.shape)}")
+    check_shape("out", y, shape, like)
     check_dtype("out", y, (lead.dtype,), lead)
     if not y.is_contiguous():
         raise ValueError(f"out: expected memory without gaps, got strides {y.stride()}")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,48 +16,16 @@ from rwkv_jit.call import plan as plans
 from rwkv_jit.call.plan import Plan
 from rwkv_jit.call.tensors import Memory
 from rwkv_jit.kernels import env
+from rwkv_jit.pool import arguments
 from rwkv_jit.pool.ring import ReplayRing
+from rwkv_jit.schedules.derived_table import ALL
 from rwkv_jit.schedules.problem import Op, Problem
 from rwkv_jit.schedules.update import Pool
 
+RING = ("cursors", "arrivals", "entry_d", "entry_b", "entry_k", "entry_v", "entry_u")  # as `ReplayRing.fields`
 ADDRESS_BITS = 15  # of an address that is no multiple of 16
 _PLAIN = (str, int, float, type(None))
 Traits = tuple[tuple[str, Any], ...]  # the switches of a call by name
-
-
-class Step(Protocol):
-    """A call that has been checked."""
-
-    @property
-    def op(self) -> Op:
-        """Return the op."""
-
-    @property
-    def state(self) -> Tensor:
-        """Return the pool."""
-
-    @property
-    def y(self) -> Tensor | None:
-        """Return where y is written, if anything is."""
-
-    @property
-    def given(self) -> tuple[Any, ...]:
-        """Return what the torch op takes behind the op's name, but for switches."""
-
-    @property
-    def tensors(self) -> list[Tensor | None]:
-        """Return the tensors as plans take them: the inputs, the pool, those that are options, y, those of a ring."""
-
-    @property
-    def is_empty(self) -> bool:
-        """Return whether there is nothing to do."""
-
-    @property
-    def options(self) -> tuple[Any, ...]:
-        """Return what else a plan depends on."""
-
-    def plan(self) -> Plan:
-        """Return a new plan."""
 
 
 class Kind(NamedTuple):
@@ -65,10 +33,87 @@ class Kind(NamedTuple):
 
     name: str  # of the public function, with {op} for the op's name
     torch_op: str
-    tensors: tuple[str, ...]  # the options that are tensors, in the order in which plans take them
-    others: tuple[str, ...]  # the options that are none, but for where y is written
+    tensors: tuple[str, ...]  # the options that are tensors, in the order of the torch op and of plans
+    others: tuple[str, ...]  # behind them those that are none, but for where y is written; "rounding" last
     check: Callable[..., Step]  # of the op, the name, the pool, the inputs, the options, and the ring if there is one
+    plan: Callable[[Any], Plan]  # of a `Step`
     has_tokens: bool = True  # the inputs are those of the op
+    lists_inputs: bool = True  # to the torch op, which else has them one by one
+    given: Callable[[Any], tuple[Any, ...]] | None = None  # what the torch op takes of a step with a ring
+
+
+class Step(NamedTuple):
+    """A call that has been checked."""
+
+    kind: Kind
+    op: Op
+    state: Tensor
+    y: Tensor | None  # where it is written, if anything is
+    inputs: Sequence[Any]  # None for those that are absent
+    values: tuple[Any, ...]  # of the options, in the order of their kind
+    traits: Traits = ()
+    ring: tuple[Any, ...] = ()  # the fields of a `ReplayRing`, and its length
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """Return the options by name."""
+        return dict(zip((*self.kind.tensors, *self.kind.others), self.values, strict=False))
+
+    @property
+    def given(self) -> tuple[Any, ...]:
+        """Return what the torch op takes behind the op's name, but for switches."""
+        if self.kind.given is not None:
+            return self.kind.given(self)
+        inputs = (self.inputs,) if self.kind.lists_inputs else self.inputs
+        return (self.state, self.y, *inputs, *self.values)
+
+    @property
+    def tensors(self) -> list[Tensor | None]:
+        """Return the tensors as plans take them: the inputs, the pool, those that are options, y, those of a ring."""
+        return [*self.inputs, self.state, *self.values[: len(self.kind.tensors)], self.y, *self.ring[:-1]]
+
+    @property
+    def tensors_by_name(self) -> dict[str, Tensor | None]:
+        """Return these as plans bind them."""
+        names = (*self.op.names, "state", *self.kind.tensors, "y", *(RING if self.ring else ()))
+        return {**dict(zip(names, self.tensors, strict=True)), "state": one_slot(self.state)}
+
+    @property
+    def options(self) -> tuple[Any, ...]:
+        """Return what else a plan depends on."""
+        return (*self.values[len(self.kind.tensors) :], self.traits, *self.ring[-1:])
+
+    @property
+    def rows(self) -> int:
+        """Return how many rows there are; without inputs and indices, slots."""
+        several = (*self.inputs[:1], self.named["state_indices"], self.state)
+        return len(next(x for x in several if x is not None))
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether there is nothing to do."""
+        has_nothing = self.y is not None and self.y.numel() == 0
+        return has_nothing or (bool(self.ring) and not (self.rows and self.state.numel()))
+
+    def plan(self) -> Plan:
+        """Return a new plan."""
+        return self.kind.plan(self)
+
+    def problem(self) -> Problem:
+        """Return the problem of the call on a GPU."""
+        options = {name: x for name, x in self.named.items() if name in ("scale", "decay", "state_layout")}
+        return problem_of(self.op, self.inputs, self.state, **options, traits=self.traits)
+
+    @property
+    def index_bytes(self) -> int:
+        """Return the bytes of an index of a slot; 4 where there are none."""
+        several = [x.element_size() for name, x in self.named.items() if name.endswith("_indices") and x is not None]
+        return several[0] if several else 4
+
+    def pool(self) -> Pool:
+        """Return what kernels know of the pool."""
+        named = self.named
+        return pool_of(self.state, self.index_bytes, named["null_index"], named["w0"], named["seed"])
 
 
 class _Known(NamedTuple):
@@ -129,27 +174,80 @@ def _checked_call(
     if op.traits:
         checks.check_switches(op, arrays, named)
     step = kind.check(op, name, state, arrays, options, *more, *([traits_of(op, named)] if op.traits else []))
+    y: Tensor = step.y  # type: ignore[assignment]  # or None
     if not (step.state.is_cuda and tensors.is_eager() and tensors.are_plain(step.tensors)):
         registry.find(kind.torch_op)(op.name, *step.given, **named)
-        return step.y  # type: ignore[return-value]
+        return y
     if step.is_empty:
-        return step.y  # type: ignore[return-value]
+        return y
     plan = run(step)
     # Others are looked at anew each time: arrays of another library, seeds that are numbers, slots to check.
     are_tensors = all(x is None or isinstance(x, Tensor) for x in given) and not env.checks_indices()
     if key is not None and are_tensors and all(isinstance(options.get(x), _PLAIN) for x in kind.others):
-        made_of = None if step.y is None else tensors.memory(step.y.shape, step.y.dtype)
+        made_of = None if y is None else tensors.memory(y.shape, y.dtype)
         prepared.keep_latest(key, given, _Known(plan, made_of))
-    return step.y  # type: ignore[return-value]
+    return y
 
 
 def run(step: Step) -> Plan:
     """Run a call that has been checked, and return its plan."""
     arrays, alignment = step.tensors, step.state.data_ptr() & ADDRESS_BITS
-    key = type(step), step.op.name, step.options, switches.is_batch_invariant(), alignment, tensors.signature(arrays)
+    key = (
+        step.kind.name,
+        step.op.name,
+        step.options,
+        switches.is_batch_invariant(),
+        alignment,
+        tensors.signature(arrays),
+    )
     plan = plans.find(key, step.plan)
     plan.run(arrays)
     return plan
+
+
+# ---- torch ops ---------------------------------------------------------------------------------------------------
+
+
+def implement(kind: Kind, on_cpu: Callable[..., None], ops: Mapping[str, Op] = ALL) -> None:
+    """Say who runs the torch op of a kind: the plan of its call, and with CPU tensors `on_cpu`, as plain torch."""
+
+    def step_of(op: str, state: Tensor, y: Tensor, *given: Any, **named: Any) -> Step:
+        count = 1 if kind.lists_inputs else len(ops[op].inputs)
+        inputs = given[0] if kind.lists_inputs else given[:count]
+        fitted_op, inputs = fitted(ops[op], inputs)
+        return Step(kind, fitted_op, state, y, inputs, given[count:], traits_of(fitted_op, named))
+
+    def plainly(step: Step) -> None:
+        on_cpu(step.op, step.state, step.y, step.inputs, **step.named, traits=step.traits)
+
+    implement_steps(kind.torch_op, step_of, plainly, lambda op, *_: kind.name.format(op=op))
+
+
+def implement_steps(
+    torch_op_name: str, step_of: Callable[..., Step], on_cpu: Callable[[Step], None], name_of: Callable[..., str]
+) -> None:
+    """Say who runs a torch op, from its arguments to a checked call and to the name of the public function."""
+
+    def run_op(*given: Any, **named: Any) -> None:
+        step = step_of(*given, **named)
+        if step.is_empty:
+            return
+        if step.state.is_cuda:
+            run(step)
+            return
+        torch_op.say_reference(name_of(*given), step.state)
+        with tensors.exactly(step.state), torch.no_grad():
+            on_cpu(step)
+
+    def fake(*_: Any, **__: Any) -> None:
+        """Do nothing with tensors that have no memory."""
+
+    def refuse(keys: Any, op: str, *given: Any, **named: Any) -> None:
+        arguments.refuse_gradients(ALL[op], name_of(op, *given), given)
+        with torch._C._AutoDispatchBelowAutograd():
+            registry.find(torch_op_name).redispatch(keys & torch._C._after_autograd_keyset, op, *given, **named)
+
+    registry.implement(torch_op_name, run_op, fake, refuse)
 
 
 # ---- what kernels are made for -----------------------------------------------------------------------------------
@@ -180,6 +278,57 @@ def fitted(op: Op, arrays: Sequence[Any]) -> tuple[Op, list[Any]]:
 @cache
 def _with_dims(op: Op, name: str, dims: str) -> Op:
     return replace(op, inputs={**op.inputs, name: dims}, also={**op.also, name: op.inputs[name]})
+
+
+class Checked(NamedTuple):
+    """A call whose inputs and options have been checked, but for those that are tensors."""
+
+    op: Op
+    inputs: list[Any]
+    sizes: dict[str, int]
+    lead: Tensor
+    scale: float
+    decay: str
+    layout: str
+    rounds: str
+    null_index: int
+    callers_v: tuple[Tensor, str]  # the caller's v, and its name
+
+
+def checked_inputs(
+    op: Op, name: str, arrays: Sequence[Any], options: Mapping[str, Any], kind: type, place: int
+) -> Checked:  # fmt: skip
+    """Check the options of a type and the inputs of a call, whose dimension at a `place` may be absent."""
+    has_decay = op.decay != "none" and op.through is None
+    of_decay = ("decay", "decay_bound", "w0")
+    arguments.check_names(name, options, [x for x in kind.__annotations__ if has_decay or x not in of_decay])
+    decay, layout, rounds = arguments.names(op, options)
+    null_index = arguments.null_index(options.get("null_index", -1))
+    op, inputs = fitted(op, checks.as_tensors(op, arrays))
+    inputs = with_all_dimensions(op, inputs, place)
+    lead, v = inputs[op.lead], op.names.index("v")
+    sizes = checks.check_inputs(op, inputs, not lead.is_cuda)
+    callers_v = tensors.from_any("v", arrays[v]), op.public_names[v]
+    scale = arguments.scale(op, options, sizes)
+    return Checked(op, inputs, sizes, lead, scale, decay, layout, rounds, null_index, callers_v)
+
+
+def checked_pool(call: Checked, state: Any, options: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """Return the pool of a call and what is added to w, once both are checked."""
+    op, sizes, lead = call.op, call.sizes, call.lead
+    state = tensors.from_any("state", state, in_place=True)
+    arguments.check_pool(op, state, tuple(sizes[dim] for dim in op.state_dims(call.layout)), lead, not lead.is_cuda)
+    return state, arguments.w0(options.get("w0"), sizes["H"], sizes["K"], lead)
+
+
+def checked_results(
+    call: Checked, name: str, state: Tensor, w0: Tensor | None, options: Mapping[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """Return where y of a call is written, and its seed, once both are checked and nothing needs a gradient."""
+    v = call.inputs[call.op.names.index("v")]
+    y = arguments.y_of(options.get("out"), v, *call.callers_v)
+    arguments.refuse_gradients(call.op, name, (state, y, w0, call.inputs))
+    return y, arguments.seed_tensor(options.get("seed"), call.rounds, state, call.lead)
 
 
 def with_all_dimensions(op: Op, inputs: Sequence[Any], place: int) -> list[Any]:

@@ -6,14 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from rwkv_jit.call.flops import register
+from rwkv_jit.call.flops import products_of, register
 from rwkv_jit.schedules.derived_table import ALL
 
 
 def _count(op: str, state: Tensor, y: Tensor, *_: Any, **__: Any) -> int:
-    products = 4 if (ALL[op].through or ALL[op]).family == "delta" else 2
     of_head = state.shape[-2] * state.shape[-1]  # keys and values
-    return 2 * products * y.numel() * of_head // y.shape[-1]
+    return 2 * products_of(ALL[op]) * y.numel() * of_head // y.shape[-1]
 
 
 def _count_replay(op: str, phase: str, state: Tensor, y: Tensor | None, *_: Any, **__: Any) -> int:

@@ -13,6 +13,7 @@ from rwkv_jit.plain import operands, rounding
 from rwkv_jit.plain.reference import decay_factor, gla_ref, linear_attention_ref, wkv4_ref, wkv5_ref, wkv6_ref, wkv7_ref
 from rwkv_jit.schedules.legal import Wkv4Decay
 from rwkv_jit.schedules.problem import Op
+from rwkv_jit.schedules.varlen import FEW_TOKENS
 
 
 def _wkv4(k: Tensor, v: Tensor, w: Tensor, u: Tensor, state: Tensor, *_: Any, decay: Wkv4Decay, **__: Any) -> Any:
@@ -45,9 +46,9 @@ def _run(
 
 
 def update(
-    op: Op, state: Tensor, y: Tensor, inputs: Sequence[Tensor], w0: Tensor | None, state_indices: Tensor | None,
-    write_indices: Tensor | None, seed: Tensor | None, null_index: int, scale: float, decay: str, state_layout: str,
-    traits: Any = (),
+    op: Op, state: Tensor, y: Tensor, inputs: Sequence[Tensor], *, state_indices: Tensor | None,
+    write_indices: Tensor | None, null_index: int, decay: str, w0: Tensor | None = None, seed: Tensor | None = None,
+    scale: float = 1.0, state_layout: str = "vk", traits: Any = (),
 ) -> None:  # fmt: skip
     """Run as many tokens of each row."""
     slots = state.shape[0]
@@ -94,8 +95,7 @@ def varlen(
     op: Op, state: Tensor, y: Tensor, inputs: Sequence[Tensor], w0: Tensor | None, cu_seqlens: Tensor,
     state_indices: Tensor | None, write_indices: Tensor | None, has_initial_state: Tensor | None,
     num_active: Tensor | None, checkpoint_offsets: Tensor | None, checkpoint_indices: Tensor | None,
-    seed: Tensor | None, null_index: int, scale: float, decay: str, state_layout: str, traits: Any,
-    few_tokens: int,
+    seed: Tensor | None, null_index: int, scale: float, decay: str, state_layout: str, traits: Any, **_: Any,
 ) -> None:  # fmt: skip
     """Run sequences of any lengths; those of a few tokens are rounded at random where there is a seed."""
     shown = y.view(inputs[op.names.index("v")].shape)
@@ -111,7 +111,7 @@ def varlen(
         result, final = _run(op, some, begun.to(wide), scale, decay, state_layout, traits)
         shown[:, rows] = result.to(shown.dtype)
         if piece.write >= 0:
-            at_random = piece.is_whole and piece.end - piece.begin <= few_tokens
+            at_random = piece.is_whole and piece.end - piece.begin <= FEW_TOKENS
             _write(state, torch.tensor([piece.write]), final, seed if at_random else None)
 
 

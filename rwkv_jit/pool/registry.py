@@ -26,7 +26,7 @@ _OPS = {
         "Tensor(f!)? b, Tensor(g!) k, Tensor(h!) v, Tensor(i!)? u, int length, Tensor[] inputs, Tensor? w0, "
         "Tensor? state_indices, Tensor? accept_lens, Tensor? seed, int null_index, float scale, str decay, "
         "str state_layout) -> ()",
-        "pool.replay_calls",
+        "pool.replay",
     ),
     "varlen_states": (
         "(str op, Tensor(a!) state, Tensor(b!) y, Tensor?[] inputs, Tensor? w0, Tensor cu_seqlens, "

@@ -185,20 +185,20 @@ class ReplayRing:
         if slots is None:
             self.cursors.zero_()
             return
-        is_cuda = self.device.type == "cuda"
-        if not isinstance(slots, Tensor):
+        if isinstance(slots, Tensor):
+            if slots.dtype not in arguments.INDEX_TYPES:
+                raise TypeError(f"slots: expected torch.int32 or torch.int64, got {slots.dtype}")
+            if arguments.may_look_at([slots]):
+                outside = slots[slots >= self.slots].tolist()
+                if outside:
+                    expected = f"expected slots below {self.slots}, or below 0 for none"
+                    raise ValueError(f"slots: {expected}; got {outside[:8]}")
+            index = slots.flatten().to(self.device, torch.int64, non_blocking=self.device.type == "cuda")
+        else:
             listed = arguments.listed("slots", slots)
             if any(not 0 <= slot < self.slots for slot in listed):
                 raise ValueError(f"slots: expected slots below {self.slots}, got {brief(slots)}")
-            # From pinned memory the copy does not wait for the GPU.
-            slots = torch.tensor(listed, dtype=torch.int64, device="cpu", pin_memory=is_cuda)
-        if slots.dtype not in arguments.INDEX_TYPES:
-            raise TypeError(f"slots: expected torch.int32 or torch.int64, got {slots.dtype}")
-        if arguments.may_look_at([slots]):
-            outside = slots[slots >= self.slots].tolist()
-            if outside:
-                raise ValueError(f"slots: expected slots below {self.slots}, or below 0 for none; got {outside[:8]}")
-        index = slots.flatten().to(self.device, torch.int64, non_blocking=is_cuda)
+            index = arguments.on_device(listed, self.device)
         kept = torch.ones(self.slots + 1, dtype=torch.int32, device=self.device)  # the last one is for no slot
         kept.index_fill_(0, index.where((index >= 0) & (index < self.slots), self.slots), 0)
         self.cursors.mul_(kept[:-1])

@@ -43,7 +43,8 @@ class StatePool:
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit; the message has its name, what was expected and what came.
+        An argument does not fit, of a method too, as a slot that is not allocated or that comes twice; the message has
+        its name, what was expected and what came.
 
     Notes
     -----
@@ -130,11 +131,6 @@ class StatePool:
         StatePool
             With "wkv" [layers, slots, H, V, K], and with "time_shift" and "channel_shift" [layers, slots, width].
 
-        Raises
-        ------
-        TypeError, ValueError
-            An argument does not fit; the message has its name, what was expected and what came.
-
         Examples
         --------
         >>> pool = rwkv_jit.StatePool.rwkv7(8, layers=2, heads=3, head_size=64, width=192, device="cuda")
@@ -209,8 +205,6 @@ class StatePool:
         ------
         RwkvJitError
             Too few slots are free; none is allocated.
-        TypeError, ValueError
-            `count` is not an int, or is negative.
 
         Examples
         --------
@@ -240,8 +234,6 @@ class StatePool:
         ------
         RwkvJitError
             Too few slots are free; none is allocated.
-        TypeError, ValueError
-            `slot` is not allocated, or `count` is not an int, or is negative.
 
         Examples
         --------
@@ -264,11 +256,6 @@ class StatePool:
         target : int or several ints
             As many allocated slots, each once. All sources are read before a target is written.
 
-        Raises
-        ------
-        TypeError, ValueError
-            A slot is not allocated, a target comes twice, or there are not as many of both.
-
         Examples
         --------
         >>> first, second = pool.allocate(2)
@@ -289,11 +276,6 @@ class StatePool:
         slots : int or several ints
             Allocated slots, each once.
 
-        Raises
-        ------
-        TypeError, ValueError
-            A slot is not allocated, or comes twice.
-
         Examples
         --------
         >>> pool.reset(pool.allocate(2))
@@ -309,11 +291,6 @@ class StatePool:
         ----------
         slots : int or several ints
             Allocated slots, each once.
-
-        Raises
-        ------
-        TypeError, ValueError
-            A slot is not allocated, or comes twice.
 
         Examples
         --------
@@ -336,11 +313,6 @@ class StatePool:
         -------
         torch.Tensor, shape (number of slots,), int32
 
-        Raises
-        ------
-        TypeError, ValueError
-            A slot is neither allocated nor reserved, or is allocated and comes twice.
-
         Examples
         --------
         >>> pool.indices(pool.allocate(2))
@@ -349,7 +321,7 @@ class StatePool:
         listed = arguments.listed("slots", slots)
         reserved = range(self.reserved)
         self._check("slots", [slot for slot in listed if slot not in reserved])
-        return self._on_device(listed, torch.int32)
+        return arguments.on_device(listed, self.device, torch.int32)
 
     def save(
         self,
@@ -370,8 +342,6 @@ class StatePool:
 
         Raises
         ------
-        TypeError, ValueError
-            An argument does not fit; the message has its name, what was expected and what came.
         OSError
             The file cannot be written. One that was there is as it was.
         ImportError
@@ -389,7 +359,7 @@ class StatePool:
         listed = list(self.allocated) if slots is None else arguments.listed("slots", slots)
         self._check("slots", listed)
         text = states.described(self._specs, metadata)
-        index = self._on_device(listed)
+        index = arguments.on_device(listed, self.device)
         states.write(path, {name: x.index_select(1, index).cpu() for name, x in self._tensors.items()}, text)
 
     def load(self, path: str | os.PathLike[str]) -> list[int]:
@@ -424,7 +394,7 @@ class StatePool:
         """
         held = states.read(path, self._specs)
         new = self._lowest(next(iter(held.values())).shape[1])
-        index = self._on_device(new)
+        index = arguments.on_device(new, self.device)
         for name, x in self._tensors.items():
             x.index_copy_(1, index, held[name].to(self.device))
         return self._take(new)
@@ -456,20 +426,14 @@ class StatePool:
 
     # ---- memory --------------------------------------------------------------------------------------------------
 
-    def _on_device(self, slots: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
-        # From pinned memory the copy does not wait for the GPU.
-        is_cuda = self.device.type == "cuda"
-        index = torch.tensor(slots, dtype=dtype, device="cpu", pin_memory=is_cuda)
-        return index.to(self.device, non_blocking=is_cuda)
-
     def _fill(self, slots: Sequence[int]) -> None:
-        index = self._on_device(slots)
+        index = arguments.on_device(slots, self.device)
         for name, x in self._tensors.items():
             x.index_fill_(1, index, self._specs[name].fill)
 
     def _copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy slots over as many others, or one over several, all of which are read first."""
-        read, written = self._on_device(sources), self._on_device(targets)
+        read, written = arguments.on_device(sources, self.device), arguments.on_device(targets, self.device)
         for x in self._tensors.values():
             held = x.index_select(1, read)
             x.index_copy_(1, written, held.expand(-1, len(targets), *held.shape[2:]))

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 
-from rwkv_jit.call import checks, recording, registry, tensors, torch_op
+from rwkv_jit.call import checks, tensors
 from rwkv_jit.call.plan import Plan
 from rwkv_jit.call.tensors import Array
 from rwkv_jit.kernels.errors import unexpected
 from rwkv_jit.pool import arguments, calls, plain
+from rwkv_jit.pool.calls import Step
 from rwkv_jit.schedules import wkv4 as schedules
 from rwkv_jit.schedules.legal import Wkv4Decay
 from rwkv_jit.schedules.problem import Op
@@ -21,7 +21,6 @@ from rwkv_jit.schedules.table import OPS
 
 # What has rows and tokens comes first: known calls are found by the first input's shape.
 _OP = replace(OPS["wkv4"], inputs=dict(k="BTC", v="BTC", w="C", u="C"), lead=0)
-_NO_GRADIENT = "changes the states in place and has no gradient; use wkv4, or torch.no_grad()"
 
 
 def wkv4_update(
@@ -90,53 +89,16 @@ def wkv4_update(
     return calls.call(_KIND, _OP, state, (k, v, w, u), options)
 
 
-class _Step(NamedTuple):
-    op: Op
-    state: Tensor
-    y: Tensor
-    k: Tensor
-    v: Tensor
-    w: Tensor
-    u: Tensor
-    state_indices: Tensor | None
-    write_indices: Tensor | None
-    null_index: int
-    decay: str
-
-    @property
-    def given(self) -> tuple[Any, ...]:
-        return self[1:]
-
-    @property
-    def inputs(self) -> tuple[Tensor, ...]:
-        return self[3:7]
-
-    @property
-    def tensors(self) -> list[Tensor | None]:
-        return [*self.inputs, self.state, self.state_indices, self.write_indices, self.y]
-
-    @property
-    def is_empty(self) -> bool:
-        return self.y.numel() == 0
-
-    @property
-    def options(self) -> tuple[Any, ...]:
-        return self[-2:]
-
-    def plan(self) -> Plan:
-        state, problem = self.state, calls.problem_of(self.op, self.inputs, self.state, decay=self.decay)
-        strides = dict(zip(("slot_stride", "number_stride", "channel_stride"), state.stride(), strict=True))
-        indices = self.state_indices if self.state_indices is not None else self.write_indices
-        schedule = schedules.update(
-            problem, {**strides, "slots": state.shape[0], "null_index": self.null_index},
-            4 if indices is None else indices.element_size(),
-        )  # fmt: skip
-        named = dict(zip((*self.op.names, "state", *_KIND.tensors, "y"), self.tensors, strict=True))
-        # The kernel takes the pool's address and strides: no copy, whatever these are.
-        return Plan(schedule, problem, {**named, "state": state[:1, :1, :1]})
+def _plan(step: Step) -> Plan:
+    state, problem = step.state, step.problem()
+    strides = dict(zip(("slot_stride", "number_stride", "channel_stride"), state.stride(), strict=True))
+    sizes = {**strides, "slots": state.shape[0], "null_index": step.named["null_index"]}
+    schedule = schedules.update(problem, sizes, step.index_bytes)
+    # The kernel takes the pool's address and strides: no copy, whatever these are.
+    return Plan(schedule, problem, {**step.tensors_by_name, "state": state[:1, :1, :1]})
 
 
-def check(op: Op, name: str, state: Any, arrays: Sequence[Any], options: dict[str, Any]) -> _Step:
+def check(op: Op, name: str, state: Any, arrays: Sequence[Any], options: dict[str, Any]) -> Step:
     """Check a call as `update.check` does, and return it with all options."""
     decay, null_index = options["decay"], arguments.null_index(options["null_index"])
     checks.check_name("decay", decay, op.decays)
@@ -161,7 +123,7 @@ def check(op: Op, name: str, state: Any, arrays: Sequence[Any], options: dict[st
         arguments.check_slots(slots, state.shape[0], null_index)
     y = arguments.y_of(options.get("out"), v, asked_v)
     arguments.refuse_gradients(op, name, (state, y, k, v, w, u))
-    return _Step(op, state, y, k, v, w, u, read, written, null_index, decay)
+    return Step(_KIND, op, state, y, (k, v, w, u), (read, written, null_index, decay))
 
 
 def _check_memory(state: Tensor) -> None:
@@ -174,32 +136,9 @@ def _check_memory(state: Tensor) -> None:
 
 
 _KIND = calls.Kind(
-    "{op}_update", "wkv4_states", ("state_indices", "write_indices"), ("decay", "null_index"), check
+    "{op}_update", "wkv4_states", ("state_indices", "write_indices"), ("null_index", "decay"), check, _plan,
+    lists_inputs=False,
 )  # fmt: skip
 
 
-# ---- the torch op ------------------------------------------------------------------------------------------------
-
-
-def run(op: str, *given: Any) -> None:
-    """Run the torch op with CPU or CUDA tensors."""
-    step = _Step(_OP, *given)
-    if step.is_empty:
-        return
-    if step.state.is_cuda:
-        calls.run(step)
-        return
-    torch_op.say_reference("wkv4_update", step.state)
-    slots = step.state_indices, step.write_indices
-    with tensors.exactly(step.state), torch.no_grad():
-        plain.update(_OP, step.state, step.y, step.inputs, None, *slots, None, step.null_index, 1.0, step.decay, "vk")
-
-
-def fake(*_: Any) -> None:
-    """Do nothing with tensors that have no memory."""
-
-
-record = recording.nothing(registry.find(_KIND.torch_op), "wkv4_update", _NO_GRADIENT)
-
-
-registry.implement("wkv4_states", run, fake, record)
+calls.implement(_KIND, plain.update, {"wkv4": _OP})

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from rwkv_jit.schedules import directions, layer_table, layers
-from rwkv_jit.schedules.common import Case
 from rwkv_jit.schedules.derived_table import ALL
 from rwkv_jit.schedules.problem import LARGEST_DECAY, Op, Problem
 from rwkv_jit.schedules.schedule import Step
 
 # What kernels are compiled for ahead of calls: ops over sequences, and functions of a layer's small work.
-LAYER_OPS = {**layer_table.OPS, "causal_conv1d": layer_table.CONVOLUTION["forward"]}
+LAYER_OPS = layer_table.FUNCTIONS
 OPS: dict[str, Op] = {**ALL, **LAYER_OPS}
 # What calls choose beside their inputs, with the defaults.
 SWITCHES: dict[str, Any] = {name: default for op in OPS.values() for name, default in op.traits.items()}
@@ -80,8 +79,7 @@ def _bound(p: Problem) -> Any:
     inner = directions.running(p)
     if p.op.decay == "none" or p.decay == "sigmoid" or inner.backend not in ("chunked", "segments"):
         return None
-    case = Case(inner.op, inner.types["v"], p.K, p.V, p.tokens, inner.decay, None, None, training=p.training)
-    usual = directions.ALGORITHMS[inner.op.family]["chunked"].default_chunk_len(case, p.gpu)
+    usual = directions.ALGORITHMS[inner.op.family]["chunked"].default_chunk_len(inner)
     if p.tokens <= _SHORT_TOKENS or inner.chunk_len >= usual:
         return None
     return -2 * LARGEST_DECAY[inner.types["v"]] / inner.chunk_len

@@ -2,37 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from rwkv_jit.kernels.gpu import Gpu
 from rwkv_jit.kernels.template import Parameter
 from rwkv_jit.schedules import common, head_decay
-from rwkv_jit.schedules.common import Case, Obstacle
+from rwkv_jit.schedules.common import Obstacle
+from rwkv_jit.schedules.layers import BETA_MAPS
 from rwkv_jit.schedules.problem import BYTES, LARGEST_DECAY, Problem
 from rwkv_jit.schedules.schedule import Item, Schedule, Step, aligned
 
 CHUNK_LEN = 64
 HEAD_SIZE = 128
-LEAST_BLOCKS = (
-    1 / 5
-)  # heads of all sequences for a multiprocessor: fewer leave it idle, and go in segments of the op below
+# Heads of all sequences for a multiprocessor: fewer leave it idle, and go in segments of the op below.
+LEAST_BLOCKS = 1 / 5
 _THREADS = 512
 _TILE = 2 * 64 * 64  # bytes
 _FIXED = ("a_log", "dt_bias")  # inputs that are the same for every token
 
+nearest = common.nearest  # a call with a geometry that these kernels do not have is for others
 
-def why_not(case: Case, gpu: Callable[[], Gpu]) -> Obstacle | None:
-    """Return why these kernels cannot do a call; None where they can. The GPU is needed where all else is right."""
-    obstacle = common.obstacle(case, gpu, HEAD_SIZE, (CHUNK_LEN,), str(CHUNK_LEN), holds_heads=True)
+
+def why_not(p: Problem) -> Obstacle | None:
+    """Return why these kernels cannot do a call; None where they can. The GPU is looked at where all else is right."""
+    obstacle = common.obstacle(p, HEAD_SIZE, (CHUNK_LEN,), holds_heads=True)
     if obstacle is not None:
         return obstacle
-    if case.training and case.group != 1:
-        return "takes as many key heads as value heads with gradients, got {} value heads for each", case.group
-    if (case.head_size, case.value_size) != (HEAD_SIZE, HEAD_SIZE):
-        return "takes head sizes of 128, got {} and {} for v", case.head_size, case.value_size
-    there = gpu()
-    return None if there.has_warp_groups else ("needs sm_90, got {}", there.arch)
+    if p.training and p.G != p.H:
+        return "takes as many key heads as value heads with gradients, got {} value heads for each", p.H // p.G
+    if (p.K, p.V) != (HEAD_SIZE, HEAD_SIZE):
+        return "takes head sizes of 128, got {} and {} for v", p.K, p.V
+    return None if p.gpu.has_warp_groups else ("needs sm_90, got {}", p.gpu.arch)
 
 
 def shared_bytes(storage: str) -> int:
@@ -47,7 +46,7 @@ def shared_bytes(storage: str) -> int:
     return -(-size // 1024) * 1024
 
 
-def default_chunk_len(case: Case, gpu: Gpu) -> int:
+def default_chunk_len(p: Problem) -> int:
     """Return the one length of a chunk."""
     return CHUNK_LEN
 
@@ -57,7 +56,7 @@ def _types(p: Problem) -> dict[str, Parameter]:
     return {
         "T_IO": p.types["v"], "T_STATE": p.state_type, "STATE_LAYOUT": p.state_layout, "DECAY": "log",
         "T_W": p.types["w"], "T_BETA": p.types["beta"], "GATE": gate, "HAS_NORM": bool(p.trait("qk_norm")),
-        "HAS_BIAS": "dt_bias" in p.types, "BETA_MAP": head_decay.RATE_MAPS.index(p.trait("beta_map")),
+        "HAS_BIAS": "dt_bias" in p.types, "BETA_MAP": BETA_MAPS.index(p.trait("beta_map")),
     }  # fmt: skip
 
 
@@ -141,7 +140,3 @@ def vectors(p: Problem) -> dict[str, int]:
     """Return how many neighbours of each input are read at once; what heads have one of is read alone."""
     streamed = {name: 16 // BYTES[p.types[name]] for name in ("r", "k", "v", "w")}
     return {**dict.fromkeys(p.present, 1), **streamed}
-
-
-def nearest(step: Step, argument: str, value: int) -> None:
-    """Return nothing: a call with a geometry that these kernels do not have is for others."""

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from rwkv_jit.kernels.errors import UnsupportedConfigError
 from rwkv_jit.kernels.gpu import TENSOR_CORES, Gpu
-from rwkv_jit.kernels.template import Parameter
-from rwkv_jit.schedules.problem import BYTES, LARGEST_DECAY, Op, Problem, is_framed
-from rwkv_jit.schedules.schedule import Result, Step
+from rwkv_jit.kernels.template import STORAGE_TYPES, Parameter
+from rwkv_jit.schedules.problem import BYTES, LARGEST_DECAY, Problem, is_framed
+from rwkv_jit.schedules.schedule import Result, Schedule, Step, without
 
 DTYPES = {"fp16": "torch.float16", "bf16": "torch.bfloat16", "fp32": "torch.float32", "fp64": "torch.float64"}
-_MANY = 1 << 20  # blocks or tokens, more than any rule asks for
 MOST_HEADS = 65535  # of a grid's second extent
 LARGEST_HEAD = 128  # that a block holds
 _SUM_THREADS, _SUM_COLUMNS = 256, 32  # of a block that sums rows
+_MOST_BUFFERS = 5  # buffers whose rows one launch adds up
 _COPY_THREADS, _COPY_TILE = 256, 32
 
 
@@ -27,79 +28,50 @@ _COPY_THREADS, _COPY_TILE = 256, 32
 Obstacle = tuple[Any, ...]
 
 
-class Case(NamedTuple):
-    """What the rule looks at: a call on CUDA tensors, or the calls that a kernel is compiled for."""
-
-    op: Op
-    dtype: str  # of r, k and v
-    head_size: int
-    value_size: int
-    tokens: int  # of a sequence, on average
-    decay: str
-    decay_bound: float | None
-    chunk_len: int | None
-    num_threads: int | None = None
-    training: bool = True  # with gradients
-    blocks: int = _MANY  # sequences times heads
-    is_packed: bool = False
-    multiprocessors: Callable[[], int] | None = None  # of the device; None where a call is traced
-    longest: int = 0  # about the tokens of the longest packed sequence, where it is known
-    heads: int = 1
-    group: int = 1  # heads that share a key head
-    is_narrow: bool = False  # rows become float16
-    present: tuple[str, ...] = ()  # the inputs of a call, where some are optional
-    traits: tuple[tuple[str, Any], ...] = ()  # the switches of the op by name
-
-    def trait(self, name: str) -> Any:
-        """Return a switch of the op; None where the op has no such switch."""
-        return dict(self.traits).get(name)
-
-    def of_any_batch(self) -> Case:
-        """Return the case of a call with many long sequences."""
-        blocks = _MANY if self.blocks and self.tokens else 0
-        return self._replace(tokens=_MANY, blocks=blocks, is_packed=False, multiprocessors=None)
-
-    def below(self) -> Case:
-        """Return the case of the op below, of a call that goes through another op."""
-        assert self.op.through is not None
-        return self._replace(op=self.op.through, decay="log", group=1, present=(), traits=())
-
-
 def obstacle(
-    case: Case, gpu: Callable[[], Gpu], largest_head: int, chunk_lens: Sequence[int], lengths: str,
-    holds_heads: bool = False,
-) -> Obstacle | None:  # fmt: skip
-    """Return why no kernels on the tensor cores can do a call; the GPU is needed where all else is right.
+    p: Problem, largest_head: int, chunk_lens: Sequence[int], holds_heads: bool = False, behind: str = ""
+) -> Obstacle | None:
+    """Return why no kernels on the tensor cores can do a call; the GPU is looked at where all else is right.
 
-    `lengths` is what messages call the chunk lengths. Where blocks hold a head, keys may not be too long beside the
-    values.
+    Where blocks hold a head, keys may not be too long beside the values. `behind` says when chunks have these lengths.
     """
-    head_size, value_size, chunk_len = case.head_size, case.value_size, case.chunk_len
-    if case.dtype not in ("fp16", "bf16"):
-        return "takes float16 and bfloat16, got {}", DTYPES[case.dtype]
-    if head_size > largest_head or value_size > largest_head:
-        return "takes head sizes up to {}, got {} and {} for v", largest_head, head_size, value_size
-    if holds_heads and padded(head_size) > 2 * padded(value_size):
-        return "takes keys up to twice as long as values (in steps of 32), got {} and {} for v", head_size, value_size
-    if chunk_len is not None and chunk_len not in chunk_lens:
-        return "takes chunk_len {}, got {}", lengths, chunk_len
-    there = gpu()
-    if not there.has_tensor_cores:
-        return "needs an architecture from sm_{} on, got {}", TENSOR_CORES, there.arch
+    if p.storage not in ("fp16", "bf16"):
+        return "takes float16 and bfloat16, got {}", DTYPES[p.storage]
+    if max(p.K, p.V) > largest_head:
+        return "takes head sizes up to {}, got {} and {} for v", largest_head, p.K, p.V
+    if holds_heads and padded(p.K) > 2 * padded(p.V):
+        return "takes keys up to twice as long as values (in steps of 32), got {} and {} for v", p.K, p.V
+    if p.chunk_len and p.chunk_len not in chunk_lens:
+        *others, last = map(str, sorted(chunk_lens))
+        lengths = f"{', '.join(others)} or {last}" if others else last
+        return "takes chunk_len {}, got {}", lengths + behind, p.chunk_len
+    if not p.gpu.has_tensor_cores:
+        return "needs an architecture from sm_{} on, got {}", TENSOR_CORES, p.gpu.arch
     return None
 
 
-def shared_obstacle(case: Case, gpu: Gpu, chunk_len: int, shared_bytes: int) -> Obstacle | None:
-    """Return that a block needs more shared memory than there is; None where it does not."""
-    if shared_bytes <= gpu.shared_limit:
+def obstacle_of_blocks(
+    p: Problem, chunk_lens: Sequence[int], default: Callable[[Problem], int], shared_bytes: Callable[[int], int]
+) -> Obstacle | None:
+    """Return why no blocks that hold a head can do a call, with the shared memory that one needs by its chunk."""
+    found = obstacle(p, LARGEST_HEAD, chunk_lens, holds_heads=True)
+    if found is not None:
+        return found
+    chunk_len, limit = p.chunk_len or default(p), p.gpu.shared_limit
+    if shared_bytes(chunk_len) <= limit:
         return None
     text = "needs {} bytes of shared memory at head sizes {} and {} and chunk_len={}, {} has {}"
-    return text, shared_bytes, case.head_size, case.value_size, chunk_len, gpu.arch, gpu.shared_limit
+    return text, shared_bytes(chunk_len), p.K, p.V, chunk_len, p.gpu.arch, limit
 
 
-def framed_lengths(case: Case, lengths: Sequence[int]) -> list[int]:
+def fitting(p: Problem, chunk_lens: Sequence[int], shared_bytes: Callable[[int], int]) -> int:
+    """Return the first of these chunks for which a block has shared memory, or the shortest."""
+    return next((each for each in chunk_lens if shared_bytes(each) <= p.gpu.shared_limit), min(chunk_lens))
+
+
+def framed_lengths(p: Problem, lengths: Sequence[int]) -> list[int]:
     """Return the chunk lengths whose frames no decay leaves, if the bound holds."""
-    return [each for each in lengths if is_framed(case.dtype, case.decay, case.decay_bound, each)]
+    return [each for each in lengths if is_framed(p.storage, p.decay, p.decay_bound, each)]
 
 
 def check_heads(p: Problem, backend: str) -> None:
@@ -322,6 +294,36 @@ def sum_rows(
     return Step("sum_rows", "sum_rows", parameters, (-(-width // (columns * vector)), groups, 1), bind)
 
 
+def with_sums(schedule: Schedule, wanted: Collection[str]) -> Schedule:
+    """Return a schedule of these results alone, which also adds up what blocks leave of some: one launch for all.
+
+    A result has floats of as many rows as blocks in scratch, `<name>_rows`. Each column is added up as by `sum_rows`.
+    """
+    several = [(name, result) for name, result in schedule.results.items() if f"{name}_rows" in schedule.scratch]
+    several = [each for each in several if each[0] in wanted]
+    sums = [_sum_buffers(several[i : i + _MOST_BUFFERS], schedule) for i in range(0, len(several), _MOST_BUFFERS)]
+    schedule = replace(schedule, steps=(*schedule.steps, *sums))
+    unwanted = [name for name in schedule.results if name not in wanted]
+    return without(schedule, unwanted) if unwanted else schedule
+
+
+def _sum_buffers(several: Sequence[tuple[str, Result]], schedule: Schedule) -> Step:
+    bind: dict[str, Any] = {}
+    blocks: Any = 0
+    for place in range(_MOST_BUFFERS):
+        name, result = several[place] if place < len(several) else (None, Result((0,), "fp32"))
+        width = math.prod(result.shape)
+        rows = None if name is None else f"{name}_rows"
+        group_rows = 0 if rows is None else schedule.scratch[rows] // (4 * width)
+        blocks = blocks + -(-width // _SUM_COLUMNS)
+        bind |= {
+            f"rows{place}": rows, f"sums{place}": name, f"group_rows{place}": group_rows, f"width{place}": width,
+            f"storage{place}": STORAGE_TYPES.index(result.dtype),
+        }  # fmt: skip
+    parameters: dict[str, Parameter] = {"NUM_THREADS": _SUM_THREADS, "COLUMNS": _SUM_COLUMNS}
+    return Step("sum_buffers", "sum_buffers", parameters, (blocks, 1, 1), bind)
+
+
 def copy_states(
     p: Problem, source: str, target: str, source_type: str, target_type: str, source_layout: str, target_layout: str,
     row_step: Any = 1, first_row: Any = 0,
@@ -364,6 +366,10 @@ def candidates_of_blocks(direction: str, chunk_len: int, threads: int, shared_by
 def blocks_of(p: Problem, direction: str, by_rule: int) -> int:
     """Return how many blocks fit on an SM: as tuned, or by the rule."""
     return (p.forward_blocks if direction == "forward" else p.backward_blocks) or by_rule
+
+
+def nearest(step: Step, argument: str, value: int) -> None:
+    """Name no legal value: `why_not` and the schedules have refused what is not legal, and said what is."""
 
 
 def named(parameters: Mapping[str, Parameter], *names: str) -> dict[str, Parameter]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from math import ceil
-from typing import Any
 
 from rwkv_jit.kernels.template import Parameter
 from rwkv_jit.schedules import common, layers
-from rwkv_jit.schedules.layer_table import CONVOLUTION as OPS
-from rwkv_jit.schedules.layers import GATES, Given, Sequences
-from rwkv_jit.schedules.problem import BYTES
-from rwkv_jit.schedules.schedule import Schedule, Step, without
+from rwkv_jit.schedules.layer_gradients import BACKWARDS
+from rwkv_jit.schedules.layer_table import CONVOLUTION, CONVOLUTION_UPDATE
+from rwkv_jit.schedules.layers import GATES, Given, Options, Sequences
+from rwkv_jit.schedules.problem import BYTES, Op
+from rwkv_jit.schedules.schedule import Schedule, Step
 
 _ACCESS_BYTES = 16
 _HALF_ACCESS_BYTES = 8  # where sums take registers too
@@ -27,57 +27,54 @@ _MOST_BLOCKS = 16  # of a multiprocessor, of the smallest GPUs
 LEAST_WIDTH, MOST_WIDTH, MOST_STATE_LEN = 2, 8, 16
 
 
-def forward(given: Given, texts: Sequences, activation: str) -> Schedule:
+def forward(given: Given, options: Options) -> Schedule:
     """Return the launch of whole sequences; with packed ones `tokens` is that of all together."""
+    (activation,), texts = options.kinds, options.texts
     parameters, slices = _cut(given, _vector(given, _MOST_TAPS), _NUM_THREADS, activation)
     parameters |= _of_texts(given, texts, parameters)
     most = max(given.rows * slices // _MANY_BLOCKS, _LEAST_RUN)
     grid, bind = _runs(given, texts, min(most, _MOST_RUN), slices)
     name = "layer_convolution"
     step = Step(name, name, parameters, grid, bind, overlaps=_overlaps(given))
-    return Schedule((step,), given.results, vectors=_vectors("forward", given, parameters))
+    return Schedule((step,), given.results, vectors=_vectors(CONVOLUTION, given, parameters))
 
 
-def backward(given: Given, texts: Sequences, activation: str, wanted: Sequence[str]) -> Schedule:
-    """Return the launches for these gradients, by the names of inputs; `given` has all results with a "d" before."""
+def backward(given: Given, options: Options) -> Schedule:
+    """Return the launch of all gradients; `given` has all results with a "d" before."""
+    (activation,), texts = options.kinds, options.texts
     most = _HALF_ACCESS_BYTES // BYTES[given.types["x"]]
     parameters, slices = _cut(given, min(_vector(given, _MOST_SUMS), most), _NUM_THREADS, activation)
     parameters |= _of_texts(given, texts, parameters)
     run_len = layers.rows_of_block(given, parameters, slices, _LEAST_BACKWARD_RUN)
     grid, bind = _runs(given, texts, run_len, slices)
     channels, width = given.sizes
-    sums, scratch, places = list[Step](), dict[str, Any](), {"x": "dx", "initial_state": "dinitial_state"}
-    for x, columns in (("weight", channels * width), ("bias", channels)):
-        places[x] = f"d{x}_rows"
-        if x in given.types:
-            scratch[places[x]] = 4 * grid[0] * columns
-            sums.append(common.sum_rows(places[x], f"d{x}", 1, grid[0], columns, given.results[f"d{x}"].dtype))
+    columns, places = {"weight": channels * width, "bias": channels}, {"x": "dx", "initial_state": "dinitial_state"}
+    scratch = {f"d{x}_rows": 4 * grid[0] * count for x, count in columns.items() if x in given.types}
+    places |= {x: f"d{x}_rows" for x in columns}
     absent = {place: None for x, place in places.items() if x not in given.types}
     name = "layer_convolution_backward"
     step = Step(name, name, parameters, grid, {**absent, **bind}, optional=tuple(places.values()))
-    vectors = _vectors("backward", given, parameters)
-    schedule = Schedule((step, *sums), given.results, scratch=scratch, vectors=vectors)
-    unwanted = [result for result in given.results if result.removeprefix("d") not in wanted]
-    return without(schedule, unwanted) if unwanted else schedule
+    vectors = _vectors(BACKWARDS[CONVOLUTION.name], given, parameters)
+    return Schedule((step,), given.results, scratch=scratch, vectors=vectors)
 
 
-def update(
-    given: Given, rows: Sequences, state_len: int, channels_last: bool, activation: str, ring: bool = False
-) -> Schedule:
+def update(given: Given, options: Options) -> Schedule:
     """Return the launch of an update: the pool is bound to its first slot."""
-    held = given.sizes[1] if ring else state_len
+    (activation,), rows, width = options.kinds, options.texts, given.sizes[1]
+    state_len = rows.state_len or width - 1
+    held = width if rows.ring else state_len
     vector = _vector(given, _MOST_TAPS, held + 1, given.types)
     parameters, slices = _cut(given, vector, _UPDATE_THREADS, activation)
     parameters |= {
-        "STATE_LEN": state_len, "CHANNELS_LAST": channels_last, "RING": ring, "INDEX_BYTES": rows.index_bytes,
-        "T_STATE": given.types["conv_state"],
+        "STATE_LEN": state_len, "CHANNELS_LAST": rows.channels_last, "RING": rows.ring,
+        "INDEX_BYTES": rows.index_bytes, "T_STATE": given.types["conv_state"],
     }  # fmt: skip
     bind = {
         "tokens": rows.tokens, "slots": rows.slots, "slot_stride": rows.slot_stride, "null_index": rows.null_index,
     }  # fmt: skip
     name = "layer_convolution_update"
     step = Step(name, name, parameters, (rows.number, slices, 1), bind, overlaps=_overlaps(given))
-    return Schedule((step,), given.results, vectors=_vectors("update", given, parameters))
+    return Schedule((step,), given.results, vectors=_vectors(CONVOLUTION_UPDATE, given, parameters))
 
 
 def _vector(given: Given, most: int, columns: int = 0, accessed: Iterable[str] = ("x",)) -> int:
@@ -119,9 +116,9 @@ def _runs(given: Given, texts: Sequences, run_len: int, slices: int) -> tuple[tu
     return (given.rows // texts.tokens * runs, slices, 1), bind
 
 
-def _vectors(direction: str, given: Given, parameters: Mapping[str, Parameter]) -> dict[str, int]:
+def _vectors(op: Op, given: Given, parameters: Mapping[str, Parameter]) -> dict[str, int]:
     """Return how many neighbours of each input are read at once; of a sequence's state they are single."""
-    there = [x for x in OPS[direction].inputs if x in given.types and x != "initial_state"]
+    there = [x for x in op.inputs if x in given.types and x != "initial_state"]
     return {x: min(int(parameters["VECTOR"]), _ACCESS_BYTES // BYTES[given.types[x]]) for x in there}
 
 

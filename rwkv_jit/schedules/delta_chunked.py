@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from rwkv_jit.kernels.gpu import Gpu
 from rwkv_jit.kernels.template import Parameter
 from rwkv_jit.schedules import common as parts
-from rwkv_jit.schedules.common import LARGEST_HEAD, Candidate, Case, Obstacle, candidates_of_blocks, padded
+from rwkv_jit.schedules.common import Candidate, Obstacle, candidates_of_blocks, padded
 from rwkv_jit.schedules.problem import Problem
 from rwkv_jit.schedules.schedule import Schedule, Step, Zero, aligned
 
@@ -20,14 +20,9 @@ _MANY_CHUNKS = 32  # of a sequence, so that what may leave frames is looked at w
 _TUNED_THREADS = (64, 128, 256, 512)  # of the forward's blocks, that are worth measuring
 
 
-def why_not(case: Case, gpu: Callable[[], Gpu]) -> Obstacle | None:
-    """Return why these kernels cannot do a call; None where they can. The GPU is needed where all else is right."""
-    obstacle = parts.obstacle(case, gpu, LARGEST_HEAD, CHUNK_LENS, "16 or 32", holds_heads=True)
-    if obstacle is not None:
-        return obstacle
-    there = gpu()
-    chunk_len = case.chunk_len or default_chunk_len(case, there)
-    return parts.shared_obstacle(case, there, chunk_len, most_shared_bytes(case.head_size, case.value_size, chunk_len))
+def why_not(p: Problem) -> Obstacle | None:
+    """Return why these kernels cannot do a call; None where they can. The GPU is looked at where all else is right."""
+    return parts.obstacle_of_blocks(p, CHUNK_LENS, default_chunk_len, partial(most_shared_bytes, p.K, p.V))
 
 
 # ---- geometry ----------------------------------------------------------------------------------------------------
@@ -99,18 +94,15 @@ def most_shared_bytes(head_size: int, value_size: int, chunk_len: int) -> int:
     )
 
 
-def default_chunk_len(case: Case, gpu: Gpu) -> int:
+def default_chunk_len(p: Problem) -> int:
     """Return the chunk length that is fastest on an H200, of those that fit in both directions.
 
     A forward alone prefers short chunks with large heads; one for gradients saves a state per chunk, which the backward
     reads: hence one length for both.
     """
-    sizes = case.head_size, case.value_size
-    prefers_long = case.training or max(map(padded, sizes)) <= 64
-    for chunk_len in CHUNK_LENS if prefers_long else CHUNK_LENS[::-1]:
-        if most_shared_bytes(*sizes, chunk_len) <= gpu.shared_limit:
-            return chunk_len
-    return CHUNK_LENS[-1]
+    prefers_long = p.training or max(padded(p.K), padded(p.V)) <= 64
+    lengths = CHUNK_LENS if prefers_long else CHUNK_LENS[::-1]
+    return parts.fitting(p, lengths, partial(most_shared_bytes, p.K, p.V))
 
 
 def _most_threads(direction: str, head_size: int, value_size: int, gpu: Gpu) -> int:

@@ -8,7 +8,7 @@ gradients for all chunks at once, from what the walks leave behind.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from rwkv_jit.kernels.errors import UnsupportedConfigError
 from rwkv_jit.kernels.gpu import Gpu
 from rwkv_jit.kernels.template import Parameter
 from rwkv_jit.schedules import common as parts
-from rwkv_jit.schedules.common import Case, Obstacle
+from rwkv_jit.schedules.common import Obstacle
 from rwkv_jit.schedules.problem import Problem
 from rwkv_jit.schedules.schedule import Schedule, Step, Zero, aligned
 
@@ -32,39 +32,40 @@ _MOST_THREADS = 256  # of a multiprocessor, with 255 registers each; twice as ma
 _PARTS, _LEAST_CHUNKS = 4, 128  # of a scan beside which other kernels run
 _MATRICES = 4  # token matrices of a chunk that pass from kernel to kernel
 
+nearest = parts.nearest
 
-def why_not(case: Case, gpu: Callable[[], Gpu]) -> Obstacle | None:
-    """Return why these kernels cannot do a call; None where they can. The GPU is needed where all else is right."""
-    obstacle = parts.obstacle(case, gpu, LARGEST_HEAD, CHUNK_LENS, f"32 or 64 at head sizes above {parts.LARGEST_HEAD}")
+
+def why_not(p: Problem) -> Obstacle | None:
+    """Return why these kernels cannot do a call; None where they can. The GPU is looked at where all else is right."""
+    obstacle = parts.obstacle(p, LARGEST_HEAD, CHUNK_LENS, behind=f" at head sizes above {parts.LARGEST_HEAD}")
     if obstacle is not None:
         return obstacle
-    there, head_size, value_size = gpu(), case.head_size, case.value_size
-    length = case.chunk_len or CHUNK_LENS[-1]
-    if not _fits(head_size, length, there):
+    length = p.chunk_len or CHUNK_LENS[-1]
+    if not _fits(p.K, length, p.gpu):
         text = "needs more shared memory at head sizes {} and {} and chunk_len={} than the {} bytes of {}"
-        return text, head_size, value_size, length, there.shared_limit, there.arch
+        return text, p.K, p.V, length, p.gpu.shared_limit, p.gpu.arch
     return None
 
 
 # ---- geometry ----------------------------------------------------------------------------------------------------
 
 
-def default_chunk_len(case: Case, gpu: Gpu) -> int:
+def default_chunk_len(p: Problem) -> int:
     """Return the longest chunk that shared memory allows, whatever the threads.
 
     A shorter one where the decays' bound asks for it, and the shortest for sequences that it holds; in float16 also
     where nothing is known of the decays, as usual ones leave the frames of longer chunks.
     """
-    fitting = [length for length in CHUNK_LENS if _fits(case.head_size, length, gpu)]
-    if case.tokens <= min(CHUNK_LENS):
+    fitting = [length for length in CHUNK_LENS if _fits(p.K, length, p.gpu)]
+    if p.tokens <= min(CHUNK_LENS):
         return min(CHUNK_LENS)
-    unknown = fitting[::-1] if case.dtype == "fp16" else fitting
-    return (parts.framed_lengths(case, fitting) or unknown or CHUNK_LENS[-1:])[0]
+    unknown = fitting[::-1] if p.storage == "fp16" else fitting
+    return (parts.framed_lengths(p, fitting) or unknown or CHUNK_LENS[-1:])[0]
 
 
-def suits_few_heads(case: Case, gpu: Gpu) -> bool:
+def suits_few_heads(p: Problem) -> bool:
     """Return whether few smaller heads may be faster here: where that was measured, with chunks of either length."""
-    return gpu.has_warp_groups
+    return p.gpu.has_warp_groups
 
 
 def _fits(head_size: int, chunk_len: int, gpu: Gpu) -> bool:
@@ -207,10 +208,6 @@ def _cut(p: Problem, few_heads: bool) -> _Cut:
             f"chunk_len={p.chunk_len} on {p.gpu.arch}, got {p.num_threads}"
         )
     return fitting[0]
-
-
-def nearest(step: Step, argument: str, value: int) -> None:
-    """Name nothing: `why_not` and the schedules have refused what is not legal."""
 
 
 # ---- parts of a walk ---------------------------------------------------------------------------------------------

@@ -18,23 +18,25 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
+from rwkv_jit.kernels.template import Parameter
 from rwkv_jit.schedules import common, layer_gradients, layers
 from rwkv_jit.schedules import operands as operand_steps
-from rwkv_jit.schedules.layers import Given
-from rwkv_jit.schedules.operands import Operands
-from rwkv_jit.schedules.problem import BYTES, STATE, Op, Problem
+from rwkv_jit.schedules.layers import BETA_MAPS, Given, Options
+from rwkv_jit.schedules.operands import Around, Operands
+from rwkv_jit.schedules.problem import BYTES, Op, Problem
 from rwkv_jit.schedules.schedule import Item, Result, Schedule, Step, Zero, aligned, renamed
 
 _DIMS = "BTHK"  # the dimensions of operands
 # What the kernels of operands call the inputs.
 _NAMES = {"k": "k", "q": "r", "beta": "beta", "g": "w", "A_log": "a_log", "dt_bias": "dt_bias"}
 _RESULTS = {"r": "r", "w": "w", "new_k": "k", "a": "a", "b": "b"}
-
-
-def below(p: Problem) -> Problem:
-    """Return the problem of the op below."""
-    assert p.op.through is not None
-    return p._replace(op=p.op.through, types=_types(p), decay="log", G=0, traits=(), wanted=_wanted(p))
+# What the kernels read, of N rows, H heads of keys and K channels; and with the gradients of the results.
+_OP = Op("delta_operands", dict(k="NHK", q="NHK", beta="NHK", g="NHK", A_log="H", dt_bias="HK"))
+_BACKWARD = Op("delta_operands_backward", {**_OP.inputs, **{f"grad_{name}": "NHK" for name in _RESULTS}})
+_GATES = ("none", "log", "softplus", "bounded")  # by their numbers in the kernels
+_BLOCKS, _FEW_BLOCKS = (12, 5), (8, 4)  # of an SM, forward and backward
+_OF_WRITES = Options(kinds=("identity",))  # of `gated`, for v times write_gate
+_MOST_VALUE_HEADS = 4  # of a key head, for which a thread has registers
 
 
 # ---- operands ----------------------------------------------------------------------------------------------------
@@ -50,6 +52,51 @@ def kinds(op: Op, present: Collection[str], traits: Mapping[str, Any]) -> tuple[
     return gate, of[op.inputs.get("w", "BTH")], rate_map, of[op.inputs["beta"]], norm
 
 
+def operands(given: Given, lower_bound: float, kinds: Sequence[str]) -> Schedule:
+    """Return the launch of the operands."""
+    parameters, given = _parameters(given, kinds), given._replace(sizes=given.sizes[:2])
+    return layers.of_heads(_OP, "k", given, parameters, {"lower_bound": lower_bound}, _blocks(parameters)[0])
+
+
+def operand_gradients(given: Given, lower_bound: float, kinds: Sequence[str], wanted: Collection[str]) -> Schedule:
+    """Return the launches of these gradients of what operands are computed from."""
+    parameters, given = _parameters(given, kinds), given._replace(sizes=given.sizes[:2])
+    bind, blocks = {"lower_bound": lower_bound}, _blocks(parameters)[1]
+    summed = ("A_log", "dt_bias")
+    schedule = layer_gradients.of_heads(_BACKWARD, "k", given, parameters, summed, bind, blocks)
+    return common.with_sums(schedule, [f"d{name}" for name in wanted])
+
+
+def _parameters(given: Given, kinds: Sequence[str]) -> dict[str, Parameter]:
+    """Return the parameters that tell operands apart."""
+    gate, gate_of, rate_map, rate_of, norm = kinds
+    heads, _, value_heads, shared = given.sizes
+    return {
+        "GROUP": value_heads // heads, "SHARED": shared, "GATE": _GATES.index(gate),
+        "G_PER_CHANNEL": gate_of == "channel",
+        "BETA_MAP": BETA_MAPS.index(rate_map), "BETA_PER_CHANNEL": rate_of == "channel", "HAS_NORM": norm == "l2",
+        "HAS_Q": "q" in given.types, "HAS_DT_BIAS": "dt_bias" in given.types,
+        "HAS_W": _makes_decays(gate, gate_of), **layers.types_of(given, ("beta", "g", "A_log", "dt_bias")),
+    }  # fmt: skip
+
+
+def _blocks(parameters: Mapping[str, Parameter]) -> tuple[int, int]:
+    """Return how many blocks an SM has: few where a thread has much of several value heads."""
+    has_much = int(parameters["GROUP"]) > (1 if parameters["BETA_PER_CHANNEL"] else 2)
+    return _FEW_BLOCKS if has_much else _BLOCKS
+
+
+def _makes_decays(gate: str, gate_of: str) -> bool:
+    """Return whether log-decays are computed for all channels, where g is not that itself."""
+    return gate in ("softplus", "bounded") or (gate == "log" and gate_of == "head")
+
+
+def times_shared(key_heads: int, value_heads: int) -> int:
+    """Return for how many heads a key head stands, as registers allow; its gradient is the sum of theirs."""
+    group = max(value_heads // max(key_heads, 1), 1)
+    return group // next(n for n in range(min(_MOST_VALUE_HEADS, group), 0, -1) if group % n == 0)
+
+
 def _kinds(p: Problem) -> tuple[str, str, str, str, str]:
     return kinds(p.op, p.types, dict(p.traits))
 
@@ -63,7 +110,7 @@ def _has_gradient_of_decays_added(p: Problem) -> bool:
 def _computes_decays(p: Problem) -> bool:
     gate, gate_of, *_ = _kinds(p)
     is_narrow = p.training and _has_gradient_of_decays_added(p) and p.types["w"] != "fp32"
-    return layers.makes_decays(gate, gate_of) or is_narrow
+    return _makes_decays(gate, gate_of) or is_narrow
 
 
 def _computes_queries(p: Problem) -> bool:
@@ -78,11 +125,10 @@ def _operands(p: Problem) -> dict[str, str]:
     return computed | dict.fromkeys("kab", storage)
 
 
-def _types(p: Problem) -> dict[str, str]:
-    inputs = {"r": p.types["r"], "w": p.types.get("w", p.types["v"]), "v": p.types["v"]}
-    types = inputs | _operands(p)
-    assert p.op.through is not None
-    return {name: types[name] for name in p.op.through.inputs}
+def types(p: Problem) -> dict[str, str]:
+    """Return the storage types of the inputs of wkv7."""
+    given = {"r": p.types["r"], "w": p.types.get("w", p.types["v"]), "v": p.types["v"]}
+    return given | _operands(p)
 
 
 def _buffer(name: str) -> str:
@@ -97,20 +143,14 @@ def _sources(p: Problem) -> set[str]:
     return {"k", "beta", "w", "a_log", "dt_bias", *(["r"] if _computes_queries(p) else [])} & set(p.types)
 
 
-def _wanted(p: Problem) -> tuple[str, ...]:
-    """Return `Problem.wanted` of wkv7: what is computed wants a gradient where one of its sources does."""
-    wanted = set(p.wanted or (*p.types, STATE))
-    there = {"v"} if wanted & {"v", "write_gate"} else set()
-    if wanted & _sources(p):
-        there |= set(_operands(p))
-    there |= {name for name in ("r", "w") if name in p.types} & wanted
-    there |= {STATE} & wanted
-    assert p.op.through is not None
-    names = (*p.op.through.inputs, STATE)
-    return () if there.issuperset(names) else tuple(name for name in names if name in there)
+def sources(p: Problem) -> dict[str, set[str]]:
+    """Return the inputs of which those of wkv7 are computed."""
+    decays = {"w": {"w"} & set(p.types)}
+    return {**decays, **dict.fromkeys(_operands(p), _sources(p)), "v": {"v", "write_gate"}}
 
 
-def _sizes(p: Problem) -> dict[str, Any]:
+def kept(p: Problem) -> dict[str, Any]:
+    """Return what the forward keeps: what was computed."""
     rows = p.B * p.T * p.H
     sizes = {_buffer(name): aligned(BYTES[storage] * rows * p.K) for name, storage in _operands(p).items()}
     return sizes | ({_buffer("v"): aligned(BYTES[p.types["v"]] * rows * p.V)} if "write_gate" in p.types else {})
@@ -120,10 +160,6 @@ def _is_empty(p: Problem) -> bool:
     return 0 in (p.B, p.T, p.H)
 
 
-def _is_without_decays(p: Problem) -> bool:
-    return "w" not in p.types
-
-
 def _inputs(p: Problem) -> dict[str, str | None]:
     absent = set() if _computes_queries(p) else {"q"}
     return {name: source if source in p.types and name not in absent else None for name, source in _NAMES.items()}
@@ -131,7 +167,7 @@ def _inputs(p: Problem) -> dict[str, str | None]:
 
 def _call(p: Problem) -> Given:
     types = {name: p.types[source] for name, source in _inputs(p).items() if source is not None}
-    several = layers.times_shared(p.G, p.H)
+    several = times_shared(p.G, p.H)
     return Given(p.gpu, types, p.B * p.T, (p.G * several, p.K, p.H, several))
 
 
@@ -157,13 +193,8 @@ def _with_decays(several: Sequence[Item], has_decays: bool) -> list[Item]:
 # ---- schedules ---------------------------------------------------------------------------------------------------
 
 
-def kept(p: Problem, inner: dict[str, Any]) -> dict[str, Any]:
-    """Return what the forward keeps: what was computed, and what the op below does."""
-    return {**_sizes(p), **inner}
-
-
-def forward(p: Problem, inner: Schedule) -> Schedule:
-    """Return the forward, around that of the op below."""
+def forward(p: Problem, inner: Schedule) -> Around:
+    """Return what stands around the forward of the op below."""
     computed = _operands(p)
     names: dict[str, Any] = {name: _buffer(name) for name in computed}
     results = {operand: _buffer(operand) if operand in computed else None for operand in _RESULTS.values()}
@@ -173,40 +204,27 @@ def forward(p: Problem, inner: Schedule) -> Schedule:
     if "write_gate" in p.types:
         names["v"] = _buffer("v")
     if not _is_empty(p):
-        operands = layers.delta_operands(_call(p), _bound(p), _kinds(p))
-        before += renamed(_with_decays(operands.steps, "w" in computed), {**_inputs(p), **targets})
-        vectors = _vectors(p, operands, vectors)
+        launch = operands(_call(p), _bound(p), _kinds(p))
+        before += renamed(_with_decays(launch.steps, "w" in computed), {**_inputs(p), **targets})
+        vectors = _vectors(launch, vectors)
     if "write_gate" in p.types and not _is_empty(p):
-        gated = layers.gated(_of_gate(p), "identity")
+        gated = layers.gated(_of_gate(p), _OF_WRITES)
         before += renamed(gated.steps, {"x": "v", "g": "write_gate", "y": _buffer("v")})
         vectors |= {"v": gated.vectors["x"], "write_gate": gated.vectors["g"]}
-    scratch = dict(inner.scratch)
-    if _is_without_decays(p):
-        names["w"] = _buffer("w")
-        before.append(Zero(names["w"]))
-        scratch[names["w"]] = _bytes_of_zeros(p)
-    left = {**_sizes(p), **inner.kept} if p.training else {}
-    scratch |= {} if p.training else _sizes(p)
-    return replace(
-        inner, steps=(*before, *renamed(inner.steps, names)), results=common.forward_results(p), kept=left,
-        scratch=scratch, vectors=vectors, main=_launches(before) + inner.main,
-        rows=_rows(p, inner), dense=_dense(p),
-    )  # fmt: skip
+    zeros, scratch = _zero_decays(p, names)
+    return Around([*before, *zeros], [], names, vectors, scratch, _rows(p), _dense(p))
 
 
-def backward(p: Problem, inner: Schedule) -> Schedule:
-    """Return the backward, around that of the op below."""
-    computed, scratch, vectors = _operands(p), dict(inner.scratch), dict(inner.vectors)
+def backward(p: Problem, inner: Schedule) -> Around:
+    """Return what stands around the backward of the op below."""
+    computed, vectors = _operands(p), dict(inner.vectors)
     flows = dict(computed)  # what has a gradient that goes on to the sources
     if _has_gradient_of_decays_added(p) and "dw" in inner.results:
         flows["w"] = "fp32"
     names: dict[str, Any] = {name: _buffer(name) for name in computed}
-    before, after = list[Item](), list[Item]()
+    after = list[Item]()
     fixed = [name for name in p.op.fixed if name in p.types]
-    if _is_without_decays(p):
-        names["w"] = _buffer("w")
-        before.append(Zero(names["w"]))
-        scratch[names["w"]] = _bytes_of_zeros(p)
+    before, scratch = _zero_decays(p, names)
     if _is_empty(p):
         flows = dict.fromkeys(flows, "fp32")
         after += [
@@ -217,7 +235,7 @@ def backward(p: Problem, inner: Schedule) -> Schedule:
         of_operands = _operand_gradients(p, flows)
         after += of_operands.steps
         scratch |= of_operands.scratch
-        vectors = _vectors(p, of_operands, vectors)
+        vectors = _vectors(of_operands, vectors)
     else:
         flows = {}
     for name, storage in flows.items():
@@ -229,16 +247,19 @@ def backward(p: Problem, inner: Schedule) -> Schedule:
     if "write_gate" in p.types and not _is_empty(p):
         results = {"dx": Result(p.shape("v"), p.types["v"]), "dg": Result(p.shape("v"), p.types["v"])}
         call = _of_gate(p)._replace(results=results)
-        gated = layer_gradients.backward("gated", call, layer_gradients.Options(kinds=("identity",)), ("x", "g"))
+        gated = layer_gradients.gated(call, _OF_WRITES)
         sources = {"x": "v", "g": "write_gate", "grad_y": _gradient("v"), "dx": "dv", "dg": "dwrite_gate"}
         after += renamed(gated.steps, sources)
         vectors |= {"v": gated.vectors["x"], "write_gate": gated.vectors["g"]}
-    if after and isinstance(after[0], Step):
-        after[0] = after[0]._replace(waits=any(step.is_beside for step in inner.launches))
-    return replace(
-        inner, steps=(*before, *renamed(inner.steps, names), *after), results=common.backward_results(p),
-        scratch=scratch, vectors=vectors, main=inner.main, rows=_rows(p, inner), dense=_dense(p),
-    )  # fmt: skip
+    return Around(before, after, names, vectors, scratch, _rows(p), _dense(p))
+
+
+def _zero_decays(p: Problem, names: dict[str, Any]) -> tuple[list[Item], dict[str, Any]]:
+    """Return what makes the log-decays of an op without any, zeros under one of these names, and their bytes."""
+    if "w" in p.types:
+        return [], {}
+    names["w"] = _buffer("w")
+    return [Zero(names["w"])], {names["w"]: BYTES[p.types["v"]] * p.B * p.T * p.H * p.K}
 
 
 def _operand_gradients(p: Problem, flows: dict[str, str]) -> Schedule:
@@ -248,13 +269,12 @@ def _operand_gradients(p: Problem, flows: dict[str, str]) -> Schedule:
     of_results = {name: operand for name, operand in _RESULTS.items() if operand in flows}
     types = {**call.types, **{f"grad_{name}": flows[operand] for name, operand in of_results.items()}}
     results = {f"d{name}": Result(p.shape(source), p.types[source]) for name, source in there.items()}
-    options = layer_gradients.Options(_bound(p), _kinds(p))
-    schedule = layer_gradients.backward(
-        "delta_operands", call._replace(types=types, results=results), options, [*there]
-    )
+    # Without sums that nobody wants; what else is not wanted is left out with the rest of the call.
+    wanted = [name for name, source in there.items() if source not in p.op.fixed or source in (p.wanted or p.types)]
+    schedule = operand_gradients(call._replace(types=types, results=results), _bound(p), _kinds(p), wanted)
     names = {**inputs, **{f"d{name}": f"d{source}" for name, source in there.items()}}
     names |= {f"grad_{name}": _gradient(operand) for name, operand in of_results.items()}
-    several, scratch, sums = layers.times_shared(p.G, p.H), dict(schedule.scratch), list[Item]()
+    several, scratch, sums = times_shared(p.G, p.H), dict(schedule.scratch), list[Item]()
     if several > 1:  # each of the heads that one key head stands as has a gradient of it
         names |= {"dk": "dk_parts", "dq": "dq_parts"}
         scratch |= dict.fromkeys(("dk_parts", "dq_parts"), several * BYTES[p.types["v"]] * prod(p.shape("k")))
@@ -267,26 +287,16 @@ def _operand_gradients(p: Problem, flows: dict[str, str]) -> Schedule:
     return replace(schedule, steps=(*computed, *sums), scratch=scratch)
 
 
-def _vectors(p: Problem, operands: Schedule, others: dict[str, int]) -> dict[str, int]:
+def _vectors(of_operands: Schedule, others: Mapping[str, int]) -> dict[str, int]:
     """Return how many neighbours of each input are read at once, by one kernel or another."""
-    named = {_NAMES.get(name, name): width for name, width in operands.vectors.items()}
-    several = {name: max(named.get(name, 1), others.get(name, 1)) for name in {*named, *others}}
-    return {name: width for name, width in several.items() if name in p.types or name == "dy"}
+    named = {_NAMES.get(name, name): width for name, width in of_operands.vectors.items()}
+    return {name: max(named.get(name, 1), others.get(name, 1)) for name in {*named, *others}}
 
 
-def _rows(p: Problem, inner: Schedule) -> dict[str, str]:
-    computed = dict.fromkeys(map(_buffer, (*_operands(p), "w")), _DIMS)
-    return {**inner.rows, **computed, _buffer("v"): "BTHV"}
+def _rows(p: Problem) -> dict[str, str]:
+    return {**dict.fromkeys(map(_buffer, (*_operands(p), "w")), _DIMS), _buffer("v"): "BTHV"}
 
 
 def _dense(p: Problem) -> tuple[str, ...]:
     gated = ("v", "write_gate") if "write_gate" in p.types else ()
     return (*sorted(_sources(p)), *gated)
-
-
-def _bytes_of_zeros(p: Problem) -> Any:
-    return BYTES[p.types["v"]] * p.B * p.T * p.H * p.K
-
-
-def _launches(several: Sequence[Item]) -> int:
-    return sum(isinstance(each, Step) for each in several)

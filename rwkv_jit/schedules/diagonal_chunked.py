@@ -7,14 +7,15 @@ The forward is `gla_scan`, a block for some value rows of a head, as in `diagona
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from rwkv_jit.kernels.errors import UnsupportedConfigError
 from rwkv_jit.kernels.gpu import Gpu
 from rwkv_jit.kernels.template import Parameter
 from rwkv_jit.schedules import common
-from rwkv_jit.schedules.common import LARGEST_HEAD, Candidate, Case, Obstacle, candidates_of_blocks, padded
+from rwkv_jit.schedules.common import LARGEST_HEAD, Candidate, Obstacle, candidates_of_blocks, padded
 from rwkv_jit.schedules.delta_chunked import segment_len
 from rwkv_jit.schedules.problem import Problem
 from rwkv_jit.schedules.schedule import Schedule, Step
@@ -27,17 +28,12 @@ _MOST_ROWS = 128  # value rows that a block of the forward holds
 _FEW_THREADS = 256  # that a multiprocessor shall have room for, with 255 registers each
 _GROUP_CHUNK_LEN = 64  # of the backward with products of warp groups
 
+nearest = common.nearest
 
-def why_not(case: Case, gpu: Callable[[], Gpu]) -> Obstacle | None:
-    """Return why these kernels cannot do a call; None where they can. The GPU is needed where all else is right."""
-    obstacle = common.obstacle(case, gpu, LARGEST_HEAD, CHUNK_LENS, "16, 32 or 64", holds_heads=True)
-    if obstacle is not None:
-        return obstacle
-    there = gpu()
-    chunk_len = case.chunk_len or default_chunk_len(case, there)
-    return common.shared_obstacle(
-        case, there, chunk_len, _most_shared_bytes(case.head_size, case.value_size, chunk_len)
-    )
+
+def why_not(p: Problem) -> Obstacle | None:
+    """Return why these kernels cannot do a call; None where they can. The GPU is looked at where all else is right."""
+    return common.obstacle_of_blocks(p, CHUNK_LENS, default_chunk_len, partial(_most_shared_bytes, p.K, p.V))
 
 
 # ---- geometry ----------------------------------------------------------------------------------------------------
@@ -129,12 +125,10 @@ def _group_shared_bytes(head_size: int) -> int:
     return -(-(rows + f + state + pairs + staged + 8) // 1024) * 1024
 
 
-def default_chunk_len(case: Case, gpu: Gpu) -> int:
+def default_chunk_len(p: Problem) -> int:
     """Return the chunk length that is fastest on an H200, with gradients and without, or a shorter one that fits."""
-    sizes = case.head_size, case.value_size
     legal = [length for length in CHUNK_LENS if length <= _DEFAULT_CHUNK_LEN]
-    fitting = [length for length in legal if _most_shared_bytes(*sizes, length) <= gpu.shared_limit]
-    return (fitting or legal[-1:])[0]
+    return common.fitting(p, legal, partial(_most_shared_bytes, p.K, p.V))
 
 
 def candidates(direction: str, size: int, gpu: Gpu) -> list[Candidate]:
@@ -151,10 +145,6 @@ def candidates(direction: str, size: int, gpu: Gpu) -> list[Candidate]:
             shared = _backward_shared_bytes(size, size, chunk_len)
         several += candidates_of_blocks(direction, chunk_len, threads, shared, gpu)
     return several
-
-
-def nearest(step: Step, argument: str, value: int) -> int | None:
-    """Name nothing: `why_not` and the schedules have refused what is not legal."""
 
 
 # ---- schedules ---------------------------------------------------------------------------------------------------

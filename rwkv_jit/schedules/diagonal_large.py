@@ -7,14 +7,14 @@ Callers say "split" for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from rwkv_jit.kernels.errors import UnsupportedConfigError
 from rwkv_jit.kernels.gpu import Gpu
 from rwkv_jit.kernels.template import Parameter
 from rwkv_jit.schedules import common, diagonal_chunked, diagonal_groups
-from rwkv_jit.schedules.common import Case, Obstacle, padded
+from rwkv_jit.schedules.common import Obstacle, padded
 from rwkv_jit.schedules.problem import Problem
 from rwkv_jit.schedules.schedule import Item, Schedule, Step, Zero, renamed
 
@@ -24,39 +24,38 @@ LARGEST_KEY = 256  # without warp groups
 _KEY_THREADS = 128  # of the kernel that makes the gradients of all chunks at once: a warp for 16 channels
 _MOST_KEY_THREADS = {16: 384, 32: 384, 64: 256}  # of a multiprocessor, by the chunk: what leaves them registers enough
 
-nearest = diagonal_chunked.nearest
+nearest = common.nearest
 takes_groups = diagonal_groups.takes
 
 
-def why_not(case: Case, gpu: Callable[[], Gpu]) -> Obstacle | None:
-    """Return why these kernels cannot do a call; None where they can. The GPU is needed where all else is right."""
-    obstacle = common.obstacle(case, gpu, diagonal_groups.LARGEST_HEAD, CHUNK_LENS, "16, 32 or 64")
+def why_not(p: Problem) -> Obstacle | None:
+    """Return why these kernels cannot do a call; None where they can. The GPU is looked at where all else is right."""
+    obstacle = common.obstacle(p, diagonal_groups.LARGEST_HEAD, CHUNK_LENS)
     if obstacle is not None:
         return obstacle
-    there, head_size, value_size = gpu(), case.head_size, case.value_size
-    length = case.chunk_len or _legal_chunk_lens(head_size, there, None)[0]
-    in_groups = takes_groups(there, length, None)
-    if head_size > LARGEST_KEY and not in_groups:
+    length = p.chunk_len or _legal_chunk_lens(p.K, p.gpu, None)[0]
+    in_groups = takes_groups(p.gpu, length, None)
+    if p.K > LARGEST_KEY and not in_groups:
         text = "takes keys above {} on sm_90 with chunk_len={} alone, got {} on {} with chunk_len={}"
-        return text, LARGEST_KEY, diagonal_groups.CHUNK_LEN, head_size, there.arch, length
-    if not in_groups and not _fits(head_size, length, there):
+        return text, LARGEST_KEY, diagonal_groups.CHUNK_LEN, p.K, p.gpu.arch, length
+    if not in_groups and not _fits(p.K, length, p.gpu):
         text = "needs more shared memory at head sizes {} and {} and chunk_len={} than the {} bytes of {}"
-        return text, head_size, value_size, length, there.shared_limit, there.arch
+        return text, p.K, p.V, length, p.gpu.shared_limit, p.gpu.arch
     return None
 
 
 # ---- geometry ----------------------------------------------------------------------------------------------------
 
 
-def default_chunk_len(case: Case, gpu: Gpu) -> int:
+def default_chunk_len(p: Problem) -> int:
     """Return the chunk length that is fastest on an H200, or one that the bound of the decays asks for."""
-    legal = _legal_chunk_lens(case.head_size, gpu, case.num_threads)
-    return (common.framed_lengths(case, legal) or legal)[0]
+    legal = _legal_chunk_lens(p.K, p.gpu, p.num_threads)
+    return (common.framed_lengths(p, legal) or legal)[0]
 
 
-def suits_few_heads(case: Case, gpu: Gpu) -> bool:
+def suits_few_heads(p: Problem) -> bool:
     """Return whether few smaller heads may be faster here: with products of warp groups, that theirs do not have."""
-    return takes_groups(gpu, default_chunk_len(case, gpu), None)
+    return takes_groups(p.gpu, default_chunk_len(p), None)
 
 
 def _legal_chunk_lens(head_size: int, gpu: Gpu, num_threads: int | None) -> list[int]:

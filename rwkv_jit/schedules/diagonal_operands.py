@@ -11,19 +11,22 @@ x and multiplies by the gate. The backward makes the operands again, which costs
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
-from rwkv_jit.schedules import common, operands
-from rwkv_jit.schedules.operands import Behind, Operands
-from rwkv_jit.schedules.problem import BYTES, STATE, Problem
-from rwkv_jit.schedules.schedule import Item, Schedule, Step, aligned, renamed
+from rwkv_jit.schedules import operands
+from rwkv_jit.schedules.operands import Around, Behind, Operands
+from rwkv_jit.schedules.problem import BYTES, Problem
+from rwkv_jit.schedules.schedule import Item, Schedule, Step, aligned
 
 _BUFFERS = {"r": "operand_r", "new_k": "operand_k", "w": "operand_w", "new_v": "operand_v"}
 _INNER = {"r": "r", "new_k": "k", "w": "w", "new_v": "v"}  # what the op below calls them
-_DIMS = {"operand_r": "BTHK", "operand_k": "BTHK", "operand_w": "BTHK", "operand_v": "BTHV"}
 # What stands behind a recurrence reads its y, and makes its dy.
 INNER_Y, INNER_DY = "y_inner", "dy_inner"
+_ROWS = {
+    **dict.fromkeys(("operand_r", "operand_k", "operand_w"), "BTHK"),
+    **dict.fromkeys(("operand_v", INNER_DY, INNER_Y), "BTHV"),
+}
 
 
 def steps_of(p: Problem) -> Operands:
@@ -62,70 +65,46 @@ def _inner_names(p: Problem) -> dict[str, str]:
     return {_INNER[name]: _BUFFERS[name] for name in computed}
 
 
-def below(p: Problem) -> Problem:
-    """Return the problem of gla."""
-    assert p.op.through is not None
+def types(p: Problem) -> dict[str, str]:
+    """Return the storage types of the inputs of gla."""
     storage = p.types[p.op.names[p.op.lead]]
+    return {"r": storage, "k": storage, "v": storage, "w": _decay_type(p)}
+
+
+def sources(p: Problem) -> dict[str, set[str]]:
+    """Return the inputs of which those of gla are computed: where one gradient of these goes on, all do."""
     how = _operands(p)
-    w = "fp32" if how.source == "steps" else p.types["w"]
-    types = {"r": storage, "k": storage, "v": storage, "w": w}
-    return p._replace(op=p.op.through, types=types, decay="log", G=0, traits=(), wanted=_wanted(p))
-
-
-def _wanted(p: Problem) -> tuple[str, ...]:
-    """Return `Problem.wanted` of gla: where one gradient of an operand goes on, all do."""
-    wanted, how = set(p.wanted or (*p.types, STATE)), _operands(p)
-    flows = set(_inner_names(p)) | ({"w"} if how.source == "gates" else set())
-    sources = {how.q, how.k, how.v, how.g, how.A, how.dt_bias} - {""}
-    there = {name for name in ("r", "k", "v", "w", STATE) if name in wanted and name not in flows}
-    there |= flows if wanted & sources else set()
-    assert p.op.through is not None
-    names = (*p.op.through.inputs, STATE)
-    return () if there.issuperset(names) else tuple(name for name in names if name in there)
+    flows = {*_inner_names(p), *(["w"] if how.source == "gates" else [])}
+    return dict.fromkeys(flows, {how.q, how.k, how.v, how.g, how.A, how.dt_bias})
 
 
 def _bytes_of_y(p: Problem) -> Any:
     return aligned(BYTES[p.types["v"]] * p.B * p.T * p.H * p.V)
 
 
-def kept_behind(p: Problem) -> dict[str, Any]:
+def kept(p: Problem) -> dict[str, Any]:
     """Return the bytes of y as the recurrence leaves it, which the gradient of a gate takes."""
     return {INNER_Y: _bytes_of_y(p)} if "z" in p.types else {}
 
 
-def kept(p: Problem, inner: dict[str, Any]) -> dict[str, Any]:
-    """Return what the forward keeps: what the op below does, and y before its gate."""
-    return {**kept_behind(p), **inner}
-
-
-def forward(p: Problem, inner: Schedule) -> Schedule:
-    """Return the forward, around that of the op below."""
+def forward(p: Problem, inner: Schedule) -> Around:
+    """Return what stands around the forward of the op below."""
     how, last = _operands(p), behind(p)
-    before = operands.operands(p, how, _BUFFERS)
-    names: dict[str, Any] = {**_inner_names(p), **({} if last is None else {"y": INNER_Y})}
-    vectors = _joined(dict(inner.vectors), operands.operand_vectors(p, how))
-    scratch, left = {**inner.scratch, **_sizes(p)}, {**inner.kept}
-    after = list[Step]()
+    names, scratch = _inner_names(p), _sizes(p)
+    vectors, after = _joined(inner.vectors, operands.operand_vectors(p, how)), list[Step]()
     if last is not None:
-        after, more = forward_behind(p, last, inner)
+        names["y"] = INNER_Y
+        after, more = forward_behind(p, last)
         vectors = _joined(vectors, more)
-        if p.training and last.z:
-            left = kept(p, left)
-        else:
-            scratch[INNER_Y] = _bytes_of_y(p)
-    return replace(
-        inner, steps=(before, *renamed(inner.steps, names), *after), results=common.forward_results(p), kept=left,
-        scratch=scratch, vectors=_of_inputs(p, vectors), main=1 + inner.main, rows=_rows(inner),
-    )  # fmt: skip
+        scratch |= {} if last.z else {INNER_Y: _bytes_of_y(p)}
+    return Around([operands.operands(p, how, _BUFFERS)], after, names, vectors, scratch, _ROWS)
 
 
-def backward(p: Problem, inner: Schedule) -> Schedule:
-    """Return the backward, around that of the op below."""
+def backward(p: Problem, inner: Schedule) -> Around:
+    """Return what stands around the backward of the op below."""
     how, last = _operands(p), behind(p)
-    vectors, scratch = dict(inner.vectors), {**inner.scratch, **_sizes(p)}
+    vectors, scratch, names, dy = dict(inner.vectors), _sizes(p), _inner_names(p), "dy"
     before, after = list[Item](), list[Item]()
-    names: dict[str, Any] = dict(_inner_names(p))
-    dy = "dy"
     if last is not None:
         first, sizes, more = backward_behind(p, last)
         before += first
@@ -146,16 +125,11 @@ def backward(p: Problem, inner: Schedule) -> Schedule:
             names[f"d{_INNER[name]}"] = f"d{buffer}"
             scratch[f"d{buffer}"] = sizes[name]
         vectors = _joined(vectors, operands.operand_vectors(p, how, share, dy))
-        after[0] = part.steps[0]._replace(waits=any(step.is_beside for step in inner.launches))
-    launches = sum(isinstance(each, Step) for each in before)
-    return replace(
-        inner, steps=(*before, *renamed(inner.steps, names), *after), results=common.backward_results(p),
-        scratch=scratch, vectors=_of_inputs(p, vectors), main=launches + inner.main, rows=_rows(inner),
-    )  # fmt: skip
+    return Around(before, after, names, vectors, scratch, _ROWS)
 
 
 def _decay_type(p: Problem) -> str:
-    return below(p).types["w"]
+    return "fp32" if _operands(p).source == "steps" else p.types["w"]
 
 
 def _flows(p: Problem) -> dict[str, str]:
@@ -168,11 +142,9 @@ def _flows(p: Problem) -> dict[str, str]:
 # ---- what stands behind, of this and of dedicated kernels ----------------------------------------------------------
 
 
-def forward_behind(p: Problem, last: Behind, inner: Schedule) -> tuple[list[Step], dict[str, int]]:
+def forward_behind(p: Problem, last: Behind) -> tuple[list[Step], dict[str, int]]:
     """Return the launch behind a recurrence that leaves its y in a buffer, and what it reads at once."""
-    step = operands.skip_gate(p, last, INNER_Y)
-    waits = any(each.is_beside for each in inner.launches)
-    return [step._replace(waits=waits)], operands.behind_vectors(p, last, INNER_Y)
+    return [operands.skip_gate(p, last, INNER_Y)], operands.behind_vectors(p, last, INNER_Y)
 
 
 def backward_behind(p: Problem, last: Behind) -> tuple[list[Step], dict[str, Any], dict[str, int]]:
@@ -183,14 +155,5 @@ def backward_behind(p: Problem, last: Behind) -> tuple[list[Step], dict[str, Any
     return [*part.steps], scratch, operands.behind_vectors(p, last, INNER_Y, "dy")
 
 
-def _joined(first: dict[str, int], second: dict[str, int]) -> dict[str, int]:
+def _joined(first: Mapping[str, int], second: Mapping[str, int]) -> dict[str, int]:
     return {name: max(first.get(name, 1), second.get(name, 1)) for name in {*first, *second}}
-
-
-def _of_inputs(p: Problem, vectors: dict[str, int]) -> dict[str, int]:
-    """Return how many neighbours of each input are read at once, without what are no inputs."""
-    return {name: width for name, width in vectors.items() if name in p.types or name == "dy"}
-
-
-def _rows(inner: Schedule) -> dict[str, str]:
-    return {**inner.rows, **_DIMS, INNER_DY: "BTHV", INNER_Y: "BTHV"}

@@ -74,7 +74,10 @@ def forward(p: Problem) -> Schedule:
     if _is_of_state_alone(p):
         p = p._replace(training=False)
     schedule: Schedule = narrow.forward(p, algorithm(p)) if narrow.applies(p) else algorithm(p).forward(p)
-    return replace(schedule, kept=kept(p)) if p.leaves_cut_open else schedule
+    if not p.leaves_cut_open:
+        return schedule
+    mark = {"mark": segments.MARKS[p.backend]} if p.is_packed else {}
+    return replace(schedule, kept={**kept(p), **mark})
 
 
 def backward(p: Problem) -> Schedule:

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
-from typing import Any, get_args
+from typing import Any
 
 from rwkv_jit.kernels.gpu import Gpu
 from rwkv_jit.kernels.template import Parameter
 from rwkv_jit.schedules import common, diagonal_operands, narrow, operands
-from rwkv_jit.schedules.common import LARGEST_HEAD, Case, Obstacle, padded
-from rwkv_jit.schedules.legal import BetaMap
+from rwkv_jit.schedules.common import Obstacle, padded
+from rwkv_jit.schedules.layers import BETA_MAPS
 from rwkv_jit.schedules.operands import Behind
 from rwkv_jit.schedules.problem import Problem
 from rwkv_jit.schedules.schedule import Extent, Item, Schedule, Step, Zero, aligned
 
 CHUNK_LENS: tuple[int, ...] = (32, 16)
-LEAST_BLOCKS = (
-    1 / 5
-)  # heads of all sequences for a multiprocessor: fewer leave it idle, and go in segments of the op below
-RATE_MAPS: tuple[str, ...] = get_args(BetaMap)  # as the templates count them
+# Heads of all sequences for a multiprocessor: fewer leave it idle, and go in segments of the op below.
+LEAST_BLOCKS = 1 / 5
 KEPT_LENS = (64, 32)  # tokens that gradients of keys are made for at a time
 _LEAST_ROWS = 32  # of a block
 _GROUP_ROWS = 64  # value rows of a warp group in the forward
@@ -36,25 +35,26 @@ _ROWS = {
     **dict.fromkeys((diagonal_operands.INNER_Y, diagonal_operands.INNER_DY), "BTHV"),
 }
 
+nearest = common.nearest  # a call with a geometry that these kernels do not have is for others
 Constants = Mapping[str, Parameter]  # of a call: what its kernels have and have not
 
 
-def constants(of: Problem | Case) -> Constants:
+def constants(p: Problem) -> Constants:
     """Return what the kernels of a call have and have not; of steps, raw ones with a softplus and without limits."""
-    assert of.op.through is not None
-    has_step = bool(of.trait("dt_softplus")) and of.trait("least_step") is None and of.trait("most_step") is None
-    is_raw = has_step or not _is_of_steps(of)
+    assert p.op.through is not None
+    has_step = bool(p.trait("dt_softplus")) and p.trait("least_step") is None and p.trait("most_step") is None
+    is_raw = has_step or not _is_of_steps(p)
     return {
-        "HAS_DELTA": of.op.through.family == "delta", "HAS_RATE": "beta" in of.present,
-        "HAS_NORM": bool(of.trait("qk_norm")), "HAS_OWN": "own" in of.present,
-        "HAS_GATE": is_raw and "a_log" in of.present, "HAS_STEP": has_step,
-        "HAS_BIAS": is_raw and "dt_bias" in of.present, "BETA_MAP": RATE_MAPS.index(of.trait("beta_map") or "identity"),
+        "HAS_DELTA": p.op.through.family == "delta", "HAS_RATE": "beta" in p.types,
+        "HAS_NORM": bool(p.trait("qk_norm")), "HAS_OWN": "own" in p.types,
+        "HAS_GATE": is_raw and "a_log" in p.types, "HAS_STEP": has_step,
+        "HAS_BIAS": is_raw and "dt_bias" in p.types, "BETA_MAP": BETA_MAPS.index(p.trait("beta_map") or "identity"),
     }  # fmt: skip
 
 
-def _is_of_steps(of: Problem | Case) -> bool:
+def _is_of_steps(p: Problem) -> bool:
     """Return whether decays are steps of a state space times a rate."""
-    return "dt_softplus" in of.op.traits
+    return "dt_softplus" in p.op.traits
 
 
 def _computes_steps(p: Problem) -> bool:
@@ -76,14 +76,9 @@ def _has_decays(p: Problem) -> bool:
     return "w" in p.types or _is_of_steps(p)
 
 
-def why_not(case: Case, gpu: Callable[[], Gpu]) -> Obstacle | None:
-    """Return why these kernels cannot do a call; None where they can. The GPU is needed where all else is right."""
-    obstacle = common.obstacle(case, gpu, LARGEST_HEAD, CHUNK_LENS, "16 or 32", holds_heads=True)
-    if obstacle is not None:
-        return obstacle
-    there = gpu()
-    chunk_len = case.chunk_len or default_chunk_len(case, there)
-    return common.shared_obstacle(case, there, chunk_len, most_shared_bytes(case, chunk_len))
+def why_not(p: Problem) -> Obstacle | None:
+    """Return why these kernels cannot do a call; None where they can. The GPU is looked at where all else is right."""
+    return common.obstacle_of_blocks(p, CHUNK_LENS, default_chunk_len, partial(most_shared_bytes, p))
 
 
 def shared_bytes(head_size: int, rows: int, chunk_len: int, has: Constants) -> int:
@@ -123,13 +118,13 @@ def key_gradient_bytes(head_size: int, value_size: int, chunk_len: int, threads:
     return size
 
 
-def most_shared_bytes(case: Case, chunk_len: int) -> int:
+def most_shared_bytes(p: Problem, chunk_len: int) -> int:
     """Return what the largest of a call's kernels takes."""
-    sizes, has = (case.head_size, padded(case.value_size)), constants(case)
+    sizes, has = (p.K, padded(p.V)), constants(p)
     most = shared_bytes(*sizes, chunk_len, has)
-    if case.training:
-        threads = key_threads(case.head_size)
-        keys = key_gradient_bytes(case.head_size, case.value_size, KEPT_LENS[-1], threads, has)
+    if p.training:
+        threads = key_threads(p.K)
+        keys = key_gradient_bytes(p.K, p.V, KEPT_LENS[-1], threads, has)
         most = max(most, backward_bytes(*sizes, chunk_len, has), keys)
     return most
 
@@ -163,10 +158,9 @@ def matrix_bytes(chunk_len: int, has: Constants) -> int:
     return _sides(has) * blocks * (blocks + 1) // 2 * 2 * 16 * 16
 
 
-def default_chunk_len(case: Case, gpu: Gpu) -> int:
+def default_chunk_len(p: Problem) -> int:
     """Return the longest chunk that fits."""
-    fitting = [each for each in CHUNK_LENS if most_shared_bytes(case, each) <= gpu.shared_limit]
-    return fitting[0] if fitting else CHUNK_LENS[-1]
+    return common.fitting(p, CHUNK_LENS, partial(most_shared_bytes, p))
 
 
 def rows_of_block(value_size: int, blocks: int, multiprocessors: int | None, least: int = _LEAST_ROWS) -> int:
@@ -193,12 +187,10 @@ def walk_bytes(p: Problem) -> Any:
     return (1 + p.training) * p.N * segments(p) * p.H * 16
 
 
-def kept_len(head_size: int, value_size: int, has: Constants, gpu: Gpu) -> int:
+def _kept_len(p: Problem) -> int:
     """Return for how many tokens at a time there are gradients of keys, with a state kept of each: what fits."""
-    threads = key_threads(head_size)
-    sizes = {each: key_gradient_bytes(head_size, value_size, each, threads, has) for each in KEPT_LENS}
-    fitting = [each for each, size in sizes.items() if size <= gpu.shared_limit]
-    return fitting[0] if fitting else KEPT_LENS[-1]
+    threads, has = key_threads(p.K), constants(p)
+    return common.fitting(p, KEPT_LENS, lambda each: key_gradient_bytes(p.K, p.V, each, threads, has))
 
 
 def takes_warp_groups(head_size: int, value_size: int, gpu: Gpu) -> bool:
@@ -222,10 +214,6 @@ def key_threads(head_size: int) -> int:
     return 64 * min(4, padded(head_size) // 16)
 
 
-def _kept_len(p: Problem) -> int:
-    return kept_len(p.K, p.V, constants(p), p.gpu)
-
-
 def kept(p: Problem) -> dict[str, Any]:
     """Return what the forward keeps: states, matrices and factors of tokens, and with a delta what it wrote."""
     chunks, has = p.slots(p.chunk_len) * p.H, constants(p)
@@ -237,7 +225,7 @@ def kept(p: Problem) -> dict[str, Any]:
     if segments(p) > 1:
         sizes["walks"] = walk_bytes(p)
     sizes |= {"kept_u": aligned(2 * p.B * p.T * p.H * p.V)} if has["HAS_DELTA"] else {}
-    return sizes | diagonal_operands.kept_behind(p)
+    return sizes | diagonal_operands.kept(p)
 
 
 def _of_heads(p: Problem, rows: int, threads: int, shared: int, blocks: int) -> tuple[dict[str, Parameter], Extent]:
@@ -289,9 +277,9 @@ def forward(p: Problem) -> Schedule:
     gate = _gate(p)
     if gate is None:
         return schedule
-    last, of_gate = diagonal_operands.forward_behind(p, gate, schedule)
+    last, of_gate = diagonal_operands.forward_behind(p, gate)
     launches = *before, step._replace(bind={**given, "y": diagonal_operands.INNER_Y}), *last
-    scratch |= {} if p.training else diagonal_operands.kept_behind(p)
+    scratch |= {} if p.training else diagonal_operands.kept(p)
     return replace(schedule, steps=launches, vectors={**schedule.vectors, "z": of_gate["z"]})
 
 
@@ -410,7 +398,3 @@ def _key_gradients(
 def vectors(p: Problem) -> dict[str, int]:
     """Return how many neighbours of each input are read at once; what heads have one of is read alone."""
     return {**common.vectors(p), "w": 1, "beta": 1, "a_log": 1, "dt_bias": 1}
-
-
-def nearest(step: Step, argument: str, value: int) -> None:
-    """Return nothing: a call with a geometry that these kernels do not have is for others."""

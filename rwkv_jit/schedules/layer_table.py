@@ -30,13 +30,6 @@ OPS = {
             wide=("r_k", "weight", "bias"), optional=("bias", "r", "k", "v", "r_k", "bonus"),
             traits={"gate": "identity", "norm": "layer"},
         ),
-        Op(
-            "delta_operands", dict(k=_HEAD, q=_HEAD, beta=_HEAD, g=_HEAD, A_log="H", dt_bias="HK"),
-            wide=("beta", "g", "A_log", "dt_bias"), optional=("q", "g", "A_log", "dt_bias"),
-            traits={
-                "lower_bound": None, "qk_norm": False, "beta_map": "identity", "gate_of": "head", "rate_of": "head",
-            },
-        ),
         Op("activate", dict(x="NC"), wide=()),
         Op("gated", dict(x="N", g="N"), wide=(), traits={"gate": "sigmoid"}),
         Op(
@@ -49,26 +42,24 @@ OPS = {
         ),
     )
 }  # fmt: skip
-SHIFTS = ("token_shift", "norm_shift")  # whose last input says where texts end
-# What gradients come of, by the names that forwards have for their results.
-RESULTS: dict[str, dict[str, str]] = {
-    "prepare_keys": dict.fromkeys(("new_k", "new_v", "a", "b", "bonus"), "NHK"),
-    "gated_norm": {"out": "NHK"},
-    "delta_operands": dict.fromkeys(("r", "w", "new_k", "a", "b"), "NHK"),
-    "activate": {"y": "NC"},
-    "gated": {"y": "N"},
-    "token_shift": {f"mixed{m}": "NC" for m in range(MOST_MIXES)},
-    "norm_shift": {"residual": "NC", **{f"mixed{m}": "NC" for m in range(MOST_MIXES)}, "last": "SC"},
-}
-# What forwards make for backwards alone.
-KEPT: dict[str, dict[str, str]] = {"norm_shift": {"stats": "N"}}
 _CONVOLVED = {"x": "BTC", "weight": "CW", "bias": "C"}
 _TAPS = ("weight", "bias")
 # Those from `state_len` on are of updates; without a length a slot has a token less than there are taps.
 _OF_TAPS = {"taps": 4, "activation": "identity", "state_len": None, "channels_last": False, "ring": False}
 _OF_TEXTS: dict[str, Any] = {"wide": _TAPS, "optional": ("bias", "initial_state"), "traits": _OF_TAPS}
-CONVOLUTION = {
-    "forward": Op("causal_conv1d", {**_CONVOLVED, "initial_state": "NCS"}, **_OF_TEXTS),
-    "backward": Op("causal_conv1d_backward", {**_CONVOLVED, "initial_state": "NCS", "grad_y": "BTC"}, **_OF_TEXTS),
-    "update": Op("causal_conv1d_update", _CONVOLVED, wide=_TAPS, optional=("bias",), traits=_OF_TAPS),
+CONVOLUTION = Op("causal_conv1d", {**_CONVOLVED, "initial_state": "NCS"}, **_OF_TEXTS)
+CONVOLUTION_UPDATE = Op("causal_conv1d_update", _CONVOLVED, wide=_TAPS, optional=("bias",), traits=_OF_TAPS)
+FUNCTIONS = {**OPS, CONVOLUTION.name: CONVOLUTION}  # all that kernels are compiled for ahead of calls
+PACKED = ("token_shift", "norm_shift", "causal_conv1d")  # whose last input says where texts end
+# What gradients come of, by the names that forwards have for their results.
+RESULTS: dict[str, dict[str, str]] = {
+    "prepare_keys": dict.fromkeys(("new_k", "new_v", "a", "b", "bonus"), "NHK"),
+    "gated_norm": {"out": "NHK"},
+    "activate": {"y": "NC"},
+    "gated": {"y": "N"},
+    "token_shift": {f"mixed{m}": "NC" for m in range(MOST_MIXES)},
+    "norm_shift": {"residual": "NC", **{f"mixed{m}": "NC" for m in range(MOST_MIXES)}, "last": "SC"},
+    "causal_conv1d": {"y": "BTC"},
 }
+# What forwards make for backwards alone.
+KEPT: dict[str, dict[str, str]] = {"norm_shift": {"stats": "N"}}

@@ -20,8 +20,6 @@ from rwkv_jit.schedules.schedule import Result, Schedule, Step
 _ACCESS_BYTES = 16
 _ROW_THREADS = 512  # at most of a row, so that a thread has registers for a piece of each mix
 _HEAD_THREADS = 64
-_DELTA_BLOCKS, _FEW_DELTA_BLOCKS = 12, 8
-MOST_VALUE_HEADS = 4  # of a key head, for which a thread has registers
 _MULTIPROCESSORS = 132  # where it is not known how many there are
 _MOST_BLOCKS = 16  # of a multiprocessor, of the smallest GPUs
 _ELEMENT_THREADS = 256
@@ -33,7 +31,6 @@ _LEAST_NORM_BLOCKS = 512
 KINDS: tuple[str, ...] = get_args(Kind)
 GATES: tuple[str, ...] = get_args(Gate)
 NORMS: tuple[str, ...] = get_args(Norm)
-LOG_DECAYS = ("none", "log", "softplus", "bounded")  # as KINDS
 BETA_MAPS: tuple[str, ...] = get_args(BetaMap)
 RATE_MAPS: tuple[str, ...] = get_args(RateMap)
 MOST_PARTS = 31  # whose kinds a number of 64 bits says
@@ -45,15 +42,15 @@ class Given(NamedTuple):
     gpu: Gpu  # what kernels are chosen and compiled for
     types: Mapping[str, str]  # the storage types of the inputs that are given, and of the pool, by name
     rows: int  # tokens of all sequences together; of `activate` the parts
-    # (channels, mixes), or (heads, head size), or of `activate` the elements of a part; of `delta_operands`
-    # (heads of keys, head size, value heads), and behind these as how many such heads a key head stands in memory
+    # (channels, mixes), or (heads, head size), or of `activate` the elements of a part; of operands of delta rules
+    # (heads of keys, head size, value heads, as how many such heads a key head stands in memory)
     sizes: tuple[int, ...]
     alignment: int = _ACCESS_BYTES  # bytes that all addresses of what is written are a multiple of, up to 16
     results: Mapping[str, Result] = {}  # what the call makes
 
 
 class Sequences(NamedTuple):
-    """The sequences of `shift_mix`, and the pool that has the token before each."""
+    """The sequences of ops that mix tokens, and the pool that has the tokens before each."""
 
     number: int
     tokens: int = 1  # of each sequence
@@ -62,6 +59,18 @@ class Sequences(NamedTuple):
     slot_stride: int = 0  # elements from one slot to the next
     index_bytes: int = 4  # of the indices: 4 or 8
     null_index: int = -1  # a slot at or below it is none
+    state_len: int | None = None  # tokens of a slot of a convolution; by default one less than there are taps
+    channels_last: bool = False  # the channels of such a slot are neighbours in memory
+    ring: bool = False  # such slots are ring buffers
+
+
+class Options(NamedTuple):
+    """What a call chooses beside its tensors."""
+
+    eps: float = 0.0
+    kinds: tuple[str, ...] = ()
+    texts: Sequences = Sequences(0)
+    in_place: bool = False
 
 
 def problem_of(op: Op, given: Given) -> Problem:
@@ -70,7 +79,7 @@ def problem_of(op: Op, given: Given) -> Problem:
     if forward is None:  # a convolution, whose plans need no sizes
         return Problem(op, given.gpu, given.types)
     sizes: dict[str, Any] = {}
-    letters = "GKH" if forward.name == "delta_operands" else "HK" if "NHK" in forward.inputs.values() else "CG"
+    letters = "HK" if "NHK" in forward.inputs.values() else "CG"
     sizes.update(zip(letters, given.sizes, strict=False))
     return Problem(op, given.gpu, given.types, **sizes)
 
@@ -79,30 +88,26 @@ def problem_of(op: Op, given: Given) -> Problem:
 _SWITCHES: tuple[tuple[str, str, Sequence[Any]], ...] = (
     ("mixes", "MIXES", ()), ("taps", "WIDTH", ()), ("mixed", "T_MIXED", ()), ("gate", "GATE", GATES),
     ("activation", "GATE", GATES), ("norm", "CENTERED", NORMS[::-1]), ("rate_map", "RATE_IS_GIVEN", RATE_MAPS),
-    ("qk_norm", "HAS_NORM", (False, True)), ("beta_map", "BETA_MAP", BETA_MAPS),
-    ("gate_of", "G_PER_CHANNEL", ("head", "channel")), ("rate_of", "BETA_PER_CHANNEL", ("head", "channel")),
     ("state_len", "STATE_LEN", ()), ("channels_last", "CHANNELS_LAST", ()), ("ring", "RING", ()),
 )  # fmt: skip
-LEGAL: dict[str, Sequence[Any]] = {  # values of switches that are names
-    "mixed": tuple(BYTES)[:3], "activation": ("identity", "silu"),
-    **{name: values for name, _, values in _SWITCHES if values and name not in ("activation", "qk_norm")},
+LEGAL: dict[str, Sequence[Any]] = {  # values of switches that are names, those of delta rules among them
+    **{name: values for name, _, values in _SWITCHES if values}, "mixed": tuple(BYTES)[:3],
+    "activation": ("identity", "silu"), "beta_map": BETA_MAPS,
 }  # fmt: skip
 
 
 def switches_of(op: Op, parameters: Mapping[str, Parameter]) -> dict[str, Any]:
     """Return the switches of a call by the constants of its kernel."""
-    switches = {
+    return {
         name: values[int(parameters[constant])] if values else parameters[constant]
         for name, constant, values in _SWITCHES
         if constant in parameters and name in op.traits
     }
-    is_bounded = "lower_bound" in op.traits and parameters["GATE"] == LOG_DECAYS.index("bounded")
-    return switches | ({"lower_bound": -1.0} if is_bounded else {})  # any: it is a number of the launch
 
 
-def shift_mix(given: Given, sequences: Sequences, eps: float) -> Schedule:
+def shift_mix(given: Given, options: Options) -> Schedule:
     """Return the launch of `shift_mix`: the pool is bound to its first slot."""
-    channels, mixes = given.sizes
+    (channels, mixes), sequences = given.sizes, options.texts
     vector, is_packed = vector_of(channels, given, "x", "shift"), sequences.bound_bytes > 0
     threads = min(_ROW_THREADS, 32 * ceil(channels / (32 * vector)))
     parameters: dict[str, Parameter] = {
@@ -113,16 +118,17 @@ def shift_mix(given: Given, sequences: Sequences, eps: float) -> Schedule:
     }  # fmt: skip
     bind = {
         "rows": given.rows, "tokens": sequences.tokens, "sequences": sequences.number, "slots": sequences.slots,
-        "slot_stride": sequences.slot_stride, "null_index": sequences.null_index, "eps": eps,
+        "slot_stride": sequences.slot_stride, "null_index": sequences.null_index, "eps": options.eps,
     }  # fmt: skip
-    return _schedule("shift_mix", given, vector, parameters, (given.rows, 1, 1), bind)
+    return _schedule(OPS["shift_mix"], given, vector, parameters, (given.rows, 1, 1), bind)
 
 
-def prepare_keys(given: Given, rate_map: str, *asked: str) -> Schedule:
-    """Return the launch of `prepare_keys`; `asked` are the results of a call that names them."""
+def prepare_keys(given: Given, options: Options) -> Schedule:
+    """Return the launch of `prepare_keys`; the results of a call that names them stand behind its rate_map."""
+    rate_map, *asked = options.kinds
     blocks = (12, 8, 6)[("v_first" in given.types) + ("r_k" in given.types)]
     more = keys_parameters(given, rate_map) | _asked_for(asked, ("new_rate", "factors"))
-    return _of_heads("prepare_keys", "k", given, more, {}, blocks)
+    return of_heads(OPS["prepare_keys"], "k", given, more, {}, blocks)
 
 
 def keys_parameters(given: Given, rate_map: str) -> dict[str, Parameter]:
@@ -132,48 +138,12 @@ def keys_parameters(given: Given, rate_map: str) -> dict[str, Parameter]:
     return {**flags, **types_of(given, ("rate", "v_gate", "k_k", "k_a", "a0", "v0", "r_k"))}
 
 
-def delta_operands(given: Given, lower_bound: float, kinds: Sequence[str]) -> Schedule:
-    """Return the launch of `delta_operands`."""
-    parameters, given = delta_parameters(given, kinds), given._replace(sizes=given.sizes[:2])
-    blocks = _FEW_DELTA_BLOCKS if has_much(parameters) else _DELTA_BLOCKS
-    return _of_heads("delta_operands", "k", given, parameters, {"lower_bound": lower_bound}, blocks)
-
-
-def delta_parameters(given: Given, kinds: Sequence[str]) -> dict[str, Parameter]:
-    """Return the parameters that tell operands of delta rules apart."""
-    gate, gate_of, rate_map, rate_of, norm = kinds
-    heads, _, value_heads, *more = given.sizes
-    shared = more[0] if more else 1
-    return {
-        "GROUP": value_heads // heads, "SHARED": shared, "GATE": LOG_DECAYS.index(gate),
-        "G_PER_CHANNEL": gate_of == "channel",
-        "BETA_MAP": BETA_MAPS.index(rate_map), "BETA_PER_CHANNEL": rate_of == "channel", "HAS_NORM": norm == "l2",
-        "HAS_Q": "q" in given.types, "HAS_DT_BIAS": "dt_bias" in given.types,
-        "HAS_W": makes_decays(gate, gate_of), **types_of(given, ("beta", "g", "A_log", "dt_bias")),
-    }  # fmt: skip
-
-
-def times_shared(key_heads: int, value_heads: int) -> int:
-    """Return for how many heads a key head stands in `delta_operands`, as registers allow; its gradient is the sum."""
-    group = max(value_heads // max(key_heads, 1), 1)
-    return group // next(n for n in range(min(MOST_VALUE_HEADS, group), 0, -1) if group % n == 0)
-
-
-def has_much(parameters: Mapping[str, Parameter]) -> bool:
-    """Return whether a thread of `delta_operands` has so much of several value heads that blocks must be few."""
-    return int(parameters["GROUP"]) > (1 if parameters["BETA_PER_CHANNEL"] else 2)
-
-
-def makes_decays(gate: str, gate_of: str) -> bool:
-    """Return whether `delta_operands` makes log-decays for all channels, where g is not that itself."""
-    return gate in ("softplus", "bounded") or (gate == "log" and gate_of == "head")
-
-
-def gated_norm(given: Given, eps: float, gate: str, norm: str, *asked: str) -> Schedule:
-    """Return the launch of `gated_norm`; `asked` are the results of a call that names them."""
+def gated_norm(given: Given, options: Options) -> Schedule:
+    """Return the launch of `gated_norm`; the results of a call that names them stand behind its gate and norm."""
+    gate, norm, *asked = options.kinds
     blocks = 10 if "r_k" in given.types else 16
     more = gated_norm_parameters(given, gate, norm) | _asked_for(asked, ("means", "factors"))
-    return _of_heads("gated_norm", "y", given, more, {"eps": eps}, blocks)
+    return of_heads(OPS["gated_norm"], "y", given, more, {"eps": options.eps}, blocks)
 
 
 def gated_norm_parameters(given: Given, gate: str, norm: str) -> dict[str, Parameter]:
@@ -184,11 +154,11 @@ def gated_norm_parameters(given: Given, gate: str, norm: str) -> dict[str, Param
     }  # fmt: skip
 
 
-def gated(given: Given, gate: str) -> Schedule:
+def gated(given: Given, options: Options) -> Schedule:
     """Return the launch of `gated`."""
     (count,) = given.sizes
     vector = vector_of(count, given, "x")
-    return _schedule("gated", given, vector, *elements(given, vector, gate), {"count": count})
+    return _schedule(OPS["gated"], given, vector, *elements(given, vector, *options.kinds), {"count": count})
 
 
 def elements(given: Given, vector: int, gate: str) -> tuple[dict[str, Parameter], tuple[int, int, int]]:
@@ -199,29 +169,29 @@ def elements(given: Given, vector: int, gate: str) -> tuple[dict[str, Parameter]
     return parameters, (ceil(given.sizes[0] / (vector * _ELEMENT_THREADS)), 1, 1)
 
 
-def token_shift(given: Given, texts: Sequences) -> Schedule:
+def token_shift(given: Given, options: Options) -> Schedule:
     """Return the launch of `token_shift`."""
-    channels, mixes = given.sizes
+    (channels, mixes), texts = given.sizes, options.texts
     vector = vector_of(channels, given, "x")
     parameters, slices = shift_parameters(given, texts, vector)
     grid = ceil(given.rows / _SHIFT_ROWS), slices, 1
     bind: dict[str, Any] = {"rows": given.rows, "tokens": texts.tokens, "texts": texts.number}
     bind |= {f"mixed{m}": None for m in range(mixes, MOST_MIXES)}
-    return _schedule("token_shift", given, vector, parameters | {"ROWS": _SHIFT_ROWS}, grid, bind)
+    return _schedule(OPS["token_shift"], given, vector, parameters | {"ROWS": _SHIFT_ROWS}, grid, bind)
 
 
-def norm_shift(given: Given, texts: Sequences, eps: float) -> Schedule:
+def norm_shift(given: Given, options: Options) -> Schedule:
     """Return the launch of `norm_shift`."""
-    vector = vector_of(given.sizes[0], given, "x")
+    vector, texts = vector_of(given.sizes[0], given, "x"), options.texts
     parameters = norm_shift_parameters(given, texts, vector, given.results["mixed0"].dtype, _ROW_THREADS)
     block_rows = min(max(given.rows // _LEAST_NORM_BLOCKS, 1), _MOST_NORM_ROWS)
     bind: dict[str, Any] = {
-        "rows": given.rows, "tokens": texts.tokens, "texts": texts.number, "block_rows": block_rows, "eps": eps,
+        "rows": given.rows, "tokens": texts.tokens, "texts": texts.number, "block_rows": block_rows, "eps": options.eps,
     }  # fmt: skip
     bind |= {f"mixed{m}": None for m in range(given.sizes[1], MOST_MIXES)}
     bind |= {x: None for x in ("residual", "stats") if x not in given.results}
     grid = ceil(given.rows / block_rows), 1, 1
-    return _schedule("norm_shift", given, vector, parameters | {"HAS_ADD": "add" in given.types}, grid, bind)
+    return _schedule(OPS["norm_shift"], given, vector, parameters | {"HAS_ADD": "add" in given.types}, grid, bind)
 
 
 def norm_shift_parameters(
@@ -251,21 +221,21 @@ def shift_parameters(given: Given, texts: Sequences, vector: int) -> tuple[dict[
     return parameters, ceil(channels / (vector * threads))
 
 
-def activate(given: Given, kinds: Sequence[str], in_place: bool) -> Schedule:
+def activate(given: Given, options: Options) -> Schedule:
     """Return the launch of `activate`, whose y is x where it is in place."""
     (count,) = given.sizes
     vector = vector_of(count, given, "x")
-    numbers = sum(KINDS.index(kind) << 2 * part for part, kind in enumerate(kinds))
+    numbers = sum(KINDS.index(kind) << 2 * part for part, kind in enumerate(options.kinds))
     parameters: dict[str, Parameter] = {
         "T_IO": given.types["x"], "VECTOR": vector, "NUM_THREADS": _ELEMENT_THREADS,
     }  # fmt: skip
     grid = ceil(count / (vector * _ELEMENT_THREADS)), given.rows, 1
-    bind = {"count": count, "kinds": numbers, "y": "x" if in_place else "y"}
-    return _schedule("activate", given, vector, parameters, grid, bind)
+    bind = {"count": count, "kinds": numbers, "y": "x" if options.in_place else "y"}
+    return _schedule(OPS["activate"], given, vector, parameters, grid, bind)
 
 
-def _of_heads(
-    name: str, lead: str, given: Given, more: dict[str, Parameter], bind: Mapping[str, Any], blocks: int
+def of_heads(
+    op: Op, lead: str, given: Given, more: dict[str, Parameter], bind: Mapping[str, Any], blocks: int
 ) -> Schedule:
     """Return the launch of a kernel in which lanes share heads: as many blocks as run at once, if rows are many."""
     vector = vector_of(given.sizes[1], given, lead)
@@ -273,7 +243,7 @@ def _of_heads(
     block_rows = rows_of_block(given, parameters, slices)
     bind = {"rows": given.rows, "heads": given.sizes[0], "block_rows": block_rows, **bind}
     grid = ceil(given.rows / block_rows), slices, 1
-    return _schedule(name, given, vector, parameters | more, grid, bind)
+    return _schedule(op, given, vector, parameters | more, grid, bind)
 
 
 def head_parameters(
@@ -298,12 +268,12 @@ def rows_of_block(given: Given, parameters: Mapping[str, Parameter], slices: int
 
 
 def _schedule(
-    name: str, given: Given, vector: int, parameters: Mapping[str, Parameter], grid: tuple[int, int, int],
+    op: Op, given: Given, vector: int, parameters: Mapping[str, Parameter], grid: tuple[int, int, int],
     bind: Mapping[str, Any],
 ) -> Schedule:  # fmt: skip
-    template = f"layer_{name}"
+    template = f"layer_{op.name}"
     step = Step(template, template, parameters, grid, bind, overlaps=given.gpu.number >= OVERLAPS_SINCE)
-    inputs = [x for x in OPS[name].inputs if x in given.types]
+    inputs = [x for x in op.inputs if x in given.types]
     return Schedule((step,), given.results, vectors=vectors_of(inputs, given, vector, parameters))
 
 

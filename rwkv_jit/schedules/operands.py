@@ -6,14 +6,14 @@ Inputs are read by their strides, and buffers have no gaps. Arguments and buffer
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rwkv_jit.kernels.template import Parameter
 from rwkv_jit.schedules import common
 from rwkv_jit.schedules.layers import GATES
 from rwkv_jit.schedules.problem import BYTES, Problem
-from rwkv_jit.schedules.schedule import Step
+from rwkv_jit.schedules.schedule import Item, Step
 
 SOURCES = "none", "heads", "steps", "gates"  # of decays, as templates count them
 _THREADS = 256  # of a block
@@ -39,7 +39,6 @@ class Operands(NamedTuple):
     dt_bias: str = ""
     has_softplus: bool = False
     limits: tuple[float, float] | None = None  # the least and the largest step
-    w_type: str = ""  # of decays: by default that of g, and float32 of steps
 
     @property
     def has_keys(self) -> bool:
@@ -65,6 +64,18 @@ class Slots(NamedTuple):
     has_indices: bool  # else row i has slot i
     sequences: int = 0  # of packed tokens; 0 where all rows have as many
     bound_bytes: int = 4  # of the numbers in cu_seqlens
+
+
+class Around(NamedTuple):
+    """What stands around the launches of the op below in a direction."""
+
+    before: Sequence[Item]
+    after: Sequence[Item]
+    names: Mapping[str, Any]  # what the op below reads and writes instead of its inputs and results
+    vectors: Mapping[str, int]  # how many neighbours of each input are read at once, by these launches or those
+    scratch: Mapping[str, Any]  # bytes of what passes between launches
+    rows: Mapping[str, str]  # the dimensions of that
+    dense: tuple[str, ...] = ()
 
 
 class Part(NamedTuple):
@@ -176,7 +187,7 @@ def _operand_numbers(p: Problem, how: Operands, key_slices: Any) -> dict[str, An
 
 
 def _decay_type(p: Problem, how: Operands) -> str:
-    return how.w_type or ("fp32" if how.source == "steps" else p.types.get(how.g, "fp32"))
+    return "fp32" if how.source == "steps" else p.types.get(how.g, "fp32")
 
 
 def _vector_of_operands(p: Problem, how: Operands, behind: Behind | None = None, dy: str = "dy") -> int:
@@ -296,15 +307,6 @@ def head_step_gradients(p: Problem, how: Operands, grad_step: str = "grad_step",
         p, "head_steps_backward", parameters, slices, block_rows, bind, ("ddt", *summed), template="head_steps"
     )
     return _summed(p, step, block_rows, {buffer: (name, p.H) for buffer, name in summed.items() if name})
-
-
-def spread_heads(p: Problem, name: str, out: str, size: Any) -> Step:
-    """Return the launch that writes a parameter of the heads in float32, for each of `size` channels."""
-    parameters: dict[str, Parameter] = {
-        "T_X": p.types[name], "SIZE": size, "PER_CHANNEL": p.op.inputs[name] != "H", "NUM_THREADS": _THREADS,
-    }  # fmt: skip
-    grid = -(-p.H * size // _THREADS), 1, 1
-    return Step("spread_heads", "spread_heads", parameters, grid, {"x": name, "out": out, "heads": p.H})
 
 
 def sum_channels(p: Problem, rows: str, name: str, size: Any) -> Step:

@@ -116,7 +116,9 @@ def is_framed(storage: str, decay: str, decay_bound: float | None, chunk_len: in
 
 
 class Problem(NamedTuple):
-    """All that decides about the kernels of a call. Sizes may be symbolic where a compiler traces.
+    """All that decides about a call on a GPU: its algorithm, and its kernels.
+
+    The rule looks at it and returns it with the algorithm. Sizes may be symbolic where a compiler traces.
 
     B is the batch, T the tokens, H the heads, G those of shared inputs, K and V the head sizes of keys and values, N
     the sequences: B, or those that are packed. An op without heads has C channels, and S numbers in a state of each.
@@ -141,10 +143,12 @@ class Problem(NamedTuple):
     has_final_state: bool = False  # it is wanted; in the backward there is a gradient of it
     scale: float = 1.0
     decay: str = "none"
+    decay_bound: float | None = None  # a hint: log-decays are at least about this
     state_layout: str = "vk"
     checkpoint_interval: int = 64
-    backend: str = "recurrent"
-    chunk_len: int = 0  # 0 lets a rule choose
+    backend: str = "recurrent"  # an algorithm if it `is_chosen`; else as a caller names it, for the rule to choose
+    is_chosen: bool = True
+    chunk_len: int = 0  # 0 lets the rule or the algorithm choose
     num_threads: int | None = None
     forward_blocks: int | None = None  # of a multiprocessor, where they were tuned
     backward_blocks: int | None = None
@@ -156,6 +160,7 @@ class Problem(NamedTuple):
     wanted: tuple[str, ...] = ()
     is_narrow: bool = False  # the tensor cores take rows as float16 ones of another call
     is_batch_invariant: bool = False  # nothing goes by how many sequences and tokens there are
+    longest: int = 0  # about the tokens of the longest packed sequence, where it is known
     # The states are slots of a pool, and of the sequences, which are packed, one launch may leave some to others.
     is_pooled: bool = False
     w0_type: str = "void"  # the storage type of what kernels add to w before its map; "void" where that is nothing
@@ -182,6 +187,11 @@ class Problem(NamedTuple):
         return not is_framed(self.types["v"], self.decay, None, self.chunk_len)
 
     @property
+    def storage(self) -> str:
+        """Return the type of the rows that kernels on the tensor cores take."""
+        return "fp16" if self.is_narrow else self.types["v"]
+
+    @property
     def multiprocessors(self) -> int | None:
         """Return how many multiprocessors there are to share the work between; None where that does not matter."""
         return None if self.is_batch_invariant else self.gpu.multiprocessors
@@ -190,6 +200,11 @@ class Problem(NamedTuple):
     def tokens(self) -> Any:
         """Return the tokens of a sequence, on average."""
         return self.T // max(self.N, 1) if self.is_packed else self.T
+
+    @property
+    def all_heads(self) -> Any:
+        """Return the heads of all sequences."""
+        return self.N * self.H
 
     def slots(self, length: int) -> Any:
         """Return how many pieces of so many tokens there can be; packed sequences fit whatever their lengths are."""

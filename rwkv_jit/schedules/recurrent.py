@@ -6,13 +6,11 @@ The geometry is which rectangle of the state each thread holds, and how many tok
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from rwkv_jit.kernels.gpu import Gpu
 from rwkv_jit.kernels.template import Parameter
 from rwkv_jit.schedules import common
-from rwkv_jit.schedules.common import Case, Obstacle
 from rwkv_jit.schedules.problem import Problem
 from rwkv_jit.schedules.schedule import Schedule, Step
 
@@ -130,15 +128,6 @@ def _interval(p: Problem) -> Any:
 
 
 # ---- schedules ---------------------------------------------------------------------------------------------------
-
-
-def why_not(case: Case, gpu: Callable[[], Gpu]) -> Obstacle | None:
-    """Return nothing: these kernels can do every call."""
-
-
-def default_chunk_len(case: Case, gpu: Gpu) -> int:
-    """Return 0: how many tokens a block stages depends on the direction."""
-    return 0
 
 
 def kept(p: Problem) -> dict[str, Any]:

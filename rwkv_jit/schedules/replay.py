@@ -11,9 +11,8 @@ from typing import NamedTuple
 from rwkv_jit.kernels.errors import UnsupportedConfigError
 from rwkv_jit.kernels.template import Parameter
 from rwkv_jit.schedules import update
-from rwkv_jit.schedules.common import OVERLAPS_SINCE
 from rwkv_jit.schedules.problem import Problem
-from rwkv_jit.schedules.schedule import Schedule, Step
+from rwkv_jit.schedules.schedule import Schedule
 from rwkv_jit.schedules.update import Pool
 
 _MOST_WARPS = 8
@@ -99,27 +98,16 @@ def shared_bytes(p: Problem, cut: dict[str, Parameter], ring: Ring, tokens: int)
 def schedule(p: Problem, pool: Pool, ring: Ring, tokens: int) -> Schedule:
     """Return the launch of a step of so many tokens, or of none: the state is bound to its first slot."""
     cut = geometry(p, pool, ring, tokens)
-    constants: dict[str, Parameter] = {"DELTA": p.op.family == "delta", "BONUS": False, "DECAY": p.decay}
+    constants: dict[str, Parameter] = {"BONUS": False, "DECAY": p.decay}
     if tokens:
         constants["BONUS"] = "u" in p.op.inputs
     elif p.decay != "none":  # entries hold decays as they are
         constants["DECAY"] = "raw"
     types = {**p.types, "w0": pool.w0_type} if tokens else {}
     parameters: dict[str, Parameter] = {
-        "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "T_IO": p.types["v"], "T_STATE": p.state_type,
         "T_W": types.get("w", "fp32"), "T_U": types.get("u", "fp32"), "T_W0": types.get("w0", "fp32"),
-        "STATE_LAYOUT": p.state_layout, "STOCHASTIC": pool.is_stochastic, "INDEX_BYTES": pool.index_bytes,
         "ACCEPT_BYTES": ring.accept_bytes or 4, "ONE_TOKEN": tokens == 1, "TOKENS": tokens, "DRAFT": ring.is_draft,
         "LENGTH": ring.length, "ENTRIES": ring.entries, **constants, **cut,
     }  # fmt: skip
-    inputs = ("r", "w", "k", "v", "a", "b", "u")
-    bind = {
-        **{name: None for name in inputs if name not in p.op.inputs},
-        **({} if ring.accept_bytes else {"accept_lens": None}),
-        "slot_stride": pool.slot_stride, "slots": pool.slots, "null_index": pool.null_index, "batch": p.B,
-        "heads": p.H, "kept": ring.kept, "scale": p.scale,
-    }  # fmt: skip
-    rows = min(p.B, update.MOST_ROWS)
-    grid = (p.H * update.value_blocks(p, cut), rows, -(-p.B // max(rows, 1)))
-    overlaps = p.gpu.number >= OVERLAPS_SINCE
-    return Schedule((Step("replay_states", "replay_states", parameters, grid, bind, overlaps=overlaps),))
+    bind = {**({} if ring.accept_bytes else {"accept_lens": None}), "kept": ring.kept}
+    return Schedule((update.step_of_rows(p, pool, "replay_states", parameters, bind),))

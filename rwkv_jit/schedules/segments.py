@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 from rwkv_jit.kernels.template import Parameter
 from rwkv_jit.schedules import common, delta_chunked, delta_large, diagonal_chunked, diagonal_large
-from rwkv_jit.schedules.common import Case, Obstacle, padded
-from rwkv_jit.schedules.problem import Op, Problem
+from rwkv_jit.schedules.common import Obstacle, padded
+from rwkv_jit.schedules.problem import Problem
 from rwkv_jit.schedules.schedule import Item, Pause, Result, Schedule, Step, Zero, aligned, renamed
 
 LEAST_SEGMENTS = 4  # below, two more passes cost what the others gain
@@ -81,43 +81,40 @@ def segments(kind: str, blocks: int, tokens: int, multiprocessors: int, least: i
     return max([n for n in counts if tokens % (n * lengths.multiple) == 0], default=most)
 
 
-def why_not(case: Case, least: int = 1) -> Obstacle | None:
+def why_not(p: Problem, least: int = 1) -> Obstacle | None:
     """Return why sequences cannot be cut, of a call that the chunked kernels take; None where they can."""
-    multiprocessors = case.multiprocessors and case.multiprocessors()
+    multiprocessors = p.multiprocessors
     if multiprocessors is None:
-        return ("cuts no packed sequences in compiled graphs, and nothing under `set_batch_invariant`",)
-    family, shortest = case.op.family, _LENGTHS[case.op.family].least
-    if case.is_packed:
-        if case.tokens < _LEAST_MEAN:  # states of short ones take more memory than their rows
-            return "needs {} tokens a sequence on average, got {}", _LEAST_MEAN, case.tokens
-        length = _packed_length(family, case.tokens * case.blocks, multiprocessors)
-        share = case.tokens * case.blocks // (2 * multiprocessors)
+        return ("cuts nothing under `set_batch_invariant`",)
+    family, shortest = p.op.family, _LENGTHS[p.op.family].least
+    if p.is_packed:
+        if p.tokens < _LEAST_MEAN:  # states of short ones take more memory than their rows
+            return "needs {} tokens a sequence on average, got {}", _LEAST_MEAN, p.tokens
+        length = _packed_length(family, p.tokens * p.all_heads, multiprocessors)
+        share = p.tokens * p.all_heads // (2 * multiprocessors)
         longest = length + 1 if least > 1 else max(2 * length, _UNEVEN * share)
-        return None if case.longest >= longest else ("needs a sequence of {} tokens, got {}", longest, case.longest)
-    if segments(family, case.blocks, case.tokens, multiprocessors, least) < LEAST_SEGMENTS:
-        return "needs tokens for {} segments of {} or more, got {}", LEAST_SEGMENTS, shortest, case.tokens
+        return None if p.longest >= longest else ("needs a sequence of {} tokens, got {}", longest, p.longest)
+    if segments(family, p.all_heads, p.tokens, multiprocessors, least) < LEAST_SEGMENTS:
+        return "needs tokens for {} segments of {} or more, got {}", LEAST_SEGMENTS, shortest, p.tokens
     return None
 
 
-def takes_large(case: Case) -> bool:
+def takes_large(p: Problem) -> bool:
     """Return whether few sequences of large heads are so long that three walks side by side end sooner."""
-    if case.is_packed or not _has_large_segments(case.op, case.head_size, case.value_size):
+    if p.is_packed or p.multiprocessors is None or not _has_large_segments(p):
         return False
-    multiprocessors = case.multiprocessors and case.multiprocessors()
-    if multiprocessors is None:
-        return False
-    blocks = case.blocks * _row_blocks(case.op, case.value_size)
-    return segments("large", 2 * blocks, case.tokens, multiprocessors) >= _LENGTHS["large"].fewest
+    blocks = 2 * p.all_heads * _row_blocks(p)
+    return segments("large", blocks, p.tokens, p.multiprocessors) >= _LENGTHS["large"].fewest
 
 
-def _has_large_segments(op: Op, head_size: int, value_size: int) -> bool:
-    return op.family == "diagonal" or max(head_size, value_size) <= _LARGEST_DELTA
+def _has_large_segments(p: Problem) -> bool:
+    return p.op.family == "diagonal" or max(p.K, p.V) <= _LARGEST_DELTA
 
 
-def _row_blocks(op: Op, value_size: int) -> int:
+def _row_blocks(p: Problem) -> int:
     """Return the blocks that a walk has for the value rows of a large head."""
-    rows: int = _LARGE[op.family].MOST_ROWS
-    return -(-value_size // rows)
+    blocks: int = -(-p.V // _LARGE[p.op.family].MOST_ROWS)
+    return blocks
 
 
 def takes_shard(p: Problem) -> bool:
@@ -127,20 +124,30 @@ def takes_shard(p: Problem) -> bool:
 
 
 def may_cut(backend: str, p: Problem) -> bool:
-    """Return whether unpacked sequences of any lengths may be cut, for a backend as the caller has named it."""
-    if p.multiprocessors is None or p.is_packed or backend not in ("auto", "split"):
+    """Return whether sequences of any lengths may be cut, for a backend as the caller has named it."""
+    if p.multiprocessors is None or backend not in ("auto", "split"):
         return False
     if p.backend in ("large", "large_segments"):
-        blocks = p.B * p.H * _row_blocks(p.op, p.V)
-        return _has_large_segments(p.op, p.K, p.V) and p.multiprocessors >= _LENGTHS["large"].fewest * blocks
-    is_few = backend == "split" or 2 * p.multiprocessors >= LEAST_SEGMENTS * p.B * p.H
-    return p.backend in ("chunked", "segments") and is_few
+        blocks = p.B * p.H * _row_blocks(p)
+        has_segments = not p.is_packed and _has_large_segments(p)
+        return has_segments and p.multiprocessors >= _LENGTHS["large"].fewest * blocks
+    if p.backend not in ("chunked", "segments") or (p.is_packed and p.tokens < _LEAST_MEAN):
+        return False
+    if p.is_packed:  # the longest one may have all tokens; a share is rounded down
+        return backend == "split" or 2 * p.multiprocessors >= _UNEVEN * (p.H - 1)
+    return backend == "split" or 2 * p.multiprocessors >= LEAST_SEGMENTS * p.B * p.H
 
 
 def _packed_length(family: str, blocks_tokens: Any, multiprocessors: int) -> Any:
     """Return the tokens of a segment of packed sequences, from the tokens of all heads."""
     share = blocks_tokens // (_SHARES * multiprocessors)
     return max(_LENGTHS[family].least, -(-share // _MULTIPLE) * _MULTIPLE)
+
+
+# Whether packed sequences are cut depends on their lengths, and a backward cannot always look at these: in a capture
+# the values may lie in a tensor that is new to it. So the memory of what a forward keeps is longer by so many bytes
+# than the tensor, which tells the backward what ran.
+MARKS = {"chunked": 16, "segments": 32}
 
 
 class _Cut(NamedTuple):
@@ -168,7 +175,7 @@ def _cut(p: Problem) -> _Cut:
     else:
         count = _LENGTHS[kind].fewest
         if multiprocessors is not None:
-            blocks = 2 * p.H * _row_blocks(p.op, p.V) if kind == "large" else p.H
+            blocks = 2 * p.H * _row_blocks(p) if kind == "large" else p.H
             count = segments(kind, blocks, p.T, multiprocessors, count)
         if _LENGTHS[kind].multiple and p.T % (count * _LENGTHS[kind].multiple) == 0:
             return _Cut(_of_segments(p, B=p.B * count, T=p.T // count, N=p.N * count), count)
@@ -330,9 +337,9 @@ def _kept(cut: _Cut) -> dict[str, Any]:
 
 
 def most_kept(p: Problem) -> Any:
-    """Return the most bytes that are kept of sequences of equal lengths, however they are cut, or not at all."""
+    """Return the most bytes that are kept of sequences of any lengths, however they are cut, or not at all."""
     least = _LENGTHS[_kind(p)].least
-    return sum(_kept(_ragged(p, p.B * (p.T // least + 1), least)).values())
+    return sum(_kept(_ragged(p, p.B * (p.T // least) + p.N, least)).values())
 
 
 def forward(p: Problem) -> Schedule:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from rwkv_jit.schedules import delta_operands, diagonal_operands, operands
-from rwkv_jit.schedules.operands import Slots
-from rwkv_jit.schedules.problem import Problem
-from rwkv_jit.schedules.schedule import Schedule, Step
+from rwkv_jit.schedules import common, delta_operands, diagonal_operands, operands
+from rwkv_jit.schedules.operands import Around, Slots
+from rwkv_jit.schedules.problem import STATE, Problem
+from rwkv_jit.schedules.schedule import Schedule, Step, renamed
 
 DEDICATED = "dedicated"  # the backend of kernels that an op has for itself
 _MODULES: dict[str, Any] = {"delta": delta_operands, "diagonal": diagonal_operands}
@@ -25,27 +25,47 @@ def _module(p: Problem) -> Any:
 
 
 def below(p: Problem) -> Problem:
-    """Return the problem of the op below."""
-    problem: Problem = _module(p).below(p)
-    return problem
+    """Return the problem of the op below: an input that is computed wants a gradient where one of its sources does."""
+    op = p.op.through
+    assert op is not None
+    wanted, sources = set(p.wanted or (*p.types, STATE)), _module(p).sources(p)
+    types = _module(p).types(p)
+    names = tuple(name for name in (*op.inputs, STATE) if wanted & sources.get(name, {name}))
+    return p._replace(
+        op=op, types={name: types[name] for name in op.inputs}, decay="log", G=0, traits=(),
+        wanted=() if len(names) > len(op.inputs) else names,
+    )  # fmt: skip
 
 
 def kept(p: Problem, inner: dict[str, Any]) -> dict[str, Any]:
     """Return what the forward keeps, with what the op below does."""
-    sizes: dict[str, Any] = _module(p).kept(p, inner)
-    return sizes
+    return {**_module(p).kept(p), **inner}
 
 
 def forward(p: Problem, inner: Schedule) -> Schedule:
     """Return the forward, around that of the op below."""
-    schedule: Schedule = _module(p).forward(p, inner)
-    return schedule
+    pieces, schedule = _module(p).kept(p), _around(p, inner, _module(p).forward(p, inner))
+    if p.training:
+        return replace(schedule, results=common.forward_results(p), kept={**pieces, **inner.kept})
+    return replace(schedule, results=common.forward_results(p), scratch={**schedule.scratch, **pieces})
 
 
 def backward(p: Problem, inner: Schedule) -> Schedule:
     """Return the backward, around that of the op below."""
-    schedule: Schedule = _module(p).backward(p, inner)
-    return schedule
+    return replace(_around(p, inner, _module(p).backward(p, inner)), results=common.backward_results(p))
+
+
+def _around(p: Problem, inner: Schedule, around: Around) -> Schedule:
+    """Return the schedule of the op below with what stands before and behind it."""
+    after = list(around.after)
+    if after and isinstance(after[0], Step):
+        after[0] = after[0]._replace(waits=any(step.is_beside for step in inner.launches))
+    vectors = {name: width for name, width in around.vectors.items() if name in p.types or name == "dy"}
+    return replace(
+        inner, steps=(*around.before, *renamed(inner.steps, around.names), *after), vectors=vectors,
+        scratch={**inner.scratch, **around.scratch}, rows={**inner.rows, **around.rows}, dense=around.dense,
+        main=inner.main + sum(isinstance(each, Step) for each in around.before),
+    )  # fmt: skip
 
 
 def over_pool(p: Problem, inner: Schedule, slots: Slots) -> Schedule:

@@ -20,14 +20,14 @@ _BLOCKS = 2  # that a multiprocessor shall have room for
 _DIAGONALS = 32  # floats for each tile of lags, of the gradient of w
 
 
-def obstacle(batch: int, tokens: int, gpu: Gpu) -> str | None:
+def obstacle(p: Problem) -> str | None:
     """Return why such rows cannot be taken, for a sentence that begins with who they are for."""
-    if tokens > LONGEST:
-        return f"takes at most {LONGEST} tokens, got {tokens}"
-    if batch > MOST_ROWS:
-        return f"takes at most {MOST_ROWS} sequences, got {batch}"
-    if not gpu.has_tensor_cores:
-        return f"needs an architecture from sm_{TENSOR_CORES} on, got {gpu.arch}"
+    if p.T > LONGEST:
+        return f"takes at most {LONGEST} tokens, got {p.T}"
+    if p.B > MOST_ROWS:
+        return f"takes at most {MOST_ROWS} sequences, got {p.B}"
+    if not p.gpu.has_tensor_cores:
+        return f"needs an architecture from sm_{TENSOR_CORES} on, got {p.gpu.arch}"
     return None
 
 

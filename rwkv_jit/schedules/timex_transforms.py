@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from rwkv_jit.kernels.errors import UnsupportedConfigError
-from rwkv_jit.kernels.gpu import Gpu
 from rwkv_jit.kernels.template import Parameter
 from rwkv_jit.schedules import common
 from rwkv_jit.schedules.problem import Problem
@@ -45,12 +44,12 @@ def _geometry(tokens: int) -> _Geometry:
     return _Geometry(points, points // _LENGTHS[points], points // 16 * 17 * 8)
 
 
-def obstacle(_batch: int, tokens: int, gpu: Gpu) -> str | None:
+def obstacle(p: Problem) -> str | None:
     """Return why such rows cannot be taken, for a sentence that begins with who they are for."""
-    if tokens > max(_LENGTHS):
-        return f"takes at most {max(_LENGTHS)} tokens, got {tokens}"
-    needed, limit = _geometry(tokens).shared_bytes, gpu.shared_limit
-    return None if needed <= limit else f"needs {needed} bytes of shared memory, {gpu.arch} has {limit}"
+    if max(_LENGTHS) < p.T:
+        return f"takes at most {max(_LENGTHS)} tokens, got {p.T}"
+    needed, limit = _geometry(p.T).shared_bytes, p.gpu.shared_limit
+    return None if needed <= limit else f"needs {needed} bytes of shared memory, {p.gpu.arch} has {limit}"
 
 
 # ---- schedules ---------------------------------------------------------------------------------------------------

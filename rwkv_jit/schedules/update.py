@@ -116,21 +116,28 @@ def step(p: Problem, pool: Pool, is_packed: bool = False) -> Step:
     """Return the launch for p.B rows: of as many tokens each, or pieces of packed sequences."""
     cut = geometry(p, pool, is_packed)
     parameters: dict[str, Parameter] = {
-        "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "T_IO": p.types["v"], "T_STATE": p.state_type,
-        "T_W": p.types.get("w", "fp32"), "T_U": p.types.get("u", "fp32"), "T_W0": pool.w0_type,
-        "DECAY": p.decay, "STATE_LAYOUT": p.state_layout, "DELTA": p.op.family == "delta",
-        "BONUS": "u" in p.op.inputs, "STOCHASTIC": pool.is_stochastic, "INDEX_BYTES": pool.index_bytes,
-        "ONE_TOKEN": _has_one_token(p, is_packed), "PACKED": is_packed, **cut,
-    }  # fmt: skip
-    bind = {
-        **{name: None for name in ("w", "u", "a", "b") if name not in p.op.inputs},
-        "slot_stride": pool.slot_stride, "slots": pool.slots, "null_index": pool.null_index, "batch": p.B,
-        "tokens": p.T, "heads": p.H, "scale": p.scale,
+        "BONUS": "u" in p.op.inputs, "DECAY": p.decay, "T_W": p.types.get("w", "fp32"),
+        "T_U": p.types.get("u", "fp32"), "T_W0": pool.w0_type, "ONE_TOKEN": _has_one_token(p, is_packed),
+        "PACKED": is_packed,
     }  # fmt: skip
     others = ("state_indices", "write_indices") if is_packed else ("bounds", "pieces")
-    bind |= dict.fromkeys(others)
-    rows = min(p.B, MOST_ROWS)
-    grid = (p.H * value_blocks(p, cut), rows, -(-p.B // max(rows, 1)))
+    step = step_of_rows(p, pool, "update_states", parameters | cut, {"tokens": p.T, **dict.fromkeys(others)})
     # Packed rows read what the launch before has just written, so that nothing could be brought near meanwhile.
-    overlaps = p.gpu.number >= OVERLAPS_SINCE and not is_packed
-    return Step("update_states", "update_states", parameters, grid, bind, overlaps=overlaps)
+    return step._replace(overlaps=step.overlaps and not is_packed)
+
+
+def step_of_rows(p: Problem, pool: Pool, name: str, own: Mapping[str, Parameter], bind: Mapping[str, Any]) -> Step:
+    """Return the launch of a kernel for rows of a pool, with its own parameters and arguments beside those of all."""
+    parameters: dict[str, Parameter] = {
+        "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "T_IO": p.types["v"], "T_STATE": p.state_type,
+        "STATE_LAYOUT": p.state_layout, "DELTA": p.op.family == "delta", "STOCHASTIC": pool.is_stochastic,
+        "INDEX_BYTES": pool.index_bytes, **own,
+    }  # fmt: skip
+    given = {
+        **{input: None for input in ("r", "w", "k", "v", "a", "b", "u") if input not in p.op.inputs},
+        "slot_stride": pool.slot_stride, "slots": pool.slots, "null_index": pool.null_index, "batch": p.B,
+        "heads": p.H, "scale": p.scale, **bind,
+    }  # fmt: skip
+    rows = min(p.B, MOST_ROWS)
+    grid = (p.H * value_blocks(p, own), rows, -(-p.B // max(rows, 1)))
+    return Step(name, name, parameters, grid, given, overlaps=p.gpu.number >= OVERLAPS_SINCE)

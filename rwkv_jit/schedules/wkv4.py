@@ -24,31 +24,27 @@ _LEAST_PARTS = 4
 _LEAST_TOKENS = 64
 
 
-def part_length(backend: str, walks: int, tokens: int, multiprocessors: int) -> int:
-    """Return how many tokens a thread walks over: all, or those of a part, where `walks` channels of rows are few."""
-    if backend == "recurrent":
-        return tokens
-    count = min(_BUSY_THREADS * multiprocessors // max(walks, 1), tokens // _LEAST_TOKENS)
-    if backend == "split":
+def part_length(p: Problem) -> Any:
+    """Return how many tokens a thread walks over: all, or those of a part, where channels of rows are few."""
+    if p.backend == "recurrent":
+        return p.T
+    count = min(_BUSY_THREADS * (p.multiprocessors or 0) // max(p.B * p.C, 1), p.T // _LEAST_TOKENS)
+    if p.backend == "split":
         count = max(count, 2)
     elif count < _LEAST_PARTS:
-        return tokens
-    return CHUNK_LEN * math.ceil(tokens / (count * CHUNK_LEN))
+        return p.T
+    return CHUNK_LEN * math.ceil(p.T / (count * CHUNK_LEN))
 
 
-def backend_of(backend: str, walks: int, tokens: int, multiprocessors: int) -> str:
+def backend_of(p: Problem) -> str:
     """Return the backend that runs a call on CUDA tensors."""
-    if backend != "auto":
-        return backend
-    return "split" if part_length(backend, walks, tokens, multiprocessors) < tokens else "recurrent"
-
-
-def _part_length(p: Problem) -> int:
-    return part_length(p.backend, p.B * p.C, p.T, p.multiprocessors or 0)
+    if p.backend != "auto":
+        return p.backend
+    return "split" if part_length(p) < p.T else "recurrent"
 
 
 def _parts(p: Problem) -> int:
-    length = max(_part_length(p), 1)
+    length = max(int(part_length(p)), 1)
     return max(-(-int(p.T) // length), 1)
 
 
@@ -104,7 +100,7 @@ def _walks(p: Problem, direction: str, bind: Mapping[str, Any]) -> tuple[Step, .
     types = _types(p, CHUNK_LEN)
     count, blocks = _parts(p), -(-p.B * p.C // NUM_THREADS)
     given = {
-        **common.given(p), "w_raw": "w", "bonus": "u", "part_len": _part_length(p),
+        **common.given(p), "w_raw": "w", "bonus": "u", "part_len": part_length(p),
         "summaries": "summaries" if count > 1 else None, **bind,
     }  # fmt: skip
     name = f"wkv4_{direction}"

@@ -51,12 +51,10 @@ def layer_requests(arch):
 
     from rwkv_jit.kernels.gpu import Gpu
 
-    forwards = [
-        test_layer.request(name, arch=arch) for name in ("gated", "token_shift", "norm_shift", "delta_operands")
-    ]
+    forwards = [test_layer.request(name, arch=arch) for name in ("gated", "token_shift", "norm_shift")]
     backwards = [
         test_layer.gradients(name, arch=arch)
-        for name in ("token_shift", "norm_shift", "prepare_keys", "gated_norm", "activate", "delta_operands")
+        for name in ("token_shift", "norm_shift", "prepare_keys", "gated_norm", "activate")
     ]
     wide = test_layer.backward("norm_shift", 4096, arch=arch).requests(Gpu(arch))
     losses = [test_layer_loss.request(direction, arch) for direction in test_layer_loss.DIRECTIONS]
@@ -81,13 +79,13 @@ def derived_requests(arch):
         operand_cases.of_problem(name, words, (1, 9, 2, 4, 64, 64), torch.bfloat16, torch.float32, given.gpu)
         for name, words in operand_cases.ALL
     ]
+    delta = "softplus bias sigmoid l2 q", (8, 4096, 8, 8, 64)
+    schedules += operand_cases.delta_schedules(*delta, torch.bfloat16, torch.float32, given.gpu)
     schedules += [direction(case) for case in around for direction in (operand_cases.forward, operand_cases.backward)]
-    parameter = next(case.problem for case in around if "D" in case.problem.op.inputs)
-    spread = operands.spread_heads(parameter, "D", "out", 64).request(given.gpu)
     behind = next(case for case, (name, _) in zip(around, operand_cases.ALL, strict=True) if name == "behind")
     (last,) = operand_cases.forward(behind).launches
     over_slots = operands.over_slots(last, operands.Slots(16, 4, -1, True)).request(given.gpu)
-    return [spread, over_slots, *(request for schedule in schedules for request in schedule.requests(given.gpu))]
+    return [over_slots, *(request for schedule in schedules for request in schedule.requests(given.gpu))]
 
 
 def read(request):

@@ -9,10 +9,10 @@ import torch
 
 from rwkv_jit.call.tensors import STORAGE
 from rwkv_jit.kernels import compiler, template
-from rwkv_jit.plain.derived_references import _log_decays, _rates
+from rwkv_jit.plain.reference import _log_decays, _rates
 from rwkv_jit.schedules.channel_decay import CHUNK_LEN as CHUNK
 from rwkv_jit.schedules.channel_decay import key_gradient_bytes
-from rwkv_jit.schedules.head_decay import RATE_MAPS
+from rwkv_jit.schedules.layers import BETA_MAPS
 from rwkv_jit.schedules.problem import LARGEST_DECAY
 
 pytestmark = pytest.mark.usefixtures("verdict")
@@ -30,7 +30,7 @@ def parameters(case):
         "T_BETA": STORAGE[case.inputs["beta"].dtype], "DECAY": "log",
         "GATE": ("given", "softplus", "bounded").index(gate),
         "HAS_NORM": "qk_norm" in case.options, "HAS_BIAS": "dt_bias" in case.parameters,
-        "BETA_MAP": RATE_MAPS.index(case.options.get("beta_map", "identity")), "BLOCKS_PER_SM": 1,
+        "BETA_MAP": BETA_MAPS.index(case.options.get("beta_map", "identity")), "BLOCKS_PER_SM": 1,
     }  # fmt: skip
 
 

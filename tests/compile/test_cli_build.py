@@ -260,7 +260,7 @@ def test_directory_without_permission_to_write_is_told_before_compiling(child, r
     folder = read_only(tmp_path / "protected")
     code = "import sys\nfrom rwkv_jit.desk import cli\nfrom rwkv_jit.kernels import stats\n"
     code += "print(cli.main(sys.argv[1:]), stats.snapshot()['compiled'])"
-    done = child(code, "build", *SMALL, "-o", folder / "x.bundle", unprivileged=True)
+    done = child(code, "build", *SMALL, "-o", folder / "x.bundle", after="torch", unprivileged=True)
     assert done.stdout == "2 0\n"
     assert f"got {folder}/x.bundle (Permission denied); name another" in done.stderr
 

@@ -4,10 +4,10 @@ import json
 import os
 import re
 import subprocess
-import sys
 
 import pytest
 import torch
+import warm
 
 import rwkv_jit
 from rwkv_jit.kernels import cache, kernel
@@ -116,9 +116,10 @@ def test_bundle_serves_it_where_nothing_may_be_compiled(scale, scale_path, child
         "RWKVJIT_CACHE_PATH": str(tmp_path / "mine.bundle"),
         "RWKVJIT_ASSERT_CACHED": "1",
     }
-    done = child(SPECIALIZE, scale_path, json.dumps(PARAMETERS), env=env)
+    done = child(SPECIALIZE, scale_path, json.dumps(PARAMETERS), after="torch", env=env)
     assert done.stdout == f"bundle {made.registers} {len(made.cubin)} False\n"
-    refused = child(SPECIALIZE, scale_path, json.dumps({**PARAMETERS, "OFFSET": 1.5}), env=env, check=False)
+    other = json.dumps({**PARAMETERS, "OFFSET": 1.5})
+    refused = child(SPECIALIZE, scale_path, other, after="torch", env=env, check=False)
     assert "scale for sm_90" in refused.stderr
     assert "is not in the cache" in refused.stderr
 
@@ -156,7 +157,7 @@ def test_template_without_kernels_says_so(tmp_path):
 def test_example_compiles_without_a_gpu(root, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(root), "RWKVJIT_CACHE_DIR": str(tmp_path / "cache")}
     done = subprocess.run(
-        [sys.executable, str(root / "examples" / "own_kernel.py")],
+        [*warm.python("torch"), str(root / "examples" / "own_kernel.py")],
         env=environment, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

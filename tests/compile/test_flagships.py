@@ -9,7 +9,7 @@ from problems import problem, requests
 import rwkv_jit
 from rwkv_jit.kernels import kernel
 from rwkv_jit.kernels.gpu import Gpu
-from rwkv_jit.schedules import layer_gradients, update
+from rwkv_jit.schedules import delta_operands, update
 from rwkv_jit.schedules import layers as layer_steps
 from rwkv_jit.schedules.schedule import Result
 
@@ -128,15 +128,15 @@ FLAGSHIPS = [
 def operands(way, group, gate_of):
     """Return the kernel that makes operands of 16 bits of gates that have parameters, or their gradients."""
     types = {"k": "bf16", "q": "bf16", "beta": "bf16", "g": "bf16", "A_log": "fp32", "dt_bias": "fp32"}
-    given = layer_steps.Given(Gpu("sm_90"), types, 4096, (16, 128, 16 * group))
+    given = layer_steps.Given(Gpu("sm_90"), types, 4096, (16, 128, 16 * group, 1))
     kinds = "softplus", gate_of, "sigmoid", "head", "l2"
     if way == "forward":
-        made = layer_steps.delta_operands(given, 0.0, kinds)
+        made = delta_operands.operands(given, 0.0, kinds)
     else:
         grads = {**{f"grad_{x}": "bf16" for x in ("r", "new_k", "a", "b")}, "grad_w": "fp32"}
         results = {f"d{x}": Result((1,), storage) for x, storage in types.items()}
-        given, options = given._replace(types=types | grads, results=results), layer_gradients.Options(kinds=kinds)
-        made = layer_gradients.backward("delta_operands", given, options, [*types])
+        given = given._replace(types=types | grads, results=results)
+        made = delta_operands.operand_gradients(given, 0.0, kinds, [*types])
     return kernel.get(made.requests(given.gpu)[0])
 
 

@@ -90,7 +90,7 @@ def test_with_a_wheel_nothing_is_compiled_and_nvrtc_stays_away(wheel, child, tmp
     variables = {
         "PYTHONPATH": f"{site}:{package}", "RWKVJIT_ASSERT_CACHED": "1", "RWKVJIT_CACHE_DIR": str(tmp_path / "empty")
     }  # fmt: skip
-    done = child(SERVED, env=variables)
+    done = child(SERVED, after="torch", env=variables)
     assert done.stdout == "['bundle'] memory 2 0\n[(2, 2)]\nset() False\n"
     assert not list((tmp_path / "empty").glob("**/*.cubin"))
 

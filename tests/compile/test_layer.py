@@ -8,19 +8,18 @@ from problems import by_turns
 from rwkv_jit.kernels import kernel
 from rwkv_jit.kernels.errors import UnsupportedConfigError
 from rwkv_jit.kernels.gpu import Gpu
-from rwkv_jit.schedules import layer_gradients, layer_table
-from rwkv_jit.schedules import layers as layer_steps
-from rwkv_jit.schedules.layers import Given, Sequences
+from rwkv_jit.layers.calls import kind_of
+from rwkv_jit.schedules import layer_table
+from rwkv_jit.schedules.layers import Given, Options, Sequences
 from rwkv_jit.schedules.schedule import Result
 
 pytestmark = pytest.mark.usefixtures("from_ledger")
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 OPS = layer_table.OPS
-OF_KDA = "softplus", "channel", "sigmoid", "head", "l2"
 KINDS = {
     "prepare_keys": ("sigmoid",), "gated_norm": ("identity", "layer"), "gated": ("silu",),
-    "activate": ("tanh", "sigmoid"), "delta_operands": OF_KDA,
+    "activate": ("tanh", "sigmoid"),
 }  # fmt: skip
 ROWS = 6
 
@@ -31,45 +30,20 @@ def given_for(name, channels, heads, arch, io, parameters, mixes, without, align
     types = {x: parameters if x in op.wide else io for x in op.inputs if x not in without}
     sizes = {"NHK": (heads, head_size), "HK": (heads, head_size), "N": (channels,)}.get(next(iter(op.inputs.values())))
     sizes = sizes or ((channels,) if name == "activate" else (channels, mixes))
-    if name == "delta_operands":  # the mixes are the value heads of a key head
-        sizes = heads, head_size, mixes * heads
     rows = 2 if name == "activate" else 1 if name == "gated" else ROWS
     return Given(Gpu(arch), types, rows, sizes, alignment)
-
-
-def value_heads_of(mixes):
-    """Return how many value heads a key head has, which tests give as mixes."""
-    return min(mixes, layer_steps.MOST_VALUE_HEADS)
 
 
 def request(
     name, channels=2048, heads=32, *, arch="sm_90", io="bf16", parameters="bf16", shift="bf16", mixes=6, tokens=1,
     bound_bytes=0, without=(), alignment=16, kinds=(), mixed=None,
 ):  # fmt: skip
-    mixes = value_heads_of(mixes) if name == "delta_operands" else mixes
-    given, kinds = (
-        given_for(name, channels, heads, arch, io, parameters, mixes, without, alignment),
-        kinds or KINDS.get(name),
-    )
-    texts = Sequences(ROWS // tokens, tokens, bound_bytes, index_bytes=8)
+    given = given_for(name, channels, heads, arch, io, parameters, mixes, without, alignment)
     if name == "shift_mix":
         given = given._replace(types=given.types | {"shift": shift})
-        made = layer_steps.shift_mix(given, texts, 1e-5)
-    elif name == "prepare_keys":
-        made = layer_steps.prepare_keys(given, *kinds)
-    elif name == "delta_operands":
-        made = layer_steps.delta_operands(given, -5.0, kinds)
-    elif name == "gated_norm":
-        made = layer_steps.gated_norm(given, 64e-5, *kinds)
-    elif name == "gated":
-        made = layer_steps.gated(given, *kinds)
-    elif name == "token_shift":
-        made = layer_steps.token_shift(given, texts)
-    elif name == "norm_shift":
-        given = given._replace(results={"mixed0": Result((), mixed or io)})
-        made = layer_steps.norm_shift(given, texts, 1e-5)
-    else:
-        made = layer_steps.activate(given, kinds, False)
+    given = given._replace(results={"mixed0": Result((), mixed or io)})
+    texts = Sequences(ROWS // tokens, tokens, bound_bytes, index_bytes=8)
+    made = kind_of(name).forward(given, Options(64e-5, kinds or KINDS.get(name, ()), texts))
     (step,) = made.launches
     return step.request(given.gpu)
 
@@ -80,19 +54,16 @@ def backward(
 ):  # fmt: skip
     """The launches of a backward that makes all gradients."""
     without = (*without, "add")  # whose gradient is that of x
-    mixes = value_heads_of(mixes) if name == "delta_operands" else mixes
     given = given_for(name, channels, heads, arch, io, parameters, mixes, without, 16)
     sizes = {"N": ROWS, "T": ROWS, "H": heads, "K": channels // heads, "C": channels, "G": mixes, "S": 3}
     results = {
         f"d{x}": Result(tuple(sizes[dim] for dim in OPS[name].inputs[x]), storage) for x, storage in given.types.items()
     }
     grads = {f"grad_{x}": mixed or io for x in layer_table.RESULTS[name]} | dict.fromkeys(["grad_residual"], io)
-    if name == "delta_operands":
-        grads["grad_w"] = "fp32"
     texts = Sequences(ROWS // tokens, tokens, bound_bytes)
-    options = layer_gradients.Options(64e-5, kinds or KINDS.get(name, ()), texts)
+    options = Options(64e-5, kinds or KINDS.get(name, ()), texts)
     given = given._replace(types=given.types | grads, results=results)
-    return layer_gradients.backward(name, given, options, [*OPS[name].inputs])
+    return kind_of(name).gradients(given, options, [*OPS[name].inputs])
 
 
 def gradients(name, *sizes, arch="sm_90", **more):
@@ -123,17 +94,11 @@ WAYS = [
     ("prepare_keys", (), 6, ()), ("prepare_keys", ("r", "r_k"), 6, ()), ("gated_norm", ("bonus",), 6, ()),
     ("prepare_keys", ("v_first", "v_gate", "v0", "r", "r_k"), 6, ()), ("gated_norm", ("r", "k", "v", "r_k"), 6, ()),
     ("prepare_keys", ("v_first", "v_gate", "v0", "a0", "r", "r_k"), 6, ("identity",)),
-    ("prepare_keys", (), 6, ("identity",)), ("gated", (), 6, ()), ("activate", (), 6, ()),
-    ("delta_operands", (), 1, OF_KDA), ("delta_operands", (), 2, OF_KDA),
-    ("delta_operands", (), 1, ("bounded", "channel", "twice_sigmoid", "head", "none")),
-    ("delta_operands", ("A_log", "dt_bias", "q"), 1, ("log", "channel", "identity", "head", "none")),
-    ("delta_operands", ("A_log", "dt_bias"), 4, ("log", "head", "identity", "head", "l2")),
-    ("delta_operands", (), 4, ("softplus", "head", "sigmoid", "head", "l2")),
-    ("delta_operands", ("g", "A_log", "dt_bias"), 2, ("none", "head", "identity", "head", "l2")),
-    ("delta_operands", (), 2, ("softplus", "channel", "identity", "channel", "l2")),
+    ("prepare_keys", (), 6, ("identity",)), ("gated", (), 6, ()),
     ("gated_norm", ("r", "k", "v", "r_k", "bonus"), 6, ("silu", "layer")),
     ("gated_norm", ("r", "k", "v", "r_k", "bonus", "bias"), 6, ("sigmoid", "rms")),
     ("norm_shift", ("add", "first"), 6, ()), ("norm_shift", (), 1, ()), ("norm_shift", ("first",), 5, ()),
+    ("activate", (), 6, ()),
 ]  # fmt: skip
 
 
@@ -143,7 +108,7 @@ WAYS = [
 def test_gradients_compile_everywhere(arch, way, types):
     (name, without, mixes, kinds), (io, parameters) = way, types
     more = {"arch": arch, "io": io, "parameters": parameters, "mixes": mixes, "without": without, "kinds": kinds}
-    for bound_bytes in (0, 8) if name in layer_table.SHIFTS else (0,):
+    for bound_bytes in (0, 8) if name in layer_table.PACKED else (0,):
         kernel.get(gradients(name, bound_bytes=bound_bytes, **more))
     if name not in ("gated", "activate"):
         kernel.get(request(name, **more))
@@ -181,7 +146,7 @@ def test_norms_of_any_width_compile(channels, arch, mixes, mixed):
         kernel.get(request("norm_shift", channels, **more))
         several = backward("norm_shift", channels, **more)
         is_wide = channels > (2048 if mixes == 6 else 4096)
-        own = [step.entry for step in several.launches if step.template != "sum_rows"]
+        own = [step.entry for step in several.launches if step.template != "sum_buffers"]
         assert own == ["layer_norm_shift_backward", *(["layer_norm_shift_mixes"] if is_wide else [])]
         for made in several.requests(Gpu(arch)):
             kernel.get(made)
@@ -216,7 +181,6 @@ def test_any_sizes_types_and_addresses(size):
         ("shift_mix", {"CHANNELS": 2052}, "a row consists of whole accesses"),
         ("gated_norm", {"HEAD_SIZE": 60}, "a head consists of whole accesses"),
         ("prepare_keys", {"LANES": 12}, "heads do not cross warps"),
-        ("delta_operands", {"HEAD_SIZE": 60}, "a head consists of whole accesses"),
     ],
 )
 def test_rules(name, change, rule):

@@ -9,7 +9,7 @@ from rwkv_jit.kernels import kernel
 from rwkv_jit.kernels.errors import UnsupportedConfigError
 from rwkv_jit.kernels.gpu import Gpu
 from rwkv_jit.schedules import convolution
-from rwkv_jit.schedules.layers import Given, Sequences
+from rwkv_jit.schedules.layers import Given, Options, Sequences
 from rwkv_jit.schedules.schedule import Result
 
 pytestmark = pytest.mark.usefixtures("from_ledger")
@@ -28,18 +28,21 @@ def request(
     given = Given(Gpu(arch), types, 2 * TOKENS, (channels, width), alignment)
     if direction == "update":
         given = given._replace(types={**types, "conv_state": kept or io})
-        rows = Sequences(5, 1, slots=9, slot_stride=channels * (width - 1), index_bytes=4)
-        schedule = convolution.update(given, rows, state_len or width - 1, channels_last, activation, ring)
+        rows = Sequences(
+            5, 1, slots=9, slot_stride=channels * (width - 1), index_bytes=4, state_len=state_len,
+            channels_last=channels_last, ring=ring,
+        )  # fmt: skip
+        schedule = convolution.update(given, Options(kinds=(activation,), texts=rows))
         return schedule.launches[0].request(given.gpu)
     given = given._replace(types=types | ({"initial_state": io} if state else {}))
     texts = Sequences(5, 2 * TOKENS, bound_bytes) if bound_bytes else Sequences(2, TOKENS)
+    options = Options(kinds=(activation,), texts=texts)
     if direction == "forward":
-        schedule = convolution.forward(given, texts, activation)
+        schedule = convolution.forward(given, options)
     else:
-        names = [*given.types]
-        results = {f"d{x}": Result((channels,), given.types[x]) for x in names}
+        results = {f"d{x}": Result((channels,), storage) for x, storage in given.types.items()}
         given = given._replace(types={**given.types, "grad_y": io}, results=results)
-        schedule = convolution.backward(given, texts, activation, names)
+        schedule = convolution.backward(given, options)
     return schedule.launches[0].request(given.gpu)
 
 

@@ -136,10 +136,10 @@ def test_quick_compile_is_silent_but_for_one_line_of_information(tiny, caplog, m
         kernel.get(tiny())
     assert caplog.messages == [f"compiled tiny for sm_90 in {1e3 * made.compile_seconds:.0f} ms"]
     for _ in range(3000):  # what would speak of it may not have ended yet
-        if _thread._count() == threads:
+        if _thread._count() <= threads:  # one of a test before may have ended
             break
         time.sleep(0.01)
-    assert _thread._count() == threads
+    assert _thread._count() <= threads
 
 
 # ---- kept sources ------------------------------------------------------------------------------------------------

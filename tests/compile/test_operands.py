@@ -5,7 +5,7 @@ import math
 import operand_cases
 import pytest
 import torch
-from operand_cases import ALL, BF16, FP16, FP32
+from operand_cases import ALL, BF16, DELTA, FP16, FP32
 from problems import by_turns
 
 from rwkv_jit.kernels import kernel
@@ -73,16 +73,19 @@ def test_slopes_are_those_of_torch(interpreted):
     assert operand_cases.differentiate(case)["ddt"][0, 0] == 0.0
 
 
+@pytest.mark.parametrize("words", DELTA)
+def test_operands_of_delta_rules(words, interpreted):
+    torch.manual_seed(0)
+    turn = DELTA.index(words)
+    interpreted.use("sm_90" if turn % 2 else "sm_80")
+    heads = ((2, 2), (2, 4), (1, 3), (1, 4))[turn % 4]
+    operand_cases.check_delta(words, (2, 9, *heads, (16, 12)[turn // 4 % 2]), *TYPES[turn % 5])
+
+
 @pytest.mark.parametrize(("heads", "dtype"), [((2, 12), FP32), ((1, 5), BF16), ((1, 8), FP16), ((2, 6), FP32)])
 def test_key_heads_with_many_value_heads(heads, dtype, interpreted):
     torch.manual_seed(0)
-    operand_cases.check_shared_keys((2, 9, *heads, 16), dtype)
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("dims", ["H", "HV"])
-def test_parameters_of_heads_for_each_channel(dims, dtype, interpreted):
-    operand_cases.check_spread(dims, dtype)
+    operand_cases.check_delta("log l2 q", (2, 9, *heads, 16), dtype)
 
 
 @pytest.mark.usefixtures("from_ledger")
@@ -98,6 +101,28 @@ def test_compiles_without_spills_everywhere(case, arch):
             assert found.spill_bytes == 0
             blocks = int(step.parameters.get("BLOCKS_PER_SM", 1))
             assert found.registers * int(step.parameters["NUM_THREADS"]) * blocks <= 65536
+
+
+def compile_delta(words, arch, head_sizes):
+    """Compile the operands of a delta rule, forward and backward."""
+    turn = DELTA.index(words)
+    for size in head_sizes:
+        sizes = (8, 4096, 2, 2 * (1 + turn % 4), size)
+        for schedule in operand_cases.delta_schedules(words, sizes, *TYPES[turn % 5], Gpu(arch)):
+            for request in schedule.requests(Gpu(arch)):
+                kernel.get(request)
+
+
+@pytest.mark.usefixtures("from_ledger")
+@pytest.mark.parametrize(("words", "arch"), by_turns(DELTA, ARCHS))
+def test_operands_of_delta_rules_compile_everywhere(words, arch):
+    compile_delta(words, arch, (64, 128, (1, 7, 33, 100, 256)[DELTA.index(words) % 5]))
+
+
+@pytest.mark.usefixtures("from_ledger")
+@pytest.mark.parametrize("words", DELTA)
+def test_operands_of_delta_rules_compile_for_the_largest_heads(words):
+    compile_delta(words, "sm_90", (999, 1024))
 
 
 @pytest.mark.usefixtures("from_ledger")

@@ -123,11 +123,6 @@ def around(name, words, sizes, **options):
     operand_cases.check(name, words, sizes, **options)
 
 
-def spread(dims):
-    """A parameter of the heads for each of their channels."""
-    operand_cases.check_spread(dims, BF16)
-
-
 def own_parts(*sizes, dtype=BF16, **options):
     """What a token has of itself is rounded once."""
     with pytest.MonkeyPatch.context() as patch:
@@ -234,9 +229,10 @@ def long_ago(name, how, is_batch_invariant=False):
     assert torch.equal(dv[:, :128, :forget_back], wanted[2][:, :128, :forget_back])
 
 
-def layer(name, how, rows=(7, 2, 16), dtype=BF16, few_sums=False):
+def layer(name, how, rows=(7, 2, 16), dtype=BF16, few_sums=False, narrow=()):
     """The small work of a layer in both directions, and without gradients, where kernels may write less."""
     case = layer_cases.make(name, how, layer_cases.sizes_of(name, how, *rows), dtype, FP32)
+    case.tensors.update({x: case.tensors[x].to(dtype) for x in narrow})
     with pytest.MonkeyPatch.context() as patch:
         if few_sums:  # a thread has no room for those of the mixes
             patch.setattr(layer_gradients, "_MOST_SUMS", 0)
@@ -549,7 +545,7 @@ CASES = [
     ),
     case(
         "sm_90",
-        "layer_delta_operands layer_delta_operands_backward wkv7_chunked_forward wkv7_chunked_backward sum_rows",
+        "layer_delta_operands layer_delta_operands_backward wkv7_chunked_forward wkv7_chunked_backward sum_buffers",
         forgetting, "kda", "raw bias norm", (1, 20, 1, 2, 16, 16), of_own=False, A_log=100.0,
     ),
     case(
@@ -558,7 +554,7 @@ CASES = [
     ),
     case(
         "sm_90",
-        "layer_delta_operands layer_delta_operands_backward wkv7_chunked_forward wkv7_chunked_backward sum_rows",
+        "layer_delta_operands layer_delta_operands_backward wkv7_chunked_forward wkv7_chunked_backward sum_buffers",
         derived, "kda", "bounded bias norm", (1, 20, 1, 2, 16, 16), of_own=False,
     ),
     # By the op below.
@@ -573,7 +569,7 @@ CASES = [
     case(
         "sm_90",
         "layer_delta_operands layer_gated wkv7_chunked_forward "
-        "wkv7_chunked_backward layer_delta_operands_backward sum_rows",
+        "wkv7_chunked_backward layer_delta_operands_backward sum_buffers",
         derived, "gated_delta_rule2", "raw bias", (1, 20, 1, 2, 16, 24), FP16, of_own=False,
     ),
     case(
@@ -584,7 +580,7 @@ CASES = [
     ),
     case(
         "sm_80",
-        "layer_delta_operands wkv7_recurrent_forward wkv7_recurrent_backward layer_delta_operands_backward sum_rows",
+        "layer_delta_operands wkv7_recurrent_forward wkv7_recurrent_backward layer_delta_operands_backward sum_buffers",
         derived, "gated_delta_rule", "raw", (1, 9, 2, 2, 12, 12), FP16, [0, 0, 4, 9], of_own=False,
     ),
     case(
@@ -691,30 +687,34 @@ CASES = [
     case("sm_90", "diagonal_operands diagonal_operands_backward", around, "operands", "gates", (1, 9, 2, 2, 16, 16)),
     case("sm_80", "skip_gate skip_gate_backward sum_rows", around, "behind", "D channels z", (2, 9, 2, 2, 8, 16)),
     case("sm_90", "head_steps sum_rows", around, "head_steps", "softplus bias", (2, 9, 5, 5, 8, 8)),
-    case("sm_80", "spread_heads sum_rows", spread, "H"),
     # A layer's small work.
     case(
-        "sm_80", "layer_prepare_keys layer_prepare_keys_backward sum_rows",
+        "sm_80", "layer_prepare_keys layer_prepare_keys_backward sum_buffers",
         layer, "prepare_keys", "a0 first v0 bonus",
     ),
-    case("sm_90", "layer_delta_operands layer_delta_operands_backward", layer, "delta_operands", "log q 2"),
-    case("sm_80", "layer_gated_norm layer_gated_norm_backward sum_rows", layer, "gated_norm", "bias bonus"),
-    case("sm_90", "layer_gated_norm layer_gated_norm_backward sum_rows", layer, "gated_norm", "rms silu", dtype=FP32),
+    case(
+        "sm_80", "layer_gated_norm layer_gated_norm_backward sum_buffers",
+        layer, "gated_norm", "bias bonus", narrow=("bias",),
+    ),
+    case(
+        "sm_90", "layer_gated_norm layer_gated_norm_backward sum_buffers",
+        layer, "gated_norm", "rms silu", dtype=FP32,
+    ),
     case("sm_80", "layer_gated", layer, "gated", "silu"),
     case("sm_90", "layer_activate layer_activate_backward", layer, "activate", ""),
     case(
-        "sm_80", "layer_token_shift layer_token_shift_backward sum_rows",
+        "sm_80", "layer_token_shift layer_token_shift_backward sum_buffers",
         layer, "token_shift", "5 packed amounts first",
     ),
-    case("sm_90", "layer_norm_shift layer_norm_shift_backward sum_rows", layer, "norm_shift", "6 add packed first"),
+    case("sm_90", "layer_norm_shift layer_norm_shift_backward sum_buffers", layer, "norm_shift", "6 add packed first"),
     case(
-        "sm_80", "layer_norm_shift layer_norm_shift_backward layer_norm_shift_mixes sum_rows",
+        "sm_80", "layer_norm_shift layer_norm_shift_backward layer_norm_shift_mixes sum_buffers",
         layer, "norm_shift", "2 packed", few_sums=True,
     ),
     case("sm_90", "layer_shift_mix", shift_mix),
-    case("sm_80", "layer_convolution layer_convolution_backward sum_rows", convolution, (2, 20, 24), 4, BF16),
+    case("sm_80", "layer_convolution layer_convolution_backward sum_buffers", convolution, (2, 20, 24), 4, BF16),
     case(
-        "sm_90", "layer_convolution layer_convolution_backward sum_rows",
+        "sm_90", "layer_convolution layer_convolution_backward sum_buffers",
         convolution, (1, 20, 7), 3, FP32, bounds=[0, 0, 2, 20],
     ),
     case("sm_80", "layer_convolution_update", convolution_update, (3, 2, 24), 4, BF16),

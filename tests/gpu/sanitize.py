@@ -255,7 +255,6 @@ CALLS = [
         for name, words in operand_cases.ALL
         for sizes, dtype, layout in (((2, 70, 2, 6, 64, 64), BF16, "heads first"), ((3, 5, 1, 5, 7, 13), FP32, "plain"))
     ),
-    *(partial(operand_cases.check_spread, dims, BF16) for dims in ("H", "HV")),
     *(partial(operand_cases.check_shared_keys, (2, 37, 2, 12, size), BF16) for size in (64, 40)),
     *(partial(op, name, 2, 33, 2, 40, backend="recurrent", dtype=FP32) for name in (*GATED, "wkv7")),
     *(partial(op, name, 1, 70, 2, 64, packed=True, backend="recurrent") for name in ("wkv6", "wkv7")),

@@ -15,7 +15,17 @@ MODELS = pytest.mark.parametrize("name", ["RWKV5", "RWKV6", "RWKV7"])
 SIZES = {"vocabulary": 500, "width": 256, "head_size": 64, "hidden": 512, "layers": 2}
 RANKS = {"RWKV7": {"ranks": {}}}
 B, T = 3, 70
-OURS = ("layer_", "wkv", "gla_", "sum_rows", "narrow_rows", "copy_states", "unit_states", "cut_sequences")
+OURS = (
+    "layer_",
+    "wkv",
+    "gla_",
+    "sum_rows",
+    "sum_buffers",
+    "narrow_rows",
+    "copy_states",
+    "unit_states",
+    "cut_sequences",
+)
 # What torch and a compiler call kernels that do nothing but copy.
 COPY = re.compile(r"direct_copy|Memcpy|CatArrayBatchedCopy|triton_\w+?_fused_(clone|_to_copy|copy)_\d+$")
 pytestmark = pytest.mark.parametrize("op", ["layers"])  # the section of the record

@@ -3,7 +3,7 @@
 import operand_cases
 import pytest
 import torch
-from operand_cases import ALL, BF16, FP16, FP32
+from operand_cases import ALL, BF16, DELTA, FP16, FP32
 
 pytestmark = pytest.mark.parametrize("op", ["layers"])  # the section of the record
 TYPES = ((BF16, FP32), (FP16, FP32), (FP32, FP32), (BF16, BF16), (FP16, FP16))
@@ -21,16 +21,17 @@ def test_values_and_gradients(op, name, words, place):
         operand_cases.check(name, words, SIZES[place], *TYPES[turn % len(TYPES)], layout)
 
 
+@pytest.mark.parametrize("words", DELTA)
+@pytest.mark.parametrize("types", TYPES)
+def test_operands_of_delta_rules(op, words, types):
+    for sizes in ((2, 150, 2, 4, 64), (1, 1100, 8, 8, 128), (3, 33, 2, 6, 7)):
+        operand_cases.check_delta(words, sizes, *types)
+
+
 @pytest.mark.parametrize("heads", [(2, 12), (1, 5), (1, 64), (4, 8)])
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
 def test_key_heads_with_many_value_heads(op, heads, dtype):
-    operand_cases.check_shared_keys((2, 300, *heads, 64), dtype)
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
-@pytest.mark.parametrize("dims", ["H", "HV"])
-def test_parameters_of_heads_for_each_channel(op, dims, dtype):
-    operand_cases.check_spread(dims, dtype)
+    operand_cases.check_delta("log l2 q", (2, 300, *heads, 64), dtype)
 
 
 @pytest.mark.parametrize(("name", "words"), ALL)

@@ -88,6 +88,23 @@ def test_auto_cuts_what_would_be_late_and_repeats_bit_for_bit(op, problems):
         assert comparing.relative(one, other) < GATES["dw"]
 
 
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+@pytest.mark.parametrize("op", OPS)
+def test_one_compiled_graph_cuts_what_eager_calls_cut(op, mode, problems):
+    """In CUDA graphs what was captured stays, and results are right for any bounds."""
+    torch._dynamo.reset()
+    given = inputs(op, tokens=4096, heads=2, decays=(-1e-2, -1e-4))
+    compiled = torch.compile(getattr(rwkv_jit, op), fullgraph=True, mode=mode)
+    for bounds in ([*range(0, 450, 50), 4096], [*range(0, 4096, 460), 4096]) * 3:
+        options = of(op, decay="raw", cu_seqlens=packed(bounds))
+        y, _, grads, weights = comparing.run(op, given, **options)
+        again = comparing.run(op, given, None, weights, compiled, **options)
+        for one, other in zip((again[0], *again[2]), (y, *grads), strict=True):
+            assert comparing.relative(one, other) < GATES["dw"]
+            assert mode is not None or torch.equal(one, other)
+    assert {made.backend for made in problems()} == {"segments", "chunked"}
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_graph_follows_the_bounds(op):
     """Those that were captured, and others that come into their place."""

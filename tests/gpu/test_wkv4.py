@@ -3,8 +3,10 @@
 import pytest
 import torch
 from comparing import relative
+from problems import problem
 
 import rwkv_jit
+from rwkv_jit.kernels.gpu import Gpu
 from rwkv_jit.schedules import wkv4 as room
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -234,8 +236,9 @@ def test_compiled_whole(op):
 @OP
 def test_both_backends_are_chosen(op):
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
-    assert room.backend_of("auto", 96, 4096, multiprocessors) == "split"
-    assert room.backend_of("auto", 256 * multiprocessors, 4096, multiprocessors) == "recurrent"
+    p = problem("wkv4", T=4096, C=96, backend="auto", gpu=Gpu("sm_90", multiprocessors=multiprocessors))
+    assert room.backend_of(p) == "split"
+    assert room.backend_of(p._replace(C=256 * multiprocessors)) == "recurrent"
 
 
 # ---- updates of a pool -------------------------------------------------------------------------------------------

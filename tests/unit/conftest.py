@@ -1,13 +1,17 @@
-"""Every test of this tier has a cache of its own, and no CuPy."""
+"""Every test of this tier has a cache of its own, and no CuPy; none depends on how fast a machine is."""
 
 import os
 import runpy
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
 from stub_driver import gpus, on_gpu  # noqa: F401, fixtures of this tier
 
+# A machine that has more to do is no fault.
+hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("untimed")
 WITHOUT_CUPY = Path(__file__).with_name("without_cupy")
 NO_CUPY = runpy.run_path(str(WITHOUT_CUPY / "sitecustomize.py"))["NoCupy"]
 sys.meta_path.remove(NO_CUPY)  # other tiers are collected in this process too
@@ -58,6 +62,9 @@ def as_if_on_gpu(monkeypatch):
 
         return ask
 
+    gpu = answered(("sm_90", (), 132))
+    gpu._dynamo_marked_constant = tensors._gpu._dynamo_marked_constant
+    monkeypatch.setattr(tensors, "_gpu", gpu)
     monkeypatch.setattr(tensors, "_capability", answered("sm_90"))
     monkeypatch.setattr(torch.cuda, "get_device_name", answered("a GPU"))
     monkeypatch.setattr(tensors, "multiprocessors", lambda device: 132)

@@ -322,4 +322,4 @@ def test_what_is_installed_stays_until_it_is_uninstalled(name, child, tmp_path):
             (tmp_path / folder / "__init__.py").touch()
         path.write_text(f"import builtins\nif builtins.fails: raise OSError\n{source}\n")
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{textwrap.dedent(EVENTS)}"
-    child(code, name, ours)
+    child(code, name, ours, after="torch")

@@ -11,12 +11,12 @@ from rwkv_jit import nn
 from rwkv_jit.ahead import warm
 from rwkv_jit.call import tensors
 from rwkv_jit.kernels import kernel
-from rwkv_jit.nn import mixing, rwkv5, rwkv6
+from rwkv_jit.nn import mixing
 
 MODELS = {"RWKV5": "wkv5", "RWKV6": "wkv6", "RWKV7": "wkv7"}
 WIDTH, HEAD_SIZE = 288, 16  # heads enough that threads of a block differ from those of one head
 OF_TRAINING = {"layer_gated_norm", "layer_activate", "layer_loss_forward", "layer_loss_backward"}
-BACKWARD = {"layer_gated_norm_backward", "layer_activate_backward", "sum_rows"}
+BACKWARD = {"layer_gated_norm_backward", "layer_activate_backward", "sum_buffers"}
 OF_FAMILY = {
     **dict.fromkeys(("RWKV5", "RWKV6"), {"layer_gated", "layer_token_shift"}),
     "RWKV7": {"layer_prepare_keys", "layer_norm_shift"},
@@ -66,8 +66,7 @@ def test_every_kernel_of_training_is_made_ahead(on_gpu, without_products, name, 
     if under_autocast and dtype == torch.float32:
         return  # is no autocast
     on_gpu.use("sm_90")
-    for module in (mixing, rwkv5, rwkv6):
-        monkeypatch.setattr(module, "last_tokens", last_tokens)
+    monkeypatch.setattr(mixing, "last_tokens", last_tokens)
     parameters = torch.float32 if under_autocast else dtype
     made = warmed(monkeypatch, name, dtype, w_dtype=parameters)
     context = contextlib.nullcontext()

@@ -51,11 +51,13 @@ def test_claim_is_held_and_let_go():
     assert stats.snapshot()["wait_seconds"] == 0
 
 
-def test_claim_of_another_node_is_waited_for_and_then_not_needed(of_another_node):
+def test_claim_of_another_node_is_waited_for_and_then_not_needed(of_another_node, monkeypatch):
     of_another_node()
-    held, done = [], threading.Event()
+    held, done, waits, sleep = [], threading.Event(), threading.Event(), time.sleep
+    monkeypatch.setattr(claim.time, "sleep", lambda seconds: waits.set() or sleep(seconds))
     waiting = threading.Thread(target=lambda: (held.append(work()), done.set()))
     waiting.start()
+    assert waits.wait(60)
     assert not done.wait(0.2)
     path().unlink()
     waiting.join(60)

@@ -225,7 +225,7 @@ def test_entry_of_what_nvrtc_makes_for_an_architecture_is_read(arch, target):
     assert (found.image, found.target) == (code, target)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     edits=st.lists(
         st.tuples(st.integers(0, len(ENTRY) - 1), st.integers(0, len(ENTRY)), st.binary(max_size=40)), min_size=1
@@ -243,7 +243,7 @@ def test_changed_entry_is_refused_or_reads_back_the_same(edits):
     assert same(found)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.binary(max_size=200))
 def test_any_other_bytes_are_refused(data):
     with pytest.raises(ValueError, match="damaged|of another format|another kernel's"):

@@ -7,6 +7,7 @@ import os
 import re
 import stat
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -79,19 +80,19 @@ def test_threads_take_turns():
     assert most == [1, 1, 1, 1]
 
 
-def test_lock_of_another_process_is_waited_for(start):
+def test_lock_of_another_process_is_waited_for(start, monkeypatch):
     other = start(HOLD, DIGEST)
     assert other.stdout.readline() == "held 1\n"
-    taken, waiting = threading.Event(), threading.Event()
+    taken, waiting, sleep = threading.Event(), threading.Event(), time.sleep
 
     def take():
-        waiting.set()
         with lock.held(DIGEST, "a kernel"):
             taken.set()
 
+    monkeypatch.setattr(lock.time, "sleep", lambda seconds: waiting.set() or sleep(seconds))
     thread = threading.Thread(target=take)
     thread.start()
-    waiting.wait()
+    assert waiting.wait(60)
     assert not taken.wait(0.1)
     say(other)
     assert taken.wait(60)
@@ -100,15 +101,26 @@ def test_lock_of_another_process_is_waited_for(start):
 
 
 def test_wait_is_bounded_and_spoken_of(start, monkeypatch, caplog):
-    monkeypatch.setattr(stats, "_QUIET_SECONDS", 0.01)
-    monkeypatch.setattr(lock, "MAX_WAIT_SECONDS", 0.3)
+    """By a clock that goes on while the program sleeps, and no sooner than it has spoken."""
+    now, spoken, sleep = [0.0], [], time.sleep
+    waiting = "waiting for another process that compiles wkv7 for sm_90"
+    waited = "waited 80 s for the process that compiles wkv7 for sm_90: compiling it here too"
+
+    def wait(seconds):
+        while caplog.messages.count(waiting) < len(spoken):
+            sleep(0.001)
+        now[0] += 40
+
     other = start(HOLD, DIGEST)
     other.stdout.readline()
+    monkeypatch.setattr(stats, "_QUIET_SECONDS", 0.01)
+    monkeypatch.setattr(lock.time, "sleep", wait)
+    monkeypatch.setattr(lock.time, "monotonic", lambda: now[0])
     for _ in range(2):
+        spoken.append(waiting)
         with lock.held(DIGEST, "wkv7 for sm_90"):
             assert lock._held == set()
-    waiting = "waiting for another process that compiles wkv7 for sm_90"
-    waited = "waited 0 s for the process that compiles wkv7 for sm_90: compiling it here too"
+    assert now == [160.0]  # of a bound of 60 seconds
     assert caplog.messages == [waiting, waited, waiting]
     say(other)
     assert other.stdout.readline() == "let go\n"

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm
 from torch.utils import cpp_extension
 from torch.utils.checkpoint import checkpoint
 
 import rwkv_jit
 from rwkv_jit import compat
-from rwkv_jit.compat import buffers, counts, delta, extensions, loading
+from rwkv_jit.compat import buffers, extensions, loading, recurrences
 from rwkv_jit.desk import cli
 from rwkv_jit.kernels.errors import RwkvJitError
 
@@ -160,7 +161,7 @@ def forwards(monkeypatch):
         seen.append(given)
         return rwkv_jit.wkv7(*given, **options)
 
-    monkeypatch.setattr(delta, "wkv7", counted)
+    monkeypatch.setattr(recurrences, "wkv7", counted)
     return seen
 
 
@@ -484,7 +485,7 @@ assert torch.ops.wkv7.forward(torch.zeros(1)) == 1
 
 
 def test_ops_that_a_program_holds_raise_after_uninstall_and_run_once_they_are_loaded_again(child):
-    child(HELD)
+    child(HELD, after="torch")
 
 
 THREADS = """
@@ -524,7 +525,7 @@ for work in (toggle, load, toggle):
 
 
 def test_many_threads_load_and_install(child):
-    child(THREADS)
+    child(THREADS, after="torch")
 
 
 @pytest.mark.parametrize(
@@ -669,13 +670,13 @@ def test_wrong_sizes_are_named_and_nothing_is_written(name, op, wrong, said):
     entry = extensions.find(name).ops[op]
     sizes = {"B": B, "T": T, "C": C, "H": H, "eps": 0.5, "R": B * T * C, "N": N}
     counted = {
-        "": counts.ALIKE,
-        "int B, int T, int C, int H": counts.OF_HEADS,
-        "int B, int T, int C": counts.OF_CHANNELS,
+        "": extensions.ALIKE,
+        "int B, int T, int C, int H": extensions.OF_HEADS,
+        "int B, int T, int C": extensions.OF_CHANNELS,
     }
     given = entry.schema[1:].split(") ->")[0]
     begin = ", ".join(x for x in given.split(", ") if x.startswith("int "))
-    words = {x: w for several, w in counted.get(begin, counts.OF_FILTERS).items() for x in several.split()}
+    words = {x: w for several, w in counted.get(begin, extensions.OF_FILTERS).items() for x in several.split()}
     if name in ("wkv5", "rwkv5"):
         words |= {"w": "C", "ww": "C", "gw": "BC"}
     if name == "wkv5a":
@@ -723,7 +724,7 @@ def test_run_a_module(tmp_path):
         (package / f"{name}.py").write_text(f"from . import __name__ as package, __file__ as own\n{SCRIPT}", "utf-8")
 
     def run(*arguments, check=True):
-        command = [sys.executable, "-m", "rwkv_jit", "run", *arguments]
+        command = [*warm.python("torch"), "-m", "rwkv_jit", "run", *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=check, cwd=tmp_path)
 
     assert run("-m", "trainer.train", "-m", "--json", "x").stdout.splitlines() == [
@@ -786,7 +787,8 @@ def test_run_a_script_that_starts_itself_again(tmp_path, as_installed):
     script = tmp_path / "train.py"
     script.write_text(AGAIN, encoding="utf-8")
     for run, owner in (("-m", "rwkv_jit", "run"), "rwkv_jit.compat.loading"), ((), "torch.utils.cpp_extension"):
-        done = subprocess.run([sys.executable, *run, str(script)], capture_output=True, text=True, check=True)
+        command = [*warm.python("torch"), *run, str(script)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
         assert done.stdout.splitlines() == [f"{owner} []", f"{owner} ['again']"]
 
 
@@ -863,7 +865,8 @@ def test_run_what_is_no_file(capsys):
 
 
 def test_install_imports_nothing(child):
-    code = "import sys, rwkv_jit.compat as c; c.install(); assert 'torch' not in sys.modules; c.uninstall();"
+    code = "import sys, rwkv_jit.compat as c; c.install(); c.fla.install();"
+    code += "assert not {'torch', 'transformers', 'fla'} & set(sys.modules); c.uninstall(); c.fla.uninstall();"
     code += "from torch.utils.cpp_extension import load; assert load.__module__ == 'torch.utils.cpp_extension';"
     code += (
         "c.install(); from torch.utils.cpp_extension import load; assert load.__module__ == 'rwkv_jit.compat.loading'"

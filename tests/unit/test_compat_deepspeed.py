@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rwkv_jit import compat
@@ -36,7 +36,6 @@ def make(dtype, sizes):
     return lists
 
 
-@settings(deadline=None)
 @given(
     dtype=st.sampled_from(list(LIMITS)),
     mode=st.sampled_from([0, 1]),

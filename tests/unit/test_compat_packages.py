@@ -3,10 +3,10 @@
 import json
 import os
 import subprocess
-import sys
 
 import pytest
 import torch
+import warm
 
 import rwkv_jit.nn
 
@@ -18,9 +18,9 @@ path, is_ours, strategy = sys.argv[1], sys.argv[2] == "ours", sys.argv[3]
 if is_ours:
     from rwkv_jit import compat
     compat.install()
-    from rwkv_jit.compat import delta
-    calls, plain = [], delta.buffers.run
-    delta.buffers.run = lambda *given, **named: calls.append(1) or plain(*given, **named)
+    from rwkv_jit.compat import recurrences
+    calls, plain = [], recurrences.buffers.run
+    recurrences.buffers.run = lambda *given, **named: calls.append(1) or plain(*given, **named)
 from rwkv.model import RWKV
 model = RWKV(model=path, strategy=strategy)
 tokens = [(7 * i * i + 3) % 97 for i in range(37)]
@@ -47,7 +47,7 @@ def checkpoint(name, path):
 
 def generate(name, path, who, strategy="cpu fp32"):
     switches = {"RWKV_JIT_ON": "1", "RWKV_CUDA_ON": str(int(who == "ours")), "RWKV_V7_ON": str(int(name == "RWKV7"))}
-    command = [sys.executable, "-c", GENERATE, path, who, strategy]
+    command = [*warm.python("torch"), "-c", GENERATE, path, who, strategy]
     done = subprocess.run(command, env=os.environ | switches, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

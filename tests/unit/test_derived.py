@@ -80,7 +80,7 @@ def test_gradients_are_those_of_finite_differences(op, how):
 
 
 @CASES
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(
     batch=st.integers(1, 2), tokens=st.sampled_from([0, 1, 3, 37]), key_heads=st.integers(1, 2),
     group=st.sampled_from([1, 2, 3, 5, 8]), head_size=st.integers(1, 9), value_size=st.integers(1, 7),
@@ -95,7 +95,7 @@ def test_values_and_gradients(
 
 
 @CASES
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(
     ends=st.lists(st.integers(0, 37), min_size=0, max_size=5), group=st.sampled_from([1, 2, 8]),
     decays=st.sampled_from(DECAYS), seed=st.integers(0, 999),

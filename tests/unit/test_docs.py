@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm
 
 import rwkv_jit
 import rwkv_jit.compat.fla
@@ -182,15 +183,18 @@ def checkout(tmp_path):
     programs.mkdir()
     # Two ranks stand for more: each imports torch, and `tests/ranks.py` has four of the same example.
     fewer = 'if [ "$1" = --nproc-per-node ]; then shift 2; set -- --nproc-per-node 2 "$@"; fi\n'
+    python = shlex.join(warm.python("torch", "torch._dynamo"))
     for name, before, arguments in (
         ("python", "", ""), ("rwkv-jit", "", "-m rwkv_jit"), ("torchrun", fewer, "-m torch.distributed.run"),
     ):  # fmt: skip
-        (programs / name).write_text(f'#!/bin/sh\n{before}exec "{sys.executable}" {arguments} "$@"\n')
+        (programs / name).write_text(f'#!/bin/sh\n{before}exec {python} {arguments} "$@"\n')
         (programs / name).chmod(0o755)
     paths = [str(ROOT), *os.environ["PYTHONPATH"].split(os.pathsep)]
     environment = {
         "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": os.pathsep.join(paths),
         "CUDA_VISIBLE_DEVICES": "", "RWKVJIT_CACHE_DIR": str(tmp_path / "cache"), "PYTHONWARNINGS": "ignore",
+        "PET_STANDALONE": "1",  # torchrun takes any free port: another one may run on this machine
+        "PYTHON_EXEC": str(programs / "python"),  # of the ranks that torchrun starts
     }  # fmt: skip
     return tmp_path, {**os.environ, **environment}
 

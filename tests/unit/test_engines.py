@@ -11,6 +11,7 @@ import sys
 
 import pytest
 import torch
+import warm
 from rwkv7_alone import read_alone
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -259,7 +260,7 @@ def test_a_checkpoint_becomes_a_folder(root, tmp_path, weights, monkeypatch):
     official = {name: x.view(1, 1, -1) if x.dim() == 1 else x for name, x in weights.items()}
     official["blocks.0.att.v0"] = torch.zeros(1, 1, WIDTH)  # which nothing uses
     torch.save(official, tmp_path / "model.pth")
-    program = [sys.executable, str(root / "examples/engines/rwkv7/rwkv7_slots.py")]
+    program = [*warm.python("torch"), str(root / "examples/engines/rwkv7/rwkv7_slots.py")]
     done = subprocess.run(
         [*program, str(tmp_path / "model.pth"), str(tmp_path / "made")], capture_output=True, text=True
     )
@@ -519,4 +520,4 @@ def test_what_is_tested_here_imports_no_engine(root):
     program = f"import sys, {imported}; sys.exit(len({{'vllm', 'sglang', 'transformers'}} & set(sys.modules)))"
     paths = [str(root), *(str(root / "examples/engines" / name) for name in ("rwkv7", *PACKAGES))]
     code = f"import sys; sys.path[:0] = {paths!r}; {program}"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert subprocess.run([*warm.python("torch"), "-c", code]).returncode == 0

@@ -60,7 +60,7 @@ def test_every_public_name_can_be_had_and_is_listed():
 @pytest.mark.parametrize("without_posix", [False, True])
 def test_cpu_tensors_leave_cupy_and_the_disk_alone(without_posix, child, tmp_path):
     code = CALL_ON_CPU + "import sys; assert 'cupy' not in sys.modules"
-    child(code, without_posix=without_posix, env={"RWKVJIT_CACHE_DIR": str(tmp_path / "cache")})
+    child(code, after="torch", without_posix=without_posix, env={"RWKVJIT_CACHE_DIR": str(tmp_path / "cache")})
     assert not (tmp_path / "cache").exists()
 
 

@@ -38,8 +38,7 @@ def test_launches_and_functions_of_known_calls(op, verb, on_gpu, without_values)
             call.run()
         seen = launch_calls.lines(on_gpu.order)
         assert launched[1:] == launched[:1] * 2, call.name
-        # Compiled graphs cut no packed sequences: what the backward takes has one size for any lengths.
-        assert seen == launched[0] or any(line.startswith("cut_sequences ") for line in launched[0]), call.name
+        assert seen == launched[0], call.name
         # Random calls have memory that kernels cannot take as it is, and copies of it.
         if "random" not in call.name and count > MOST_FORWARD + MOST_BACKWARD * call.has_backward:
             slow[call.name] = count

@@ -13,6 +13,7 @@ import types
 
 import pytest
 import torch
+import warm
 
 from rwkv_jit.nn import RWKV7
 
@@ -114,7 +115,7 @@ def test_what_the_trainer_made_is_sampled_and_served_by_the_commands_that_it_pri
     }
     said = {}
     for what, command in commands:
-        whole = [sys.executable, *shlex.split(command), *more[what]]
+        whole = [*warm.python("torch"), *shlex.split(command), *more[what]]
         said[what] = subprocess.run(whole, capture_output=True, text=True, check=True, timeout=120).stdout
     model = RWKV7.from_checkpoint(trained.folder / "model.pth")
     written = model.generate(torch.tensor([list(b"The cat")]), 9, temperature=0)[0].tolist()
@@ -279,9 +280,10 @@ def test_the_trainer_says_what_is_wrong_with_a_folder(trained, tmp_path):
 
 
 def test_learned_states_lower_the_loss(root, monkeypatch, capsys):
-    """Of a model that has learned for two steps."""
+    """Of a model that has learned for two steps, and of texts of two chunks."""
     names = runpy.run_path(str(root / "examples" / "state_tuning.py"))
-    names["main"].__globals__["train"] = lambda model, steps, device: names["train"](model, 2, device)
+    two_steps = {"train": lambda model, steps, device: names["train"](model, 2, device)}
+    names["main"].__globals__.update(two_steps, TOKENS=2 * names["CHUNK"])
     monkeypatch.setattr(sys, "argv", ["state_tuning.py", "--quick"])
     names["main"]()
     _, _, gradients, first, *_, last = capsys.readouterr().out.splitlines()
@@ -306,7 +308,7 @@ def test_programs_of_others_run_on_these_kernels(root, tmp_path):
         ("run_rwkv_pip", r"tokens: \d+ ms, then [\d.]+; \d+ tokens a second"),
         ("fla_layer", r"RWKV7Attention: rwkv_jit 5"),
     ):
-        command = [sys.executable, "-W", "ignore", str(root / "examples" / f"{name}.py")]
+        command = [*warm.python("torch"), "-W", "ignore", str(root / "examples" / f"{name}.py")]
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
         assert done.returncode == 0, done.stderr
         assert re.search(wanted, done.stdout), done.stdout

@@ -666,7 +666,7 @@ def test_functions_are_ours_where_the_registry_is_turned_off(child, monkeypatch)
     code += "from rwkv_jit.compat.fla import patches\n"
     code += "assert fla.ops.kda.chunk_kda in patches._replaced\n"
     code += "assert fla.ops.gated_delta_rule.chunk_gdn in patches._replaced"
-    child(code)
+    child(code, after="transformers.modeling_utils")
 
 
 # ---- its layers --------------------------------------------------------------------------------------------------

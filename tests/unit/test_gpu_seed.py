@@ -4,9 +4,9 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 
 import pytest
+import warm
 
 MADE_UP = """
 import random
@@ -41,7 +41,7 @@ def run_made_up(root, tmp_path):
     """Runs tests that fail under the conftest.py of this tier; returns the seed, and by test what was drawn."""
     gpu = tmp_path / "gpu"
     gpu.mkdir()
-    for name in ("conftest.py", "images.py", "ledger.py"):
+    for name in ("conftest.py", "images.py", "ledger.py", "warm.py"):
         shutil.copy(root / "tests" / name, tmp_path)
     for name in ("conftest.py", "record.py"):
         shutil.copy(root / "tests" / "gpu" / name, gpu)
@@ -52,7 +52,7 @@ def run_made_up(root, tmp_path):
     def run_made_up(*arguments, failures=5):
         # pytest imports hypothesis to report on it, which takes as long as some of these runs.
         without = [option for plugin in ("cacheprovider", "hypothesispytest") for option in ("-p", f"no:{plugin}")]
-        command = [sys.executable, "-m", "pytest", "--tb=short", *without, *arguments]
+        command = [*warm.python("torch"), "-m", "pytest", "--tb=short", *without, *arguments]
         done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
         assert done.returncode == 1, done.stdout + done.stderr
         (seed,) = re.findall(r"^tests/gpu: random inputs of --seed (\d+)$", done.stdout, flags=re.MULTILINE)

@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rwkv_jit
-from rwkv_jit.call import prepared, tensors, torch_op
+from rwkv_jit.call import plan, prepared, tensors, torch_op
 from rwkv_jit.call.tuned import CHUNKS
 from rwkv_jit.kernels import kernel, signatures
 from rwkv_jit.kernels.errors import RwkvJitError, UnsupportedConfigError
@@ -323,15 +323,15 @@ def test_signatures_are_not_kept_without_end(on_gpu, monkeypatch):
 
 
 def test_backwards_of_a_call_are_not_kept_without_end(on_gpu, monkeypatch):
-    monkeypatch.setattr(prepared, "_MOST_BACKWARDS", 3)
+    monkeypatch.setattr(signatures, "MOST", 3)
     given = make(grad=True)
     for wider in range(8):
         y, _ = wkv7(given)
         dy = torch.randn(B, T, H, N + 4 * wider)[..., :N]
         torch.autograd.grad(y, [*given.values()], dy)
         assert on_gpu.launches[-1].named["dy_strides"] == dy.stride()[:3]
-    (known,) = prepared.calls.values()
-    assert len(known._backwards) <= 3
+    assert len(prepared.calls) == 1
+    assert len(plan._plans) <= 3
 
 
 # ---- autocast, derivatives, and ops that have chosen nothing yet -------------------------------------------------

@@ -58,7 +58,7 @@ def make_linear(dtype=torch.float32, shape=(B, T), has_bias=True):
 # ---- values ------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_loss_and_gradient(data):
     shape = data.draw(st.sampled_from([(), (1,), (7,), (2, 3), (2, 1, 2)]))
@@ -166,7 +166,7 @@ def test_logits_that_lie_elsewhere():
 # ---- hidden states -----------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_loss_of_hidden_states_by_chunks(data):
     shape, dtype = data.draw(st.sampled_from([(), (6,), (2, 5)])), data.draw(st.sampled_from(list(LIMITS)))
@@ -577,7 +577,7 @@ def test_first_call_in_a_capture_is_an_error(on_gpu):
     rwkv_jit.cross_entropy(make_logits(), make_targets())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(1, 200_000), st.sampled_from(["bf16", "fp16", "fp32"]))
 def test_accesses_have_16_bytes_and_threads_a_row(columns, storage):
     for schedule in (loss_steps.forward(Given(Gpu("sm_90"), storage, 3, columns)),

@@ -146,7 +146,8 @@ os._exit(0)  # threads of torch that still wait for the interpreter when that en
 
 
 def test_dtensors_whose_first_input_has_no_heads(child, tmp_path):
-    assert child(RANK, Path(made_up.__file__).parent, tmp_path / "meeting").stdout.splitlines()[-1] == "done"
+    done = child(RANK, Path(made_up.__file__).parent, tmp_path / "meeting", after="torch")
+    assert done.stdout.splitlines()[-1] == "done"
 
 
 # ---- launches ----------------------------------------------------------------------------------------------------

@@ -123,8 +123,13 @@ def around(counts):
     return ours, sum(counts[f"aten.{op}"] for op in COPIES)
 
 
-@MODELS
-@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("RWKV5", 1), ("RWKV6", 0), ("RWKV7", 0), ("RWKV7", 1), pytest.param("RWKV5", 0, marks=pytest.mark.full),
+        pytest.param("RWKV6", 1, marks=pytest.mark.full),
+    ],
+)  # fmt: skip
 def test_compiled_block_copies_nothing_that_eager_does_not(name, layer):
     model = make(name)
     block, graphs = model.blocks[layer], []

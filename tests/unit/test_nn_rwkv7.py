@@ -609,7 +609,7 @@ def test_block_is_made_of_its_parts(layer, how):
 
 
 def test_model_is_compiled_in_one_graph():
-    model, tokens = make(torch.float32, checkpointing=True), make_tokens(B, 3)
+    model, tokens = make(torch.float32, checkpointing=True, layers=2), make_tokens(B, 3)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     found, want = compiled(tokens), model(tokens)
@@ -728,7 +728,7 @@ def test_docstring_describes_every_parameter_and_its_examples_are_right(name):
     module = getattr(nn, name)
     text = inspect.getdoc(module)
     shown = text.partition("Parameters\n----------\n")[2].partition("\n\n")[0]
-    lines = re.findall(r"^(\S.*?) : ", shown, flags=re.MULTILINE)
+    lines = re.findall(r"^(\S.*?)(?: : .*)?$", shown, flags=re.MULTILINE)
     assert [x for line in lines for x in line.split(", ")] == list(inspect.signature(module).parameters)
     example = doctest.DocTestParser().get_doctest(
         text.replace('"cuda"', '"cpu"'), {"torch": torch, "rwkv_jit": rwkv_jit}, name, None, None

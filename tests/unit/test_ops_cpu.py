@@ -332,12 +332,13 @@ def test_compiles_into_one_graph_forward_and_backward(op, kind, make_inputs, mak
 
 
 def test_notice_is_one_line_of_standard_error_in_a_bare_program(child):
-    done = child("""
+    code = """
 import torch, rwkv_jit
 x = torch.zeros(1, 2, 1, 4)
 for _ in range(3):
     rwkv_jit.wkv7(x, x, x, x, x, x)
     rwkv_jit.wkv6(x, x, x, x, x[0, 0])
-""")
+"""
+    done = child(code, after="torch")
     assert done.stdout == ""
     assert done.stderr.splitlines() == ["wkv7: CPU tensors run the reference in plain torch"]

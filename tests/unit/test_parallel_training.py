@@ -1,19 +1,24 @@
 """Training over ranks: each has what one rank would have, a run goes on to the bit, and a rank that fails ends all."""
 
+import os
+import shlex
 import subprocess
 import sys
 import time
 
 import pytest
+import warm
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="ranks meet by gloo")
 SECONDS = 300  # of a group of ranks; they take a tenth of it on two cores
 
 
-def start(*command):
-    return subprocess.run(
-        [sys.executable, *map(str, command)], capture_output=True, text=True, timeout=SECONDS, check=False
-    )
+PYTHON = warm.python("torch", "torch._dynamo")
+
+
+def start(*command, **options):
+    command = [*PYTHON, *map(str, command)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False, **options)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +53,11 @@ def test_a_rank_that_fails_ends_the_others_with_its_message(tmp_path):
     script = tmp_path / "failing.py"
     script.write_text(FAILING)
     started = time.monotonic()
-    done = start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, script)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {shlex.join(PYTHON)} "$@"\n')
+    python.chmod(0o755)
+    ranks = {"env": os.environ | {"PYTHON_EXEC": str(python)}}
+    done = start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, script, **ranks)
     assert done.returncode != 0
     assert "ValueError: the second rank has no data" in done.stderr
     assert "never" not in done.stdout

@@ -63,7 +63,7 @@ def terms_of_constant_decay(given, state, options):
 # ---- values and gradients ----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(data=st.data())
 @pytest.mark.parametrize("op", OPS)
 def test_values_and_gradients_for_any_shape_and_decay(op, data, make_inputs, make_state):

@@ -121,7 +121,7 @@ def test_defaults_are_the_conventions_of_the_op(op, make_inputs):
     assert getattr(rwkv_jit, f"{op}_ref")(*given.values())[1] is None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 @pytest.mark.parametrize("op", OPS)
 def test_values_are_those_of_the_formula(op, data, make_inputs, make_state):

@@ -18,13 +18,14 @@ from rwkv_jit.call.tuned import Geometry
 from rwkv_jit.kernels.errors import UnsupportedConfigError
 from rwkv_jit.kernels.gpu import Gpu
 from rwkv_jit.schedules import delta_chunked, diagonal_chunked, directions, segments
-from rwkv_jit.schedules.common import Case
 from rwkv_jit.schedules.problem import Problem
 from rwkv_jit.schedules.table import OPS
 
 DIAGONAL = [name for name, op in OPS.items() if op.family == "diagonal"]
 NOTHING_KNOWN = rule.Known((), lambda place: True)
-CASE = Case(OPS["wkv7"], "bf16", 64, 64, 4096, "sigmoid", None, None)
+CALL = problem("wkv7", decay="sigmoid", training=True, is_chosen=False)
+# What tests call the numbers that they change; tokens are those of a sequence.
+NUMBERS = {"head_size": "K", "value_size": "V", "tokens": "T", "blocks": "N"}
 RAW = {"decay": "raw"}
 
 
@@ -36,13 +37,19 @@ def bound(least):
     return {"decay_bound": least}
 
 
-def case_of(changes):
-    op = {"op": OPS[changes["op"]]} if "op" in changes else {}
-    return CASE._replace(**(changes | op))
+def asked(backend, changes, arch="sm_90"):
+    """The problem of a call that the rule has not seen, with these changes."""
+    changes = {NUMBERS.get(name, name): value for name, value in changes.items()}
+    op, dtype = OPS[changes.pop("op", "wkv7")], changes.pop("dtype", "bf16")
+    gpu = Gpu(arch, multiprocessors=changes.pop("multiprocessors", None))
+    p = CALL._replace(op=op, types=dict.fromkeys(op.names, dtype), gpu=gpu, backend=backend, **changes)
+    return (
+        p._replace(T=p.T * p.N, chunk_len=p.chunk_len or 0) if p.is_packed else p._replace(chunk_len=p.chunk_len or 0)
+    )
 
 
 def choose(backend, changes, arch="sm_90"):
-    return rule.choose(backend, case_of(changes), lambda: Gpu(arch))
+    return rule.choose(asked(backend, changes, arch))
 
 
 def check_refused(backend, changes, arch, message):
@@ -53,25 +60,18 @@ def check_refused(backend, changes, arch, message):
 
 def check_recurrent(backend, changes, arch, message):
     """What the tensor cores cannot do is for the recurrent kernels; who asks for them is told why."""
-    assert choose("auto", changes, arch) == ("recurrent", changes.get("chunk_len"))
+    assert choose("auto", changes, arch) == ("recurrent", changes.get("chunk_len") or 0)
     check_refused(backend, changes, arch, f"{message}; use 'auto' or 'recurrent'")
 
 
 LARGE, LARGEST, HALF = sizes(256), sizes(1024), {"dtype": "fp16"}
 
 
-class Multiprocessors(int):
-    """A GPU with so many: cases ask for their number by a call, and ids of tests say it."""
-
-    def __call__(self):
-        return int(self)
-
-
-FEW = {"blocks": 16, "tokens": 32768, "multiprocessors": Multiprocessors(132)}  # heads, for segments
+FEW = {"blocks": 16, "tokens": 32768, "multiprocessors": 132}  # heads, for segments
 NO_GRAD = FEW | RAW | {"tokens": 512, "training": False}
 MIXED = sizes(256, 512)
 EVERY_OP, DELTA = ("wkv7", *DIAGONAL), ("wkv7",)
-# What is changed in CASE, the architecture, the algorithm and its chunk.
+# What is changed in CALL, the architecture, the algorithm and its chunk.
 TAKEN = {
     EVERY_OP: [
         ({}, "sm_90", "chunked", 32),
@@ -202,7 +202,7 @@ OF_FEW_HEADS = {
         (NO_GRAD, "sm_90a", "large", 64),
         (NO_GRAD | {"training": True}, "sm_90", "chunked", 32),
         (NO_GRAD | {"multiprocessors": None}, "sm_90", "chunked", 32),
-        (NO_GRAD | {"multiprocessors": Multiprocessors(32)}, "sm_90", "chunked", 32),
+        (NO_GRAD | {"multiprocessors": 32}, "sm_90", "chunked", 32),
         (NO_GRAD | {"chunk_len": 32}, "sm_90", "chunked", 32),
         (NO_GRAD | {"num_threads": 128}, "sm_90", "chunked", 32),
         (NO_GRAD | {"tokens": 191}, "sm_90", "chunked", 32),
@@ -249,7 +249,7 @@ WANTED = {length: delta_chunked.most_shared_bytes(128, 128, length) for length i
 OLD = "needs an architecture from sm_80 on, got"
 HALVES = "takes float16 and bfloat16, got torch."
 ROOM = "needs more shared memory at head sizes"
-# What is changed in CASE, the architecture, the chunk of the kernels for large heads, and what is in the way of the
+# What is changed in CALL, the architecture, the chunk of the kernels for large heads, and what is in the way of the
 # others.
 LARGE_INSTEAD = [
     ({"chunk_len": 64}, "sm_90", 64, "takes chunk_len 16 or 32, got 64"),
@@ -267,7 +267,7 @@ LARGE_INSTEAD = [
         for changes, arch, n in (({}, "sm_89", 16), ({"chunk_len": 32}, "sm_120", 32))
     ],
 ]  # fmt: skip
-# The backend that is asked for, what is changed in CASE, the architecture, and what is in the way.
+# The backend that is asked for, what is changed in CALL, the architecture, and what is in the way.
 NOT_TAKEN = [
     ("chunked", {"dtype": "fp32"}, "sm_90", HALVES + "float32"),
     ("chunked", {"dtype": "fp64"}, "sm_90", HALVES + "float64"),
@@ -304,7 +304,7 @@ def test_tensor_cores_are_taken_where_they_can_do_it(ops, changes, arch, algorit
     for op in ops:
         call = {"op": op} | changes
         assert choose("auto", call, arch) == choose(backend, call, arch) == (algorithm, chunk_len)
-        assert choose("recurrent", call, arch) == ("recurrent", changes.get("chunk_len"))
+        assert choose("recurrent", call, arch) == ("recurrent", changes.get("chunk_len", 0))
 
 
 @pytest.mark.parametrize(
@@ -352,13 +352,13 @@ def test_short_calls_are_recurrent_unless_others_are_asked_for(changes, backend,
     ids=str,
 )
 def test_gpu_is_not_asked_where_it_decides_nothing(changes):
-    def gpu():
-        raise AssertionError("it was asked")
+    """Without a GPU, as of tensors without memory, its architecture is an error."""
+    assert choose("auto", changes, arch="")[0] == "recurrent"
+    with pytest.raises(UnsupportedConfigError, match="there is no GPU, whose architecture decides"):
+        choose("auto", {}, arch="")
 
-    assert rule.choose("auto", case_of(changes), gpu)[0] == "recurrent"
 
-
-@settings(max_examples=400, deadline=None, derandomize=True, database=None)
+@settings(max_examples=400, derandomize=True, database=None)
 @given(
     op=st.sampled_from(["wkv7", *DIAGONAL]), dtype=st.sampled_from(["fp16", "bf16", "fp32"]),
     head_size=st.integers(1, 1100), value_size=st.integers(1, 1100), tokens=st.integers(0, 40000),
@@ -371,30 +371,66 @@ def test_some_algorithm_takes_every_call(
     op, dtype, head_size, value_size, tokens, decay, decay_bound, chunk_len, training, heads, arch, multiprocessors
 ):
     decay, gpu = "none" if op == "linear_attention" else decay, Gpu(arch, multiprocessors=multiprocessors)
-    case = Case(
-        OPS[op], dtype, head_size, value_size, tokens, decay, decay_bound, chunk_len, None, training, heads, False,
-        multiprocessors and (lambda: multiprocessors),
-    )  # fmt: skip
-    made = rule.chosen("auto", case, lambda: gpu, lambda: NOTHING_KNOWN)
+    p = problem(op, dtype, head_size, value_size, T=tokens, H=heads, decay=decay, training=training, backend="auto")
+    p = p._replace(gpu=gpu, decay_bound=decay_bound, chunk_len=chunk_len or 0, is_chosen=False)
+    made = rule.resolved(p, lambda: NOTHING_KNOWN)
     assert chunk_len in (None, made.chunk_len)
     if made.backend != "recurrent":
         lengths = directions.ALGORITHMS[OPS[op].family]["large" if "large" in made.backend else "chunked"].CHUNK_LENS
         assert made.chunk_len in lengths
-    p = problem(op, dtype, head_size, value_size, T=tokens, H=heads, decay=decay, training=training)
-    p = p._replace(gpu=gpu, **made._replace(chunk_len=made.chunk_len or 0)._asdict())
-    assert directions.forward(p).launches
-    assert directions.backward(p).launches
+    assert directions.forward(made).launches
+    assert directions.backward(made).launches
+
+
+# ---- what the rule returns ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seen", "unseen", "changes"),
+    [
+        ("segments", "chunked", FEW),
+        ("large", "chunked", NO_GRAD),
+        ("large_segments", "large", LARGE | FEW | {"blocks": 4}),
+    ],
+    ids=str,
+)
+def test_heads_are_many_where_the_load_is_not_seen_or_may_decide_nothing(seen, unseen, changes):
+    p = asked("auto", changes)
+    found = [
+        rule.resolved(p, lambda: NOTHING_KNOWN),
+        rule.resolved(p, lambda: NOTHING_KNOWN, sees_load=False),
+        rule.resolved(p._replace(is_batch_invariant=True), lambda: NOTHING_KNOWN),
+    ]
+    assert [made.backend for made in found] == [seen, unseen, unseen]
+    for made in found:  # nothing else of the call is another
+        geometry = {name: getattr(p, name) for name in Geometry._fields}
+        assert made._replace(backend="auto", is_chosen=False, is_batch_invariant=False, **geometry) == p
+
+
+def test_what_is_chosen_stays_and_ops_without_heads_leave_the_choice_to_their_schedules():
+    p = asked("chunked", FEW)._replace(is_chosen=True)
+    assert rule.resolved(p, lambda: NOTHING_KNOWN) is p
+    p = problem("wkv4", backend="auto", is_chosen=False)
+    assert rule.resolved(p, lambda: NOTHING_KNOWN) == p._replace(is_chosen=True)
+
+
+def test_float16_rows_are_not_made_narrow():
+    """As autocast makes rows of others float16 behind the public call."""
+    p = asked("auto", HALF)._replace(is_narrow=True)
+    assert not rule.resolved(p, lambda: NOTHING_KNOWN).is_narrow
+    assert rule.resolved(p._replace(types=CALL.types), lambda: NOTHING_KNOWN).is_narrow
 
 
 # ---- bounds of decays --------------------------------------------------------------------------------------------
 
 
 def chosen(changes, arch="sm_90", backend="auto", known=NOTHING_KNOWN):
-    return rule.chosen(backend, case_of(changes), lambda: Gpu(arch), lambda: known)
+    made = rule.resolved(asked(backend, changes, arch), lambda: known)
+    return made.backend, *(getattr(made, name) for name in Geometry._fields)
 
 
 @pytest.mark.parametrize(
-    ("size", "least", "asked", "chunk_len"),
+    ("size", "least", "length", "chunk_len"),
     [
         (64, None, None, 32),
         (64, -4.0, None, 32),
@@ -412,15 +448,15 @@ def chosen(changes, arch="sm_90", backend="auto", known=NOTHING_KNOWN):
     ],
 )
 @pytest.mark.parametrize("decay", ["raw", "log", "direct"])
-def test_bound_makes_chunks_shorter_where_that_keeps_them_in_range(decay, size, least, asked, chunk_len):
+def test_bound_makes_chunks_shorter_where_that_keeps_them_in_range(decay, size, least, length, chunk_len):
     """Where no chunk is short enough, the longest there is is taken."""
-    changes = sizes(size) | {"decay": decay, "chunk_len": asked} | bound(least)
+    changes = sizes(size) | {"decay": decay, "chunk_len": length} | bound(least)
     algorithm = "chunked" if size <= 128 else "large"
     assert chosen(changes) == (algorithm, chunk_len, None, None, None)
     # Nothing of this is so where the map itself is bounded, and in the recurrent kernels.
     usual = 32 if size <= 128 else 64
-    assert chosen(changes | {"decay": "sigmoid"}) == (algorithm, asked or usual, None, None, None)
-    assert chosen(changes, backend="recurrent") == ("recurrent", asked, None, None, None)
+    assert chosen(changes | {"decay": "sigmoid"}) == (algorithm, length or usual, None, None, None)
+    assert chosen(changes, backend="recurrent") == ("recurrent", length or 0, None, None, None)
 
 
 @pytest.mark.parametrize(
@@ -470,7 +506,7 @@ def test_segments_are_cut_where_they_are_asked_for_and_nowhere_else(op):
     call = {"op": op} | FEW
     assert choose("split", call | {"blocks": 67}) == ("segments", 32)
     assert choose("chunked", call) == ("chunked", 32)
-    assert choose("auto", call | {"dtype": "fp32"}) == ("recurrent", None)
+    assert choose("auto", call | {"dtype": "fp32"}) == ("recurrent", 0)
 
 
 @pytest.mark.parametrize(
@@ -479,10 +515,7 @@ def test_segments_are_cut_where_they_are_asked_for_and_nowhere_else(op):
         ({"is_packed": True, "longest": 512}, "needs a sequence of 513 tokens, got 512"),
         ({"op": "wkv5", "is_packed": True, "longest": 512}, "needs a sequence of 513 tokens, got 512"),
         ({"is_packed": True, "longest": 4096, "tokens": 255}, "needs 256 tokens a sequence on average, got 255"),
-        (
-            {"multiprocessors": None},
-            "cuts no packed sequences in compiled graphs, and nothing under `set_batch_invariant`",
-        ),
+        ({"multiprocessors": None}, "cuts nothing under `set_batch_invariant`"),
         ({"tokens": 2047}, "needs tokens for 4 segments of 512 or more, got 2047"),
         ({"op": "gla", "tokens": 1023}, "needs tokens for 4 segments of 256 or more, got 1023"),
     ],
@@ -508,7 +541,7 @@ def test_split_says_why_it_cannot(changes, message):
 def test_packed_sequences_are_cut_where_the_longest_one_would_be_late(op, lengths, heads, backend):
     call = {
         "op": op, "is_packed": True, "longest": max(lengths), "tokens": sum(lengths) // len(lengths),
-        "blocks": heads * len(lengths), "multiprocessors": lambda: 132,
+        "blocks": heads * len(lengths), "multiprocessors": 132,
     }  # fmt: skip
     assert choose("auto", call)[0] == backend
     assert choose("auto", {**call, "longest": 0})[0] == "chunked"
@@ -545,7 +578,7 @@ def test_every_size_of_large_heads_has_the_longest_chunk_there_is_for_it(arch, l
         assert lengths == ([64, 32] if size <= largest_of_64 else [32])
         assert choose("auto", sizes(size), arch) == ("large", lengths[0])
     assert choose("auto", {"head_size": 1025}, arch) == choose("auto", {"value_size": 1025}, arch)
-    assert choose("auto", {"head_size": 1025}, arch) == ("recurrent", None)
+    assert choose("auto", {"head_size": 1025}, arch) == ("recurrent", 0)
 
 
 # ---- ops without a delta term --------------------------------------------------------------------------------------
@@ -600,7 +633,7 @@ def test_measured_geometries_are_of_the_chunked_kernels_alone():
         raise AssertionError("it was asked")
 
     for algorithm, changes in (("large", LARGE), ("recurrent", {}), ("chunked", {"chunk_len": 64})):
-        made = rule.geometry(algorithm, 64, case_of(changes), lambda: Gpu("sm_90"), known)
+        made = rule.geometry(algorithm, 64, asked("auto", changes), known)
         assert made == Geometry(64, None)
 
 
@@ -620,9 +653,11 @@ def bf16(tokens, batch=1, head_size=64, count=6):
 
 
 def resolved(arrays, cu_seqlens=None, decay_bound=None, training=True, **options):
-    asked = torch_op.Options(1.0, "sigmoid", "vk", 64, None, None, "auto", is_chosen=False)._replace(**options)
-    made = torch_op.chosen(OPS["wkv7"], arrays, cu_seqlens, decay_bound, asked, training, is_direct=True)
-    return made[4:]
+    given = torch_op.Options(1.0, "sigmoid", "vk", 64, None, None, "auto", is_chosen=False)._replace(**options)
+    p = torch_op.problem_of(
+        OPS["wkv7"], arrays, None, cu_seqlens, given, False, training, decay_bound, is_direct=True
+    )  # fmt: skip
+    return torch_op.options_of(torch_op.resolved(p, arrays, is_direct=True))[4:]
 
 
 def test_call_is_resolved_with_its_chunk(as_if_on_gpu):
@@ -632,8 +667,8 @@ def test_call_is_resolved_with_its_chunk(as_if_on_gpu):
     assert resolved(bf16(4096)) == (32, None, "segments", None, None, False, False, True)
     assert resolved(bf16(33, head_size=256), backend="split", num_threads=128)[:3] == (64, 128, "large")
     assert resolved(bf16(32), chunk_len=4, num_threads=64) == (4, 64, "recurrent", None, None, False, False, True)
-    plain = resolved(bf16(32), decay="raw", backend="reference")
-    assert plain == (None, None, "reference", None, None, False, False, True)
+    chosen = resolved(bf16(4096), backend="chunked", chunk_len=16, is_chosen=True)
+    assert chosen == (16, None, "chunked", None, None, False, False, True)
 
 
 def test_packed_sequences_count_by_their_mean_length(as_if_on_gpu):

@@ -19,7 +19,6 @@ from rwkv_jit.kernels.errors import UnsupportedConfigError
 from rwkv_jit.kernels.gpu import Gpu
 from rwkv_jit.kernels.launch import Value
 from rwkv_jit.schedules import common, delta_chunked, delta_large, directions, segments
-from rwkv_jit.schedules.common import Case
 from rwkv_jit.schedules.problem import BYTES, LARGEST_DECAY, STATE
 from rwkv_jit.schedules.schedule import Pause, Step, Zero, offsets
 from rwkv_jit.schedules.table import OPS
@@ -274,35 +273,32 @@ def problems(draw, op, name):
     B, N = (1, draw(st.sampled_from((1, 3)))) if is_packed else (draw(st.sampled_from((1, 2))),) * 2
     H, training = draw(st.sampled_from((1, 2, 5))), draw(st.booleans())
     decay = "none" if named.decay == "none" else draw(st.sampled_from(("raw", "sigmoid", "log", "direct")))
-    case = Case(
-        named, dtype, K, V, T, decay, draw(st.sampled_from((None, -0.6, -8.0))), None, None, training, N * H,
-        is_packed, multiprocessors and (lambda: multiprocessors), T,
-    )  # fmt: skip
-    try:
-        made = rule.chosen(backend, case, lambda: gpu, lambda: rule.Known((), lambda place: True))
-    except UnsupportedConfigError:
-        assume(False)
-    assert (made.backend == "segments") == in_segments or "large" in (name[:5], made.backend)
+    bound = draw(st.sampled_from((None, -0.6, -8.0)))
     types = {name: draw(st.sampled_from((dtype, "fp32"))) for name in named.wide if name in named.names}
     given = problem(
         op, dtype, K, V, B=B, T=T, H=H, N=N, decay=decay, types=types, training=training, is_packed=is_packed,
         state_type=draw(st.sampled_from(("fp32", dtype))), state_layout=draw(st.sampled_from(("vk", "kv"))),
-        has_initial_state=draw(st.booleans()), has_final_state=draw(st.booleans()),
-        checkpoint_interval=draw(st.sampled_from((1, 16, 64, 1000))),
+        has_initial_state=draw(st.booleans()), has_final_state=draw(st.booleans()), backend=backend,
+        checkpoint_interval=draw(st.sampled_from((1, 16, 64, 1000))), decay_bound=bound, longest=T, is_chosen=False,
     )  # fmt: skip
+    try:
+        given = rule.resolved(given._replace(gpu=gpu), lambda: rule.Known((), lambda place: True))
+    except UnsupportedConfigError:
+        assume(False)
+    assert (given.backend == "segments") == in_segments or "large" in (name[:5], given.backend)
     if training and draw(st.booleans()):
         names = (*named.names, *([STATE] if given.has_initial_state else []))
         wanted = draw(st.one_of(st.just({names[-1]}), st.sets(st.sampled_from(names), min_size=1)))
         given = given._replace(
             wanted=tuple(name for name in names if name in wanted) if len(wanted) < len(names) else ()
         )
-    return given._replace(gpu=gpu, **{name: x or 0 if name == "chunk_len" else x for name, x in made._asdict().items()})
+    return given
 
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("op", WITH_HEADS)
 def test_all_that_is_read_is_written_before_and_all_that_is_written_is_read(op, name, bind):
-    @settings(max_examples=8, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=8, derandomize=True, database=None)
     @given(problems(op, name))
     def check(p):
         check_problem(p, bind)
@@ -327,8 +323,9 @@ def the(direction, template, *given, **more):
     return of(direction, *given, **more)[template].parameters
 
 
-def case_of(op, keys, values, **changes):
-    return Case(OPS[op], "bf16", keys, values, 4096, "none", None, None)._replace(**changes)
+def call_of(op, keys, values, arch, **changes):
+    """The problem of calls with gradients."""
+    return problem(op, "bf16", keys, values, arch, **{"training": True, **changes})
 
 
 @pytest.mark.parametrize("arch", LIMITS)
@@ -338,11 +335,11 @@ def test_shared_memory_that_a_block_may_have(arch):
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90", "sm_100"])
 def test_blocks_have_what_they_need_at_every_size_that_is_taken(arch):
-    gpu, seen = Gpu(arch), set()
+    seen = set()
     for op, keys, values in itertools.product(("wkv7", "wkv6"), SIZES, SIZES):
         for name, algorithm in directions.ALGORITHMS[OPS[op].family].items():
             for length in getattr(algorithm, "CHUNK_LENS", ()):
-                if algorithm.why_not(case_of(op, keys, values, chunk_len=length), lambda: gpu) is not None:
+                if algorithm.why_not(call_of(op, keys, values, arch, chunk_len=length)) is not None:
                     continue
                 for few_heads in (False, True):
                     p = problem(op, K=keys, V=values, few_heads=few_heads, backend=name, chunk_len=length)
@@ -357,14 +354,13 @@ def test_blocks_have_what_they_need_at_every_size_that_is_taken(arch):
 
 @pytest.mark.parametrize("arch", LIMITS)
 def test_default_chunk_is_the_longest_that_fits_in_both_directions(arch):
-    gpu = Gpu(arch)
     for sizes in itertools.product((1, 7, 33, 64, 72, 96, 120, 128), repeat=2):
-        chosen = delta_chunked.default_chunk_len(case_of("wkv7", *sizes), gpu)
+        chosen = delta_chunked.default_chunk_len(call_of("wkv7", *sizes, arch))
         fits = {length: delta_chunked.most_shared_bytes(*sizes, length) <= LIMITS[arch] for length in (16, 32)}
         assert chosen == (32 if fits[32] else 16)
-        alone = delta_chunked.default_chunk_len(case_of("wkv7", *sizes, training=False), gpu)
+        alone = delta_chunked.default_chunk_len(call_of("wkv7", *sizes, arch, training=False))
         assert alone == (chosen if max(sizes) <= 64 else 16)
-        obstacle = delta_chunked.why_not(case_of("wkv7", *sizes), lambda: gpu)
+        obstacle = delta_chunked.why_not(call_of("wkv7", *sizes, arch))
         assert (obstacle is None) == (fits[chosen] and -(-sizes[0] // 32) <= 2 * -(-sizes[1] // 32))
 
 

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+import warm
 from rwkv7_alone import expected_logits
 
 HEADS, WIDTH, LAYERS, VOCAB = 3, 24, 3, 256
@@ -381,7 +382,7 @@ def program(modules, monkeypatch):
 
 def test_command_line(root, tmp_path):
     environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{os.environ['PYTHONPATH']}"}
-    command = [sys.executable, str(root / "examples" / "serve.py"), *SMALL]
+    command = [*warm.python("torch"), str(root / "examples" / "serve.py"), *SMALL]
     done = subprocess.run(
         [*command, "--requests", "6", "--rate", "inf", "--slots", "2", "--json", "--check"],
         env=environment, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300,

@@ -482,9 +482,7 @@ class Calls(RuleBasedStateMachine):
 
 
 def test_any_sequence_of_calls_does_what_it_does_to_a_dict():
-    run_state_machine_as_test(
-        Calls, settings=settings(max_examples=60, stateful_step_count=30, deadline=None, database=None)
-    )
+    run_state_machine_as_test(Calls, settings=settings(max_examples=60, stateful_step_count=30, database=None))
 
 
 # ---- files -------------------------------------------------------------------------------------------------------
@@ -699,13 +697,14 @@ def test_without_safetensors_the_error_says_how_to_get_it(method, pool, tmp_path
 
 
 def test_a_pool_without_files_needs_no_safetensors(child):
-    child("""
+    code = """
 import sys
 sys.modules["safetensors"] = None
 import torch, rwkv_jit
 pool = rwkv_jit.StatePool(2, {"wkv": rwkv_jit.StateSpec(1, (2,), torch.float32)}, "cpu")
 assert pool.fork(*pool.allocate()) == [1]
-""")
+"""
+    child(code, after="torch")
 
 
 # ---- docs --------------------------------------------------------------------------------------------------------
@@ -726,7 +725,9 @@ def test_docstring_describes_every_parameter_and_has_examples_that_are_right(nam
     sections = dict(zip(parts[1::2], parts[2::2], strict=True))
     documented = re.findall(r"^(\w+) : .*$", sections["Parameters"], flags=re.MULTILINE)
     assert documented == [each for each in inspect.signature(member).parameters if each != "self"]
-    assert {"Raises", "Examples"} <= set(sections)
+    assert {"Examples", *(["Raises"] if name in ("StatePool", "allocate", "fork", "save", "load") else [])} <= set(
+        sections
+    )
     for parameter in inspect.signature(member).parameters.values():
         if parameter.default not in (inspect.Parameter.empty, None):
             assert re.search(rf'^{parameter.name} : .*, default "?{re.escape(str(parameter.default))}"?$', text, re.M)

@@ -24,6 +24,12 @@ FP32, BF16 = (torch.float32,) * 2, (torch.bfloat16,) * 2
 H200 = Gpu("sm_90")
 
 
+def asked(backend, dtype, batch, tokens, gpu):
+    """The problem of a call that has chosen nothing yet."""
+    types = dict.fromkeys(("w", "k"), tensors.STORAGE[dtype])
+    return Problem(OPS["timex"], gpu, types, B=batch, T=tokens, backend=backend)
+
+
 def make(batch, channels, tokens, dtype=torch.float64, w_dtype=None):
     generator = torch.Generator().manual_seed(tokens)
     w, k, g = (
@@ -245,18 +251,19 @@ def test_wrong_arguments(given, error, message):
 )
 def test_auto(dtype, batch, tokens, arch, forward, backward):
     directions = ("forward", "backward")
-    found = [op.choose("auto", dtype, batch, tokens, lambda: Gpu(arch), direction) for direction in directions]
+    p = asked("auto", dtype, batch, tokens, Gpu(arch))
+    found = [op.choose(p, direction) for direction in directions]
     assert found == [forward, backward]
-    assert op.choose("fft", dtype, batch, tokens, lambda: Gpu(arch)) == "fft"
+    assert op.choose(p._replace(backend="fft")) == "fft"
 
 
 def test_directions_of_a_call_are_chosen_apart(monkeypatch):
     monkeypatch.setattr(tensors, "gpu", lambda device: H200)
     with FakeTensorMode():
-        k = torch.empty(8, 3, 768, device="cuda")
-        assert op._taken("auto", k, "forward") == "transforms"
-        assert op._taken("auto", k, "backward") == "tiles"
-        assert op._taken("fft", k, "backward") == "fft"
+        w, k = torch.empty(3, 768, device="cuda"), torch.empty(8, 3, 768, device="cuda")
+        assert op._taken("auto", w, k, "forward") == "transforms"
+        assert op._taken("auto", w, k, "backward") == "tiles"
+        assert op._taken("fft", w, k, "backward") == "fft"
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -266,7 +273,8 @@ def test_a_compiler_follows_the_rule(dynamic):
     @torch.compile(backend="eager", fullgraph=True, dynamic=dynamic)
     def chosen(k):
         directions, backends = ("forward", "backward"), OPS["timex"].backends
-        found = [op.choose("auto", k.dtype, k.shape[0], k.shape[2], lambda: Gpu("sm_90"), each) for each in directions]
+        p = asked("auto", torch.float32, k.shape[0], k.shape[2], Gpu("sm_90"))
+        found = [op.choose(p, each) for each in directions]
         return k + 10 * backends.index(found[0]) + backends.index(found[1])
 
     for tokens, want in ((700, 11), (768, 21), (2000, 22), (20000, 33)):
@@ -285,9 +293,9 @@ def test_a_compiler_follows_the_rule(dynamic):
 )
 def test_backends_say_what_they_cannot_do(backend, batch, tokens, arch, obstacle):
     with pytest.raises(UnsupportedConfigError, match=f"backend: '{backend}' {obstacle}; use 'auto' or 'fft'"):
-        op.choose(backend, torch.float32, batch, tokens, lambda: Gpu(arch))
-    assert op.choose("auto", torch.float32, batch, tokens, lambda: Gpu(arch)) != backend
-    assert op.choose(backend, torch.float32, 8, 8192, lambda: H200) == backend
+        op.choose(asked(backend, torch.float32, batch, tokens, Gpu(arch)))
+    assert op.choose(asked("auto", torch.float32, batch, tokens, Gpu(arch))) != backend
+    assert op.choose(asked(backend, torch.float32, 8, 8192, H200)) == backend
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"])

@@ -22,7 +22,7 @@ from rwkv_jit.kernels import cuda, kernel, template
 from rwkv_jit.kernels.errors import NvrtcNotFoundError, RwkvJitError
 from rwkv_jit.kernels.gpu import Gpu
 from rwkv_jit.schedules import diagonal_chunked
-from rwkv_jit.schedules.common import Candidate, Case
+from rwkv_jit.schedules.common import Candidate
 from rwkv_jit.schedules.problem import LARGEST_DECAY
 from rwkv_jit.schedules.table import OPS
 
@@ -80,10 +80,13 @@ def of(op, head_size=64, dtype=torch.bfloat16):
 
 
 def options_of(op="wkv7", inputs=None, decay_bound=None, training=True, **options):
-    """The options that a call is resolved to."""
+    """The problem that a call is resolved to."""
     decay = "none" if op == "linear_attention" else "sigmoid"
-    asked = Options(1.0, decay, "vk", 64, None, None, "auto", is_chosen=False)._replace(**options)
-    return torch_op.chosen(OPS[op], inputs or of(op), None, decay_bound, asked, training, is_direct=True)
+    asked, arrays = Options(1.0, decay, "vk", 64, None, None, "auto", is_chosen=False), inputs or of(op)
+    p = torch_op.problem_of(
+        OPS[op], arrays, None, None, asked._replace(**options), False, training, decay_bound, is_direct=True
+    )  # fmt: skip
+    return torch_op.resolved(p, arrays, is_direct=True)
 
 
 def resolved(*call, **options):
@@ -143,7 +146,6 @@ def test_calls_that_the_recurrent_kernels_serve_take_none():
     store(make())
     assert resolved(inputs=given(dtype=torch.float32)) == ("recurrent", Geometry())
     assert resolved(inputs=given(tokens=3)) == ("recurrent", Geometry())
-    assert resolved(backend="reference") == ("reference", Geometry())
     assert resolved(backend="recurrent", chunk_len=4, num_threads=64) == ("recurrent", Geometry(4, 64))
 
 
@@ -466,8 +468,8 @@ def test_writers_at_once_lose_nothing():
 def test_candidates_fit_and_the_rule_is_one_of_them(op, arch):
     there, chunked = Gpu(arch), CHUNKS[op]
     for size, training in itertools.product(range(8, 129, 24), (True, False)):
-        case = Case(OPS[op], "bf16", size, size, 64, "none", None, None, training=training)
-        if chunked.why_not(case, lambda: there) is not None:
+        call = problem(op, K=size, arch=arch, T=64, decay="none", training=training)
+        if chunked.why_not(call) is not None:
             assert [chunked.candidates(way, size, there) for way in ("forward", "backward")] == [[], []]
             continue
         for default in tune._default(tuned.key(GPU, arch, op, size, training), size):
@@ -483,7 +485,7 @@ def test_candidates_fit_and_the_rule_is_one_of_them(op, arch):
                 shared = step.parameters["SHARED_BYTES"]
                 assert (step.parameters["NUM_THREADS"], step.parameters["BLOCKS_PER_SM"]) == (threads, blocks)
                 assert blocks * (shared + 1024) <= there.shared_per_multiprocessor or "group" in step.template
-                assert chunked.why_not(case._replace(chunk_len=chunk_len), lambda: there) is None
+                assert chunked.why_not(call._replace(chunk_len=chunk_len)) is None
                 assert threads <= 512
                 assert blocks * threads <= 1024
 

@@ -60,7 +60,7 @@ def reference(name, inputs, states, **options):
 
 
 @RECURRENCE
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_rows_of_a_pool(name, data):
     layout, null_index = data.draw(st.sampled_from(["vk", "kv"])), data.draw(st.integers(-2, 2))
@@ -325,6 +325,18 @@ def test_gradients_are_refused(name):
         call(name, pool, inputs)
 
 
+@RECURRENCE
+def test_tangents_are_refused(name):
+    """They would be lost, also where nothing is recorded for gradients."""
+    inputs, pool = make(name), make_pool(name)
+    before = pool.clone()
+    with torch.no_grad(), torch.autograd.forward_ad.dual_level():
+        inputs["v"] = torch.autograd.forward_ad.make_dual(inputs["v"], torch.ones_like(inputs["v"]))
+        with pytest.raises(RuntimeError, match=f"^{name}_update: changes the states in place and has no gradient"):
+            call(name, pool, inputs)
+    assert torch.equal(pool, before)
+
+
 # ---- what is launched --------------------------------------------------------------------------------------------
 
 
@@ -424,7 +436,7 @@ def problem(name, layout, state_type, batch=B, tokens=1, arch="sm_90", multiproc
     )  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.sampled_from(NAMES), st.sampled_from(["vk", "kv"]), st.sampled_from(["fp32", "bf16"]),
     st.integers(1, 1100), st.integers(1, 1100), st.integers(1, 600) | st.integers(65_000, 200_000), st.integers(1, 70),

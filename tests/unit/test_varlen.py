@@ -52,7 +52,7 @@ def reference(name, inputs, begin, end, state):
 
 
 @RECURRENCE
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_every_sequence_is_as_alone(name, data):
     count = data.draw(st.integers(1, 4))

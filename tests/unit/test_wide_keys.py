@@ -2,12 +2,11 @@
 
 import pytest
 import torch
+from problems import problem
 
 import rwkv_jit
 from rwkv_jit.call import torch_op
-from rwkv_jit.kernels.gpu import Gpu
 from rwkv_jit.ops import wide_keys
-from rwkv_jit.schedules.common import Case
 from rwkv_jit.schedules.table import OPS
 
 DIAGONAL = [name for name, op in OPS.items() if op.family == "diagonal"]
@@ -46,8 +45,8 @@ def test_sums_of_parts_are_the_whole(op, packed, layout, make_inputs, monkeypatc
         (512, "sm_90", {"chunk_len": 32}, [256, 256]),
         (512, "sm_90", {"num_threads": 256}, [256, 256]),
         (512, "sm_90", {"num_threads": 384}, [512]),
-        (512, "sm_80", {"tokens": 1}, [512]),
-        (512, "sm_80", {"dtype": "fp32"}, [512]),
+        (512, "sm_80", {"T": 1}, [512]),
+        (512, "sm_80", {"types": {"v": "fp32"}}, [512]),
         (512, "sm_75", {}, [512]),
         (257, "sm_120", {}, [136, 121]),
         (1024, "sm_89", {}, [256] * 4),
@@ -58,5 +57,5 @@ def test_sums_of_parts_are_the_whole(op, packed, layout, make_inputs, monkeypatc
     ],
 )
 def test_sizes_of_parts(head_size, arch, more, sizes):
-    case = Case(OPS["gla"], "bf16", head_size, 512, 4096, "log", None, None, None)
-    assert wide_keys.part_sizes("auto", case._replace(**more), lambda: Gpu(arch)) == sizes
+    p = problem("gla", "bf16", head_size, 512, arch, backend="auto", training=True)
+    assert wide_keys.part_sizes(p._replace(**more)) == sizes

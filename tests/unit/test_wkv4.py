@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from problems import problem
 from stub_driver import entered
 
 import rwkv_jit
@@ -13,6 +14,7 @@ from rwkv_jit.ahead import warm
 from rwkv_jit.call import checks, prepared
 from rwkv_jit.kernels import kernel
 from rwkv_jit.kernels.errors import UnsupportedConfigError
+from rwkv_jit.kernels.gpu import Gpu
 from rwkv_jit.schedules import wkv4 as schedules
 
 B, T, C = 2, 7, 5
@@ -268,10 +270,11 @@ def test_a_state_that_cannot_be_changed_is_an_error(change, message):
     ],
 )
 def test_length_of_a_part(backend, walks, tokens, length):
-    assert schedules.part_length(backend, walks, tokens, 132) == length
+    p = problem("wkv4", B=1, T=tokens, C=walks, backend=backend, gpu=Gpu("sm_90", multiprocessors=132))
+    assert schedules.part_length(p) == length
     assert length == tokens or length % schedules.CHUNK_LEN == 0
     if backend == "auto":
-        name = schedules.backend_of(backend, walks, tokens, 132)
+        name = schedules.backend_of(p)
         assert name == ("recurrent" if length == tokens else "split")
 
 
@@ -346,7 +349,7 @@ def test_parts_are_launched_on_their_own_first(on_gpu):
     y, _ = rwkv_jit.wkv4(*given, backend="split")
     torch.autograd.grad(y.sum(), given)
     *launches, of_w, _ = on_gpu.take()
-    length = schedules.part_length("split", B * C, 300, 1)
+    length = schedules.part_length(problem("wkv4", B=B, C=C, T=300, backend="split", gpu=Gpu("", multiprocessors=1)))
     parts = math.ceil(300 / length)
     assert parts == 4
     assert {launch.named["part_len"] for launch in launches} == {length}

@@ -38,7 +38,7 @@ def exact(inputs, states, decay="raw"):
 # ---- values ------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_rows_of_a_pool(data):
     null_index, decay = data.draw(st.integers(-2, 2)), data.draw(st.sampled_from(["raw", "log"]))

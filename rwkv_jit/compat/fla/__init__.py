@@ -14,39 +14,21 @@ from rwkv_jit.kernels import on_import
 __all__ = ["install", "report", "uninstall"]
 
 is_installed = False
+_KINDS = {  # of functions, each in a module of its name, by the ops of FLA
+    "delta_rule": "chunk fused_recurrent", "gated_delta_rule": "chunk fused_recurrent",
+    "gdn2": "chunk fused_recurrent", "gla": "chunk fused_recurrent", "kda": "chunk fused_recurrent",
+    "lightning_attn": "chunk fused_recurrent", "linear_attn": "chunk fused_chunk fused_recurrent",
+    "retention": "chunk fused_chunk fused_recurrent parallel", "rwkv4": "fused_recurrent",
+    "rwkv6": "chunk fused_recurrent", "simple_gla": "chunk fused_chunk fused_recurrent parallel",
+}  # fmt: skip
 # What is replaced, by the module of FLA that defines it: functions by their own names, layers by their classes.
 FUNCTIONS = {
     "fla.ops.rwkv7.chunk": ("chunk_rwkv7",),
     "fla.ops.rwkv7.fused_recurrent": ("fused_recurrent_rwkv7", "fused_mul_recurrent_rwkv7"),
     "fla.ops.generalized_delta_rule.dplr.chunk": ("chunk_dplr_delta_rule",),
     "fla.ops.generalized_delta_rule.dplr.fused_recurrent": ("fused_recurrent_dplr_delta_rule",),
-    "fla.ops.rwkv6.chunk": ("chunk_rwkv6",),
-    "fla.ops.rwkv6.fused_recurrent": ("fused_recurrent_rwkv6",),
-    "fla.ops.rwkv4.fused_recurrent": ("fused_recurrent_rwkv4",),
-    "fla.ops.gla.chunk": ("chunk_gla",),
-    "fla.ops.gla.fused_recurrent": ("fused_recurrent_gla",),
-    "fla.ops.linear_attn.chunk": ("chunk_linear_attn",),
-    "fla.ops.linear_attn.fused_chunk": ("fused_chunk_linear_attn",),
-    "fla.ops.linear_attn.fused_recurrent": ("fused_recurrent_linear_attn",),
     "fla.modules.token_shift": ("token_shift",),
-    "fla.ops.kda.chunk": ("chunk_kda",),
-    "fla.ops.kda.fused_recurrent": ("fused_recurrent_kda",),
-    "fla.ops.gated_delta_rule.chunk": ("chunk_gated_delta_rule",),
-    "fla.ops.gated_delta_rule.fused_recurrent": ("fused_recurrent_gated_delta_rule",),
-    "fla.ops.delta_rule.chunk": ("chunk_delta_rule",),
-    "fla.ops.delta_rule.fused_recurrent": ("fused_recurrent_delta_rule",),
-    "fla.ops.gdn2.chunk": ("chunk_gdn2",),
-    "fla.ops.gdn2.fused_recurrent": ("fused_recurrent_gdn2",),
-    "fla.ops.simple_gla.chunk": ("chunk_simple_gla",),
-    "fla.ops.simple_gla.fused_chunk": ("fused_chunk_simple_gla",),
-    "fla.ops.simple_gla.fused_recurrent": ("fused_recurrent_simple_gla",),
-    "fla.ops.simple_gla.parallel": ("parallel_simple_gla",),
-    "fla.ops.retention.chunk": ("chunk_retention",),
-    "fla.ops.retention.fused_chunk": ("fused_chunk_retention",),
-    "fla.ops.retention.fused_recurrent": ("fused_recurrent_retention",),
-    "fla.ops.retention.parallel": ("parallel_retention",),
-    "fla.ops.lightning_attn.chunk": ("chunk_lightning_attn",),
-    "fla.ops.lightning_attn.fused_recurrent": ("fused_recurrent_lightning_attn",),
+    **{f"fla.ops.{op}.{kind}": (f"{kind}_{op}",) for op, kinds in _KINDS.items() for kind in kinds.split()},
 }
 LAYERS = {"fla.layers.rwkv7": ("RWKV7Attention",), "fla.models.rwkv7.modeling_rwkv7": ("RWKV7FeedForward",)}
 _PATCHES = f"{__name__}.patches"

@@ -1,6 +1,7 @@
-"""RWKV-5 and 6 as their extensions have them: rows of C channels, states [V, K], gradients in parts by sequence.
+"""The recurrences of RWKV, TimeX and the products of the `rwkv` package as their extensions have them.
 
-Functions take the tensors and sizes of a call by name, and fill what the extension fills.
+Functions take the tensors and sizes of a call by name, and fill what the extension fills. Rows are (B, T, C) or
+(B, T, H, N), states [V, K], and gradients of what all sequences share have a part for each sequence.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from rwkv_jit.compat import buffers
 from rwkv_jit.compat.buffers import Call, Run
+from rwkv_jit.ops.timex import timex
+from rwkv_jit.ops.wkv4 import wkv4
 from rwkv_jit.ops.wkv5 import wkv5
 from rwkv_jit.ops.wkv6 import wkv6
+from rwkv_jit.ops.wkv7 import wkv7
 
 # What states held that a forward has overwritten, by the tensor. Its caller has no other place for it.
 _overwritten: Any = WeakTensorKeyDictionary()
@@ -63,6 +67,7 @@ RWKV6, RWKV6_DIRECT, RWKV6_LOG = (Recurrence(wkv6, "r k v w", "u", decay) for de
 RWKV5, RWKV5_LOG = Recurrence(wkv5, "r k v", "w u", "direct"), Recurrence(wkv5, "r k v", "ww u", "log")
 RWKV5A = Recurrence(_rwkv5a, "r k v", "w1 u1 w2 u2", "direct")
 RWKV5A_LOG = Recurrence(_rwkv5a, "r k v", "ww1 u1 ww2 u2", "log")
+RWKV7 = Recurrence(wkv7, "r w k v a b", "", "raw")
 
 
 def forward(of: Recurrence) -> Run:
@@ -134,3 +139,96 @@ def _state(t: Call, s: Tensor) -> Tensor:
     B, C, H = (t[name] for name in "BCH")
     size = C // H
     return s.reshape(H, size, size) if s.numel() == C * size else s.reshape(B, H, size, size)
+
+
+# ---- RWKV-7 in training ------------------------------------------------------------------------------------------
+
+
+def trained(names: str, decay: str, state: str = "", last: str = "") -> tuple[Run, Run]:
+    """Return the forward and the backward of an extension for training.
+
+    `names` are its rows in the order of `wkv7`, `state` and `last` its states, if any. The scratch s begins with the
+    first one, as a backward is not given it; else s and sa stay as they are.
+    """
+    of_rows, grads = names.split(), [f"d{name}" for name in (*names.split(), *state.split())]
+
+    def forward(t: Call) -> None:
+        s0 = t[state] if state else None
+        place = None if s0 is None else buffers.kept(t["s"], s0.numel())
+        rows = [t[name] for name in of_rows]
+        buffers.fill_recorded(wkv7, rows, s0, t["s"], t["y"], t.get(last), decay=decay)
+        if place is not None and s0 is not None:
+            place.copy_(s0.detach().reshape(-1))
+
+    def backward(t: Call) -> None:
+        into, rows = [t[name] for name in grads], [t[name] for name in of_rows]
+        s0 = buffers.kept(t["s"], into[-1].numel()).view(into[-1].shape) if state else None
+        buffers.fill_each(into, buffers.gradients(wkv7, rows, s0, t["dy"], t.get(f"d{last}"), t["s"], decay=decay))
+
+    return forward, backward
+
+
+# ---- RWKV-4, TimeX, and products ---------------------------------------------------------------------------------
+
+
+def rwkv4_forward(t: Call) -> None:
+    """Fill y; w is a log-decay."""
+    buffers.fill(t["y"], buffers.run(wkv4, _rwkv4(t), decay="log")[0])
+
+
+def rwkv4_backward(t: Call) -> None:
+    """Fill the gradients; that of w is of the model's own w, of which the log-decay is -exp(w)."""
+    of_w, of_u, of_k, of_v = buffers.gradients(wkv4, _rwkv4(t), None, t["gy"], decay="log")
+    buffers.fill_sum(t["gw"], of_w * t["w"])
+    buffers.fill_sum(t["gu"], of_u)
+    buffers.fill_each((t["gk"], t["gv"]), (of_k, of_v))
+
+
+def rwkv4_in_place(t: Call) -> None:
+    """Fill y and move the three parts of the states on."""
+    parts = [t[name] for name in ("aa", "bb", "pp")]
+    state = torch.stack([x.reshape(t["B"], t["C"]) for x in parts], 1)  # (B, 3, C)
+    result, final = buffers.run(wkv4, _rwkv4(t), state, decay="log")
+    buffers.fill_each((t["y"], *parts), (result, *final.unbind(1)))
+
+
+def _rwkv4(t: Call) -> list[Tensor]:
+    return [t["w"], t["u"], *(t[name].reshape(t["B"], t["T"], t["C"]) for name in "kv")]
+
+
+def _filter(t: Call) -> tuple[Tensor, Tensor]:
+    return t["w"].reshape(t["C"], t["T"]), t["k"].reshape(t["B"], t["C"], t["T"])
+
+
+def timex_forward(t: Call) -> None:
+    """Fill the result of B sequences, each of which is added up with the same weights."""
+    with torch.no_grad():
+        buffers.fill(t["out"], timex(*_filter(t), t["eps"]))
+
+
+def timex_backward(t: Call) -> None:
+    """Fill the gradients."""
+
+    def weigh(w: Tensor, k: Tensor, initial_state: None, output_final_state: bool) -> tuple[Tensor, None]:
+        return timex(w, k), None
+
+    of_w, of_k = buffers.gradients(weigh, _filter(t), None, t["gy"])
+    buffers.fill_sum(t["gw"], of_w)
+    buffers.fill(t["gk"], of_k)
+
+
+def mm8(t: Call) -> None:
+    """Fill y with rows, or in float32 with one row, times weights of 8 bits."""
+    weights = (t["w"].to(t["x"].dtype) + 0.5) * t["ry"] * t["rx"] + t["my"] + t["mx"]
+    buffers.fill(t["y"], t["x"] @ weights)
+
+
+def gemm_fp16_cublas(t: Call) -> None:
+    """Fill c, in float16 or float32, with a product of float16."""
+    a, b, c = (t[name] for name in "abc")
+    if c.dtype == a.dtype:
+        buffers.fill(c, a @ b)
+    elif a.is_cuda and a.dim() == b.dim() == 2 and hasattr(torch.ops.aten.mm, "dtype"):  # from torch 2.8 on
+        buffers.fill(c, torch.mm(a, b, out_dtype=c.dtype))
+    else:
+        buffers.fill(c, a.to(c.dtype) @ b.to(c.dtype))
