@@ -173,7 +173,7 @@ def backward(case):
     p, how, behind = case.problem, case.how, case.behind
     if case.name == "behind":
         names = {"dy": "d_y"} if behind.z else {}
-        part = operands.skip_gate_gradients(p, behind, "y", "dy", names)
+        part = operands.skip_gate_gradients(p, behind, "y", names)
         vectors = operands.behind_vectors(p, behind, "y", "dy")
     elif case.name == "head_steps":
         part, vectors = operands.head_step_gradients(p, how), {}

@@ -104,7 +104,7 @@ def requests(p: Problem, width: int, w_type: str, direction: str) -> list[kernel
     own, is_update = p.types["v"], direction == "update"
     sizes, requests = {"head_size": p.K, "heads": max(width // p.K, 1)}, list[kernel.Request]()
     for parameters in dict.fromkeys((own, "fp32")):
-        several = [*_calls(p, parameters), *(_steps(p, w_type) if is_update else _of_training(p, parameters))]
+        several = [*_calls(p), *(_steps(p, w_type) if is_update else _of_training(p, parameters))]
         for name, chosen, switches in several:
             op, counts = layer_table.OPS[name], _COUNTS if name in ("activate", "gated") else (1,)
             types = op.types_of(own, parameters, chosen)
@@ -120,7 +120,7 @@ def requests(p: Problem, width: int, w_type: str, direction: str) -> list[kernel
 _Call = tuple[str, dict[str, str | None], dict[str, Any]]
 
 
-def _calls(p: Problem, parameters: str) -> Iterator[_Call]:
+def _calls(p: Problem) -> Iterator[_Call]:
     """Yield what a layer calls behind its recurrence and between matrices, in decode too."""
     yield "activate", {}, {}
     if p.op.name != "wkv7":

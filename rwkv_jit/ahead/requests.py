@@ -376,8 +376,6 @@ def named(
         others.pop("STATE_LAYOUT", None)
         stand_in = _stand_in(calls, types, state_type, traits, backend, chunk_len, num_threads)
         stand_in = stand_in._replace(T=_LONG, training=True)
-        if backend == "split" and rule.is_held_by_blocks(rule.seen(stand_in)):
-            stand_in = stand_in._replace(backend="chunked")  # the same kernels
         problem = rule.resolved(stand_in, _knowing(arch)[0])
     else:
         _refuse(

@@ -100,7 +100,7 @@ def choose(p: Problem) -> tuple[str, int]:
     """Return the algorithm of a call on CUDA tensors, and its chunk_len, or 0; the problem is one that was `seen`.
 
     "auto" takes the first of these rows that holds. Any other backend is taken at its word, where "split" names both
-    segments and large heads.
+    segments and large heads. Where nobody has seen the load, chunked stands for segments too.
 
     ========= ==========================================================================================
     large     what chunked takes, without gradients and on sm_90, where few heads have not too many tokens
@@ -144,7 +144,7 @@ def choose(p: Problem) -> tuple[str, int]:
         cannot = segments.why_not(p, segments.LEAST_SEGMENTS if backend == "split" else 1)
         if cannot is None:
             return "segments", length
-        if backend == "split":
+        if backend == "split" and p.gpu.multiprocessors is not None:
             raise UnsupportedConfigError(f"backend: 'split' {_sentence(cannot)}; use 'auto' or 'chunked'")
         return "chunked", length
     if backend != "chunked":
@@ -178,12 +178,6 @@ def _sentence(obstacle: Obstacle | None) -> str:
     assert obstacle is not None
     text, *values = obstacle
     return str(text).format(*values)
-
-
-def is_held_by_blocks(p: Problem) -> bool:
-    """Return whether there are kernels for a call that hold a head in a block."""
-    chunked = ALGORITHMS[p.op.family].get("chunked")
-    return chunked is not None and chunked.why_not(p) is None
 
 
 def _chunk_len(p: Problem) -> int:

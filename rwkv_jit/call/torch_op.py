@@ -180,8 +180,6 @@ def resolved(p: Problem, arrays: Sequence[Tensor], is_direct: bool = False, is_f
 
     Only calls that are `is_direct` look at the lengths of packed sequences. A fake does not tell chunked from segments.
     """
-    if is_fake and p.backend == "split" and not p.is_chosen:
-        p = p._replace(backend="auto")
     sees_load = not is_fake and (is_direct or not p.is_packed)
     return rule.resolved(p, lambda: rule.known(arrays[0].device.index), sees_load)
 
@@ -388,7 +386,8 @@ def define(
         known = prepared.latest(key, arrays, op.lead, lengths)
         if known is None:
             problem = training_problem(given, state, cu_seqlens, options, decay_bound, named)
-            problem = problem._replace(backend=ran or problem.backend)
+            if ran is not None and problem.leaves_cut_open:
+                problem = problem._replace(backend=ran)
             if not options.is_chosen:
                 expected = floats(directions.kept(problem))
                 if saved.numel() != expected:
@@ -476,5 +475,7 @@ def _unmarked(p: Problem, kept: Tensor) -> Tensor:
 
 def _marked(kept: Tensor) -> str | None:
     """Return the algorithm that the forward ran, from the memory behind what it has kept; None if nothing says so."""
+    if kept.storage_offset():
+        return None
     behind = kept.untyped_storage().nbytes() - kept.nbytes
     return next((backend for backend, mark in segments.MARKS.items() if mark == behind), None)

@@ -244,18 +244,16 @@ def over_slots(step: Step, slots: Slots) -> Step:
     return step._replace(template="skip_gate_slots", entry="skip_gate_slots", parameters=parameters, bind=bind)
 
 
-def skip_gate_gradients(
-    p: Problem, behind: Behind, y: str, grad: str = "dy", names: Mapping[str, str | None] = {}
-) -> Part:
-    """Return the launches that make the gradients of y, x, D and z from `grad`, which is that of the output.
+def skip_gate_gradients(p: Problem, behind: Behind, y: str, names: Mapping[str, str | None] = {}) -> Part:
+    """Return the launches that make the gradients of y, x, D and z from "dy", which is that of the output.
 
-    Those of inputs are results, "d" and their names. That of y is "dy_inner", or `grad` itself without a gate. `names`
+    Those of inputs are results, "d" and their names. That of y is "dy_inner", or "dy" itself without a gate. `names`
     may have another name for dy, dx or dz, and None for one that is not needed.
     """
-    vector, width = _vector_behind(p, behind, y, grad), p.H * p.V
+    vector, width = _vector_behind(p, behind, y, "dy"), p.H * p.V
     resident = _FEW_RESIDENT_THREADS if behind.D and behind.z else _RESIDENT_THREADS
     parameters, slices, block_rows = _cut(p, vector, 0, p.H * (p.V // vector), _LEAST_ROWS, resident)
-    inputs = {"y": y, "x": behind.x or None, "D": behind.D or None, "z": behind.z or None, "grad": grad}
+    inputs = {"y": y, "x": behind.x or None, "D": behind.D or None, "z": behind.z or None, "grad": "dy"}
     bind: dict[str, Any] = {**inputs, "dy": "dy_inner" if behind.z else None}
     bind |= {f"d{x}": f"d{name}" if name else None for x, name in (("x", behind.D and behind.x), ("z", behind.z))}
     bind |= {"dD_rows": "dD_rows" if behind.D else None, **names}

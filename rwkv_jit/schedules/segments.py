@@ -146,8 +146,8 @@ def _packed_length(family: str, blocks_tokens: Any, multiprocessors: int) -> Any
 
 # Whether packed sequences are cut depends on their lengths, and a backward cannot always look at these: in a capture
 # the values may lie in a tensor that is new to it. So the memory of what a forward keeps is longer by so many bytes
-# than the tensor, which tells the backward what ran.
-MARKS = {"chunked": 16, "segments": 32}
+# than the tensor, which tells the backward what ran. No memory that was rounded up to 512 bytes is so much longer.
+MARKS = {"chunked": 1028, "segments": 1052}
 
 
 class _Cut(NamedTuple):

@@ -130,6 +130,16 @@ def test_there_is_room_wherever_lengths_decide(op, tokens, heads, on_gpu):
         assert min(directions.kept(known.problem).values()) >= 0
 
 
+@pytest.mark.parametrize("bounds", [[0, 4096], [0, 4000, 8192]])
+@pytest.mark.parametrize(("op", "heads"), [("gated_delta_rule", 30), ("kda", 32), ("ssd", 32)])
+def test_split_keeps_what_its_fake_says(op, heads, bounds, on_gpu):
+    """Also of ops whose dedicated kernels take such calls where nobody names a backend."""
+    on_gpu.use("sm_90")
+    seen = noted(call(op, bounds, heads, backend="split"))
+    assert is_cut(launch_calls.lines(on_gpu.order)) or any("_segment " in x for x in launch_calls.lines(on_gpu.order))
+    assert kept_of(seen).numel() == size_that_compilers_know(seen)
+
+
 def backward_launches(on_gpu, seen, **changes):
     """Return what the backward of a graph launches; `changes` replace its cu_seqlens and what the forward kept."""
     function, given, named, _ = seen[1]
@@ -156,6 +166,34 @@ def test_backward_runs_what_its_forward_chose(op, bounds, on_gpu):
     # The mark decides, not the values: a forward in a capture could not look at them.
     assert backward_launches(on_gpu, seen, cu_seqlens=other) == eager
     assert backward_launches(on_gpu, seen, cu_seqlens=other, saved=kept.clone()) != eager
+
+
+def within(kept, behind, before=0):
+    """Return what a forward kept as a part of larger memory, which says nothing of what ran."""
+    larger = kept.new_zeros(before + kept.numel() + behind)
+    return larger[before : before + kept.numel()].copy_(kept)
+
+
+@pytest.mark.parametrize("op", ["wkv7", "gla", "gated_delta_rule"])
+@pytest.mark.parametrize("bounds", [LONG, EQUAL])
+def test_memory_that_was_rounded_up_says_nothing(op, bounds, on_gpu):
+    on_gpu.use("sm_90")
+    seen = noted(call(op, bounds))
+    eager, kept = backward_launches(on_gpu, seen), kept_of(seen)
+    for behind in range(1, 129):
+        assert backward_launches(on_gpu, seen, saved=within(kept, behind)) == eager
+    for mark in segments.MARKS.values():
+        assert backward_launches(on_gpu, seen, saved=within(kept, 0, mark // 4)) == eager
+
+
+@pytest.mark.parametrize(("op", "heads"), [("kda", 128), ("wkv7", 300)])
+def test_marks_do_not_count_where_nothing_is_cut(op, heads, on_gpu):
+    """Of dedicated kernels, and of so many heads that lengths decide nothing."""
+    on_gpu.use("sm_90")
+    seen = noted(call(op, [0, 512, 1024], heads))
+    eager, kept = backward_launches(on_gpu, seen), kept_of(seen)
+    for mark in segments.MARKS.values():
+        assert backward_launches(on_gpu, seen, saved=within(kept, mark // 4)) == eager
 
 
 def test_forward_in_a_capture_reads_nothing_and_cuts_what_was_cut_before(on_gpu, monkeypatch):

@@ -407,6 +407,20 @@ def test_heads_are_many_where_the_load_is_not_seen_or_may_decide_nothing(seen, u
         assert made._replace(backend="auto", is_chosen=False, is_batch_invariant=False, **geometry) == p
 
 
+@pytest.mark.parametrize(
+    ("seen", "unseen", "changes"),
+    [
+        ("segments", "chunked", FEW), ("segments", "chunked", FEW | {"is_packed": True, "longest": 32768}),
+        ("large_segments", "large", LARGE | FEW | {"blocks": 4}), ("large", "large", LARGE | FEW | {"tokens": 1}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_split_is_taken_at_its_word_where_the_load_is_not_seen_too(seen, unseen, changes):
+    p = asked("split", changes)
+    found = [rule.resolved(p, lambda: NOTHING_KNOWN, sees_load) for sees_load in (True, False)]
+    assert [made.backend for made in found] == [seen, unseen]
+
+
 def test_what_is_chosen_stays_and_ops_without_heads_leave_the_choice_to_their_schedules():
     p = asked("chunked", FEW)._replace(is_chosen=True)
     assert rule.resolved(p, lambda: NOTHING_KNOWN) is p
@@ -515,7 +529,7 @@ def test_segments_are_cut_where_they_are_asked_for_and_nowhere_else(op):
         ({"is_packed": True, "longest": 512}, "needs a sequence of 513 tokens, got 512"),
         ({"op": "wkv5", "is_packed": True, "longest": 512}, "needs a sequence of 513 tokens, got 512"),
         ({"is_packed": True, "longest": 4096, "tokens": 255}, "needs 256 tokens a sequence on average, got 255"),
-        ({"multiprocessors": None}, "cuts nothing under `set_batch_invariant`"),
+        ({"is_batch_invariant": True}, "cuts nothing under `set_batch_invariant`"),
         ({"tokens": 2047}, "needs tokens for 4 segments of 512 or more, got 2047"),
         ({"op": "gla", "tokens": 1023}, "needs tokens for 4 segments of 256 or more, got 1023"),
     ],
