@@ -43,8 +43,7 @@ class StatePool:
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit, of a method too, as a slot that is not allocated or that comes twice; the message has
-        its name, what was expected and what came.
+        An argument does not fit; the message has its name, what was expected and what came.
 
     Notes
     -----
@@ -131,6 +130,11 @@ class StatePool:
         StatePool
             With "wkv" [layers, slots, H, V, K], and with "time_shift" and "channel_shift" [layers, slots, width].
 
+        Raises
+        ------
+        TypeError, ValueError
+            An argument does not fit; the message has its name, what was expected and what came.
+
         Examples
         --------
         >>> pool = rwkv_jit.StatePool.rwkv7(8, layers=2, heads=3, head_size=64, width=192, device="cuda")
@@ -205,6 +209,8 @@ class StatePool:
         ------
         RwkvJitError
             Too few slots are free; none is allocated.
+        TypeError, ValueError
+            `count` is not an int, or is negative.
 
         Examples
         --------
@@ -234,6 +240,8 @@ class StatePool:
         ------
         RwkvJitError
             Too few slots are free; none is allocated.
+        TypeError, ValueError
+            `slot` is not allocated, or `count` is not an int, or is negative.
 
         Examples
         --------
@@ -256,6 +264,11 @@ class StatePool:
         target : int or several ints
             As many allocated slots, each once. All sources are read before a target is written.
 
+        Raises
+        ------
+        TypeError, ValueError
+            A slot is not allocated, a target comes twice, or there are not as many of both.
+
         Examples
         --------
         >>> first, second = pool.allocate(2)
@@ -276,6 +289,11 @@ class StatePool:
         slots : int or several ints
             Allocated slots, each once.
 
+        Raises
+        ------
+        TypeError, ValueError
+            A slot is not allocated, or comes twice.
+
         Examples
         --------
         >>> pool.reset(pool.allocate(2))
@@ -291,6 +309,11 @@ class StatePool:
         ----------
         slots : int or several ints
             Allocated slots, each once.
+
+        Raises
+        ------
+        TypeError, ValueError
+            A slot is not allocated, or comes twice.
 
         Examples
         --------
@@ -312,6 +335,11 @@ class StatePool:
         Returns
         -------
         torch.Tensor, shape (number of slots,), int32
+
+        Raises
+        ------
+        TypeError, ValueError
+            A slot is neither allocated nor reserved, or is allocated and comes twice.
 
         Examples
         --------
@@ -342,6 +370,8 @@ class StatePool:
 
         Raises
         ------
+        TypeError, ValueError
+            An argument does not fit; the message has its name, what was expected and what came.
         OSError
             The file cannot be written. One that was there is as it was.
         ImportError

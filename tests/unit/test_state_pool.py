@@ -725,9 +725,7 @@ def test_docstring_describes_every_parameter_and_has_examples_that_are_right(nam
     sections = dict(zip(parts[1::2], parts[2::2], strict=True))
     documented = re.findall(r"^(\w+) : .*$", sections["Parameters"], flags=re.MULTILINE)
     assert documented == [each for each in inspect.signature(member).parameters if each != "self"]
-    assert {"Examples", *(["Raises"] if name in ("StatePool", "allocate", "fork", "save", "load") else [])} <= set(
-        sections
-    )
+    assert {"Raises", "Examples"} <= set(sections)
     for parameter in inspect.signature(member).parameters.values():
         if parameter.default not in (inspect.Parameter.empty, None):
             assert re.search(rf'^{parameter.name} : .*, default "?{re.escape(str(parameter.default))}"?$', text, re.M)

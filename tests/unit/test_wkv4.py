@@ -54,10 +54,11 @@ def test_reference_is_the_formula(decay):
         given[0] = -given[0].detach().exp()
     y, final = rwkv_jit.wkv4_ref(*given, state, True, decay)
     want_y, num, den = written_out(*given, state, decay)
-    np.testing.assert_allclose(y.detach(), want_y, rtol=1e-12, atol=1e-14)
+    # Where values of both signs cancel, rounding is that of the values.
+    np.testing.assert_allclose(y.detach(), want_y, rtol=1e-12, atol=1e-15)
     scale = final[:, 2].exp()
     np.testing.assert_allclose((scale * final[:, 0]).detach(), num, rtol=1e-11, atol=1e-13)
-    np.testing.assert_allclose((scale * final[:, 1]).detach(), den, rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose((scale * final[:, 1]).detach(), den, rtol=1e-12)
 
 
 def test_final_max_is_the_largest_exponent():
