@@ -291,6 +291,8 @@ def check_delta(words, sizes, dtype=BF16, wide=FP32):
     whole = Schedule(tuple(renamed(whole.steps, absent)), results, vectors=whole.vectors)
     written = Plan(whole, p, inputs).run([*inputs.values()])
     grads = {f"grad_{each}": torch.randn_like(x) for each, x in zip(results, written, strict=True)}
+    if kinds[0] == "softplus":  # a token that leaves nothing has no gradient of its log-decay
+        grads["grad_w"].masked_fill_(written[[*results].index("w")] < -87, 0)
 
     types = {**p.types, **{each: tensors.STORAGE[x.dtype] for each, x in grads.items()}}
     parts = {f"d{each}": f"d{each}_parts" for each in ("k", "q") if each in inputs} if several > 1 else {}
@@ -310,8 +312,9 @@ def check_delta(words, sizes, dtype=BF16, wide=FP32):
     wanted_grads = torch.autograd.grad(wanted, [*leaves.values()], [x.double() for x in grads.values()])
     for x, want in zip((*written, *found), (*wanted, *wanted_grads), strict=True):
         # A gradient of few heads is a few sums of both signs, which may all be small.
-        least = 1e-3 if x.dim() == 1 and dtype != FP32 else 0.0
-        assert relative(x, want) < max(LIMITS[dtype], LIMITS[x.dtype], least)
+        least = (1e-5 if dtype == FP32 else 1e-3) if x.dim() == 1 else 0.0
+        error, limit = relative(x, want), max(LIMITS[dtype], LIMITS[x.dtype], least)
+        assert error < limit, (x.shape, error, limit)
 
 
 def delta_schedules(words, sizes, dtype, wide, gpu):

