@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
 
-import rwkv_jit
 from rwkv_jit.desk import figures
 from rwkv_jit.desk import inputs as of_ops
-from rwkv_jit.desk.inputs import OF_ONE_TOKEN, REFERENCES, UPDATE
+from rwkv_jit.desk.inputs import OF_ONE_TOKEN, UPDATE
 from rwkv_jit.plain.reference import SIGMOID_RATE
-from rwkv_jit.schedules import derived_table as derived
-from rwkv_jit.schedules import table
 from rwkv_jit.schedules.problem import Op
+from rwkv_jit.schedules.table import ALL
 
-# What is made of these is measured by suites alone: what the models do first is a part of the call. Which op runs it.
-OPS = {name: of_ops.OPS[name] for name in table.OPS}
 PACKED = 16  # sequences
 # Kinds of inputs. One head is one of one sequence. States are float32, in the layout that the op takes by itself.
 KINDS = {
@@ -28,12 +21,12 @@ KINDS = {
     "bf16-states": "bfloat16 states", "kv-states": "states [K, V]", "vk-states": "states [V, K]",
     "bf16-kv-states": "bfloat16 states [K, V]", "bf16-vk-states": "bfloat16 states [V, K]",
 }  # fmt: skip
-DERIVED = {"kda": "wkv7", "gated_delta_rule": "wkv7", "delta_rule": "wkv7", "simple_gla": "gla", "ssd": "gla"}
+# Ops that run others are measured by suites alone, in some phases, with some kinds that the others do not have.
+DERIVED = {name: op.through.name for name, op in ALL.items() if op.through is not None}
 KINDS_OF_SUITES = {**KINDS, "16-keys": "16 key heads", "strong-gates": "strong gates", "slow-gates": "slow gates"}
 _OPS_OF_KINDS = {
-    "16-keys": tuple(op for op in DERIVED if op != "ssd"), "strong-gates": ("kda",), "slow-gates": ("kda",),
+    "16-keys": ("kda", "gated_delta_rule", "delta_rule", "simple_gla"), "strong-gates": ("kda",), "slow-gates": ("kda",)
 }  # fmt: skip
-MOST_SETS = 256
 
 
 class Case(NamedTuple):
@@ -50,9 +43,14 @@ class Case(NamedTuple):
     kind: str = "usual"  # of KINDS
 
     @property
+    def about(self) -> Op:
+        """What the op is."""
+        return ALL[self.op]
+
+    @property
     def shown(self) -> list[int]:
         """The shape as it is written for the op: [B, T, H, K, V], wkv4 [B, T, C], timex [B, C, T]."""
-        return of_ops.Case(self.op, self.shape, self.dtype).shown
+        return of_ops.Case(*self[:3]).shown
 
     @property
     def has_gradients(self) -> bool:
@@ -60,9 +58,19 @@ class Case(NamedTuple):
         return "backward" in self.phase
 
     @property
+    def names(self) -> list[str]:
+        """The names of the inputs, in the op's order."""
+        named = zip(self.about.public_names, self.about.names, strict=True)
+        return [public for public, name in named if name not in self.about.optional]
+
+    def dims(self, name: str) -> str:
+        """Return the letters of the dimensions of an input, of y or of a state."""
+        return dict(zip(self.about.public_names, self.about.inputs.values(), strict=True)).get(name, self.about.output)
+
+    @property
     def decay(self) -> str:
         """How w is read: as in the op's models, but for decays that these do not have."""
-        return str(self.options.get("decay", op_of(self.op).decay if op_of(self.op).has_heads else "none"))
+        return str(self.options.get("decay", of_ops.decay_of(self.op)))
 
     @property
     def state_dtype(self) -> torch.dtype:
@@ -72,13 +80,13 @@ class Case(NamedTuple):
     @property
     def state_layout(self) -> str:
         """The order of the last two dimensions of a state of an op that has heads."""
-        return next((layout for layout in ("vk", "kv") if layout in self.kind), op_of(self.op).state_layout)
+        return next((layout for layout in ("vk", "kv") if layout in self.kind), self.about.state_layout)
 
     @property
     def options(self) -> dict[str, Any]:
         """What calls of the op and of its reference take beside the inputs: strong decays are no sigmoids."""
         decay = {"decay": "raw"} if self.op == "wkv7" and "strong" in self.kind else {}
-        layout = {} if self.state_layout == op_of(self.op).state_layout else {"state_layout": self.state_layout}
+        layout = {} if self.state_layout == self.about.state_layout else {"state_layout": self.state_layout}
         return {**of_ops.OPTIONS.get(self.op, {}), **decay, **layout}
 
     @property
@@ -88,8 +96,8 @@ class Case(NamedTuple):
 
     def check(self) -> Case:
         """Return the case itself. Raises ValueError where the op has no such phase, or no such inputs."""
-        of_ops.Case(self.op, self.shape, self.dtype, self.phase).check()
-        op, of_all = op_of(self.op), self.kind in KINDS and self.op in OPS
+        of_ops.Case(*self[:4]).check()
+        op, of_all = self.about, self.kind in KINDS and self.op not in DERIVED
         fits = op.has_heads and f"{op.state_layout}-" not in self.kind
         if "strong" in self.kind:
             fits = fits and op.decay != "none"
@@ -130,91 +138,39 @@ class Given(NamedTuple):
         return self.state[:most] if self.slots is None else self.state[self.slots[:most]]
 
 
-def op_of(name: str) -> Op:
-    """Return what an op is."""
-    return table.OPS.get(name) or derived.ROWS[name]
-
-
-def function_of(op: str) -> Callable[..., Any]:
-    """Return an op, as it answers here."""
-    return OPS[op] if op in OPS else _derived(op, getattr(rwkv_jit, op))
-
-
-def reference_of(op: str) -> Callable[..., Any]:
-    """Return the reference of an op, as it answers here."""
-    return REFERENCES[op] if op in OPS else _derived(op, getattr(rwkv_jit, f"{op}_ref"))
-
-
-def _derived(op: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what takes the inputs that have tokens alone."""
-
-    def of_states(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, **options: Any) -> Any:
-        return function(x, dt, rates_of(x.shape[2], x.device), B, C, **options)
-
-    return of_states if op == "ssd" else function
-
-
-@cache
-def rates_of(heads: int, device: torch.device) -> Tensor:
-    """Return A of a state space as models begin with, which is the same for all."""
-    return -torch.linspace(1, 16, heads, device=device)
-
-
 # ---- inputs ------------------------------------------------------------------------------------------------------
 
 
-def names_of(op: str) -> tuple[str, ...]:
-    """Return the names of an op's inputs, in its order."""
-    return op_of(op).public_names
-
-
-def _inputs_of_derived(case: Case, device: str) -> list[Tensor]:
-    """Return inputs like a model's of an op that is made of others; log-decays and steps of heads are float32."""
-    batch, tokens, heads, head_size, value_size = case.shape
-
-    def random(*sizes: int) -> Tensor:
-        return torch.randn(batch, tokens, *sizes, device=device)
-
-    keys = case.key_heads, head_size
-    made = {
-        "q": random(*keys), "k": random(*keys), "B": random(*keys), "C": random(*keys), "v": random(heads, value_size),
-        "x": random(heads, value_size), "beta": torch.sigmoid(random(heads)), "dt": torch.exp(random(heads) - 4),
-        "g": -softplus(random(heads, head_size) - 0.6 if case.op == "kda" else random(heads) - 2),
-    }  # fmt: skip
-    if case.op == "simple_gla":  # which has no norm of them
-        made |= {name: made[name] * 0.5 for name in "qk"}
-    if case.kind == "strong-gates":  # with which all channels forget within some tokens
-        made["g"] = -5 * torch.sigmoid(random(*keys))
-    if case.kind == "slow-gates":  # as Kimi Linear begins: steps of channels from 0.001 to 0.1
-        steps = torch.exp(random(*keys) / 4) * 10 ** (-1 - 2 * torch.rand(*keys, device=device))
-        made["g"] = rates_of(heads, device)[:, None] * steps
-    wide = () if case.op == "kda" else ("g", "dt")
-    return [made[name].to(torch.float32 if name in wide else case.dtype).requires_grad_() for name in names_of(case.op)]
-
-
 def given_for(case: Case, device: str = "cuda") -> Given:
-    """Return what a call of a case is given."""
-    names = names_of(case.op)
-    if case.op in DERIVED:
-        inputs = _inputs_of_derived(case, device)
-        return Given(inputs, torch.randn_like(inputs[names.index("x" if case.op == "ssd" else "v")].detach()))
-    inputs = of_ops.make_inputs(case.op, case.shape, case.dtype, device)
-    if "strong" in case.kind:
-        index = next(names.index(name) for name in ("w", "g") if name in names)
-        inputs[index] = _strong(inputs[index].detach().float(), case).to(case.dtype).requires_grad_()
-    if case.wide_decay:
-        index = next(names.index(name) for name in ("w", "g") if name in names)
-        inputs[index] = inputs[index].detach().float().requires_grad_()
-    like_y = inputs[1] if case.op == "timex" else inputs[names.index("v")]
+    """Return what a call of a case is given; A of ssd is the same for all tokens, and wants no gradient."""
+    names = case.names
+    inputs = dict(zip(names, of_ops.make_inputs(*case[:2], torch.float32, device, case.key_heads), strict=True))
+    inputs = {name: x.detach() for name, x in inputs.items()}
+    w = next((name for name in ("w", "g") if name in names), None)
+    if w is not None:
+        inputs[w] = _decays(case, inputs[w])
+    # Log-decays and steps of heads are float32, but for those of kda.
+    wide = {"g", "dt", "A"} if case.op in DERIVED and case.op != "kda" else {w} if case.wide_decay else set()
+    made = [x.to(torch.float32 if name in wide else case.dtype) for name, x in inputs.items()]
+    leaves = [x.requires_grad_(name != "A") for name, x in zip(names, made, strict=True)]
+    like_y = leaves[names.index(next(name for name in ("v", "x", "k") if name in names))]
     state = None
     if case.phase in OF_ONE_TOKEN:
-        state = of_ops.state_of(case.op, case.shape, device, case.state_layout).to(case.state_dtype)
+        state = of_ops.state_of(*case[:2], device, case.state_layout).to(case.state_dtype)
     slots = torch.randperm(case.shape[0], device=device).int() if case.phase == UPDATE else None
-    return Given(inputs, torch.randn_like(like_y, requires_grad=False), state, ends_of(case, device), slots)
+    return Given(leaves, torch.randn_like(like_y, requires_grad=False), state, ends_of(case, device), slots)
 
 
-def _strong(w: Tensor, case: Case) -> Tensor:
-    """Return decays of e^-2 to e^-8 a step in the place of all of w, or of one head's."""
+def _decays(case: Case, w: Tensor) -> Tensor:
+    """Return decays of the kind of a case in the place of usual ones."""
+    if case.kind == "strong-gates":  # with which all channels forget within some tokens
+        return -5 * torch.sigmoid(torch.randn_like(w))
+    if case.kind == "slow-gates":  # as Kimi Linear begins: steps of channels from 0.001 to 0.1
+        steps = torch.exp(torch.randn_like(w) / 4) * 10 ** (-1 - 2 * torch.rand_like(w))
+        return -torch.linspace(1, 16, case.shape[2], device=w.device)[:, None] * steps
+    if "strong" not in case.kind:
+        return w
+    # Decays of e^-2 to e^-8 a step in the place of all of w, or of one head's.
     if case.op == "wkv7":  # raw ones, as those of sigmoids end at e^-0.6
         w = torch.log(SIGMOID_RATE * torch.sigmoid(w))
     rates = 2 + 6 * torch.rand_like(w)
@@ -232,21 +188,6 @@ def ends_of(case: Case, device: str = "cuda") -> Tensor | None:
     return shares.mul(case.shape[1]).ceil().long().maximum(torch.arange(PACKED + 1)).to(device)
 
 
-def sets_for(case: Case, cache_bytes: int) -> list[Given]:
-    """Return sets of inputs that calls take in turn: together more than twice `cache_bytes`, but at most MOST_SETS.
-
-    A set comes round when everything of it has left the cache.
-    """
-    first = given_for(case)
-    count = min(2 * cache_bytes // first.size() + 1, MOST_SETS)
-    return [first, *(given_for(case) for _ in range(count - 1))]
-
-
-def are_cold(sets: Sequence[Given], cache_bytes: int) -> bool:
-    """Return whether sets that are taken in turn find nothing of them in a cache."""
-    return sum(given.size() for given in sets) > 2 * cache_bytes
-
-
 # ---- floors ------------------------------------------------------------------------------------------------------
 
 
@@ -257,7 +198,7 @@ def floor_ms(case: Case, given: Given, copy_tb_per_s: float) -> float:
     """
     batch, _, heads, head_size, value_size = case.shape
     channels = (PACKED if case.kind == "packed" else batch) * heads * head_size
-    state = case.state_dtype.itemsize * channels * (value_size if op_of(case.op).has_heads else 3)
+    state = case.state_dtype.itemsize * channels * (value_size if case.about.has_heads else 3)
     reads, writes = {"backward": (2, 1), "forward+backward": (3, 2)}.get(case.phase, (1, 1))
     of_states = {"prefill": 1, "decode": 2, UPDATE: 2}.get(case.phase, 0) * state
     inputs = sum(x.nbytes for x in given.inputs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import sysconfig
 import time
@@ -38,8 +37,10 @@ class Run(NamedTuple):
 
 
 OURS, FLA = "rwkv_jit", "fla"
-_PRECISION, _ORDER = "rwkv_jit, autocast", "rwkv_jit, another order"
-RUNS = {OURS: Run(), FLA: Run(is_ours=False), _PRECISION: Run(is_wide=True), _ORDER: Run(order=1)}
+RUNS = {
+    OURS: Run(), FLA: Run(is_ours=False), "rwkv_jit, autocast": Run(is_wide=True),
+    "rwkv_jit, another order": Run(order=1),
+}  # fmt: skip
 METHODS = (
     "Both models begin with the same parameters and read the same batches. Parameters and gradients are bfloat16, with "
     "float32 copies that fused AdamW changes, as in the official trainer. Noise: our model again, with float32 "
@@ -48,57 +49,47 @@ METHODS = (
 )
 
 
-def text() -> Tensor:
-    """Return the bytes of the sources of Python's standard library."""
-    paths = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    return torch.frombuffer(bytearray(b"\n".join(path.read_bytes() for path in paths)), dtype=torch.uint8)
-
-
 def batches(sizes: Sizes, steps: int, order: int) -> Tensor:
-    """Return the tokens of all steps [steps, batch, tokens + 1], from places of the text that go by the order."""
-    source = text()
+    """Return the tokens of all steps [steps, batch, tokens + 1], from places that go by the order.
+
+    They are bytes of the sources of Python's standard library.
+    """
+    paths = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    source = torch.frombuffer(bytearray(b"\n".join(path.read_bytes() for path in paths)), dtype=torch.uint8)
     generator = torch.Generator().manual_seed(order)
     begins = torch.randint(len(source) - sizes.tokens, (steps, sizes.batch, 1), generator=generator)
     return source[begins + torch.arange(sizes.tokens + 1)].long()
 
 
 class Masters:
-    """AdamW on float32 copies of parameters, which it rounds to them after each step."""
+    """AdamW on float32 copies of parameters, which it rounds to them after each step; its rates grow at first."""
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
         self._held: list[Tensor] = [x for group in groups for x in group["params"]]
         self._copies = [x.detach().float().clone() for x in self._held]
-        wide = {id(x): copy for x, copy in zip(self._held, self._copies, strict=True)}
-        self._optimizer = torch.optim.AdamW(
-            [{**group, "params": [wide[id(x)] for x in group["params"]]} for group in groups],
-            betas=training.BETAS, eps=training.EPS, fused=True,
-        )  # fmt: skip
-        self._rates = [group["lr"] for group in self._optimizer.param_groups]
-        self._grads = [torch.empty_like(copy) for copy in self._copies]
-        for copy, grad in zip(self._copies, self._grads, strict=True):
-            copy.grad = grad
+        copies = iter(self._copies)
+        wide = [{**group, "params": [next(copies) for _ in group["params"]]} for group in groups]
+        self._optimizer = torch.optim.AdamW(wide, betas=training.BETAS, eps=training.EPS, fused=True)
+        self._rates = torch.optim.lr_scheduler.LinearLR(self._optimizer, 1 / _WARM_UP, total_iters=_WARM_UP - 1)
 
     @torch.no_grad()
-    def step(self, factor: float) -> None:
-        """Take a step with a share of the learning rates, and forget the gradients."""
-        torch._foreach_copy_(self._grads, [x.grad for x in self._held if x.grad is not None])
-        for x in self._held:
-            x.grad = None
-        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
-            group["lr"] = rate * factor
+    def step(self) -> None:
+        """Take a step, and forget the gradients."""
+        for x, copy in zip(self._held, self._copies, strict=True):
+            assert x.grad is not None
+            copy.grad, x.grad = x.grad.float(), None
         self._optimizer.step()
+        self._rates.step()
         torch._foreach_copy_(self._held, self._copies)
 
 
 def trained(run: Run, sizes: Sizes, steps: int, device: str) -> tuple[list[float], Any]:
     """Train one model, and return the loss of every step, and the model."""
-    dtype = torch.float32 if run.is_wide else torch.bfloat16
-    ours = rwkv7_models.our_model(sizes, device, dtype)
+    ours = rwkv7_models.our_model(sizes, device, torch.float32 if run.is_wide else torch.bfloat16)
     model: Any = ours if run.is_ours else rwkv7_models.fla_model(ours)
     loss: Loss = ours.loss if run.is_ours else rwkv7_models.fla_loss(model)
-    rates = training.RATES
-    groups = ours.param_groups(**rates) if run.is_ours else rwkv7_models.groups_in_fla(ours, model, **rates)
-    optimizer = Masters(groups)
+    groups = ours.param_groups(**training.RATES)
+    optimizer = Masters(groups if run.is_ours else rwkv7_models.groups_in_fla(ours, model, **training.RATES))
     tokens = batches(sizes, steps, run.order).to(device)
     losses, begun = [], time.perf_counter()
     for step in range(steps):
@@ -106,7 +97,7 @@ def trained(run: Run, sizes: Sizes, steps: int, device: str) -> tuple[list[float
         with around:
             made = loss(tokens[step, :, :-1].contiguous(), tokens[step, :, 1:].contiguous())
         made.backward()
-        optimizer.step(min((step + 1) / _WARM_UP, 1.0))
+        optimizer.step()
         losses.append(made.detach())
         if (step + 1) % _TOLD == 0:
             training.tell(f"  step {step + 1}: loss {made.item():.4f}, {time.perf_counter() - begun:.1f} s")
@@ -130,26 +121,24 @@ def smoothed(losses: Sequence[float]) -> numpy.ndarray[Any, Any]:
 
 def differences(curves: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
     """Return how far each smoothed curve is from ours: at most, and on the average of its last quarter."""
-    first = smoothed(curves[OURS])
-    made = {}
-    for name, losses in curves.items():
-        if name != OURS:
-            apart = smoothed(losses) - first
-            made[name] = {"largest": float(abs(apart).max()), "end": float(apart[-max(len(apart) // 4, 1) :].mean())}
-    return made
+    others = {name: smoothed(losses) - smoothed(curves[OURS]) for name, losses in curves.items() if name != OURS}
+    return {
+        name: {"largest": float(abs(apart).max()), "end": float(apart[-max(len(apart) // 4, 1) :].mean())}
+        for name, apart in others.items()
+    }
 
 
 def draw(curves: Mapping[str, Sequence[float]], path: Path) -> None:
     """Draw the smoothed curves, and how far they are from ours."""
-    figure = importlib.import_module("matplotlib.figure").Figure(figsize=(7, 6), layout="tight")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 6), layout="tight")
     above, below = figure.subplots(2, sharex=True)
-    first = smoothed(curves[OURS])
     for name, losses in curves.items():
-        own = smoothed(losses)
-        steps = numpy.arange(len(losses) - len(own), len(losses))
-        above.plot(steps, own, label=name, linewidth=1)
+        steps = range(min(_WINDOW, len(losses)) - 1, len(losses))
+        above.plot(steps, smoothed(losses), label=name, linewidth=1)
         if name != OURS:
-            below.plot(steps, own - first, label=name, linewidth=1)
+            below.plot(steps, smoothed(losses) - smoothed(curves[OURS]), label=name, linewidth=1)
     above.set(ylabel="loss, nats per byte")
     below.set(xlabel="step", ylabel=f"difference from {OURS}")
     for axis in (above, below):
@@ -175,9 +164,7 @@ def run(parsed: argparse.Namespace) -> dict[str, Any]:
     out = None if parsed.out is None else Path(parsed.out)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-    has_fla = device == "cuda" and find_spec("fla") is not None
-    if has_fla:
-        rwkv7_models.tune_briefly()
+    has_fla = training.has_fla(device)
     result: dict[str, Any] = {
         "env": bench.environment(), "device": device, "sizes": sizes._asdict(), "curves": {}, "differences": {},
         "logits_apart": None, "skipped": {},
@@ -189,8 +176,7 @@ def run(parsed: argparse.Namespace) -> dict[str, Any]:
             continue
         training.tell(name)
         try:
-            losses, model = trained(each, sizes, parsed.steps, device)
-            result["curves"][name] = losses
+            result["curves"][name], model = trained(each, sizes, parsed.steps, device)
             if name == OURS and has_fla:
                 result["logits_apart"] = logits_apart(model, sizes, device)
                 training.tell(f"  FLA's logits with our trained parameters: {result['logits_apart']:.2e} apart")
@@ -207,25 +193,22 @@ def run(parsed: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+_COLUMNS = {
+    "by": "{by}", "first loss": "{first:.4f}", f"last {_WINDOW}": "{last:.4f}",
+    "largest difference": "{largest:.4f}", "in the last quarter": "{end:+.4f}",
+}  # fmt: skip
+
+
 def show(result: dict[str, Any]) -> None:
     """Print where curves end, and how far they are apart."""
     terminal.say(bench.machine(result["env"]) if result["device"] == "cuda" else bench.CPU_NOTE)
-    nothing = {"largest": None, "end": None}
+    apart = {OURS: {"largest": None, "end": None}, **result["differences"]}
     rows = [
-        {
-            "by": name,
-            "first": losses[0],
-            "last": float(smoothed(losses)[-1]),
-            **result["differences"].get(name, nothing),
-        }
+        {"by": name, "first": losses[0], "last": float(smoothed(losses)[-1]), **apart.get(name, apart[OURS])}
         for name, losses in result["curves"].items()
     ]
     if rows:
-        columns = {
-            "by": "{by}", "first loss": "{first:.4f}", f"last {_WINDOW}": "{last:.4f}",
-            "largest difference": "{largest:.4f}", "in the last quarter": "{end:+.4f}",
-        }  # fmt: skip
-        terminal.records(columns, rows)
+        terminal.records(_COLUMNS, rows)
     if result["logits_apart"] is not None:
         terminal.say(f"logits of FLA's model with our trained parameters: {result['logits_apart']:.2e} from ours")
     for name, why in result["skipped"].items():

@@ -21,6 +21,9 @@ WORKS = {
 }  # fmt: skip
 
 
+show = bench.show
+
+
 class Work(NamedTuple):
     """A work of a layer that is measured."""
 

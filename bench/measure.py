@@ -13,26 +13,27 @@ from torch import Tensor
 
 import rwkv_jit
 from bench import cases, timing
-from bench.cases import DERIVED, Case, Given, ends_of, function_of, op_of, reference_of
-from rwkv_jit.call import rule, switches, tensors
-from rwkv_jit.desk import bench, inputs
+from bench.cases import Case, Given
+from rwkv_jit.call import rule, switches, torch_op
+from rwkv_jit.call.options import complete
+from rwkv_jit.desk import bench, figures, inputs
 from rwkv_jit.desk.bench import one_line
-from rwkv_jit.desk.figures import spread
-from rwkv_jit.desk.inputs import OURS, UPDATE
+from rwkv_jit.desk.inputs import OURS, REFERENCES, UPDATE
 from rwkv_jit.kernels.errors import UnsupportedConfigError
-from rwkv_jit.ops import timex as timex_module
+from rwkv_jit.ops import timex, wide_keys
 from rwkv_jit.plain.reference import decay_factor
-from rwkv_jit.schedules import table
+from rwkv_jit.schedules import wkv4
 from rwkv_jit.schedules.problem import Problem
-from rwkv_jit.schedules.wkv4 import backend_of as backend_of_wkv4
 
 MOST_LOOPED_TOKENS = 128  # of a loop in torch: its launches are many, and its time grows no other way than linearly
 BUDGET_MS = 4000.0  # of the rounds of a case
 MOST_TOKENS = 300  # of a row, where errors are taken: the reference walks over them in float64
 MOST_ROWS = 64  # of an update, where errors are taken
+MOST_SETS = 256  # of inputs
 _MOST_STATES = 2**28  # elements that the reference keeps for its backward
 
 Inputs = Sequence[Tensor]
+Run = Callable[[Inputs, Tensor | None, Mapping[str, Any]], tuple[Tensor | None, Any]]
 COLUMNS = (
     "suite", "op", "shape", "dtype", "phase", "inputs", "who", "what", "median_ms", "low_ms", "high_ms", "runs",
     "in_graph", "host_us", "floor_ms", "fraction", "peak_mib", "error", "errors", "other_error", "other", "skipped",
@@ -78,7 +79,7 @@ class Contestant(NamedTuple):
 
     who: str
     what: str
-    run: Callable[[Inputs, Tensor | None, Mapping[str, Any]], tuple[Tensor | None, Any]]
+    run: Run
     convert: Callable[[Inputs], Inputs] = lambda inputs: inputs
     convert_state: Callable[[Tensor], Tensor] = lambda state: state
     is_foreign: bool = False  # whether it is tried in a process of its own first, as it may end one
@@ -88,49 +89,51 @@ class Contestant(NamedTuple):
 # ---- ours --------------------------------------------------------------------------------------------------------
 
 
-def backend_of(case: Case, asked: str) -> str:
-    """Return the backend that a case takes where this one is asked for, by a name that can be asked for.
+def backend_of(case: Case, given: Given, asked: str) -> str:
+    """Return the backend that a case takes where this one is asked for, as the rule of its calls chooses it.
 
-    That of an update is "update". Raises UnsupportedConfigError where it cannot do it: what is in the way.
+    That of an update is "update"; segments and kernels of large heads are "split", as calls name them; "dedicated" are
+    kernels that an op has for itself. Raises UnsupportedConfigError where it cannot do it: what is in the way.
     """
     if case.phase == UPDATE:
         return UPDATE
-    batch, tokens, heads, head_size, value_size = case.shape
-    device = torch.cuda.current_device()
-    if case.op in ("timex", "wkv4"):
-        op = op_of(case.op)
-        problem = Problem(
-            op, tensors.gpu(device), op.types_of(tensors.STORAGE[case.dtype]), B=batch, T=tokens, C=heads * head_size,
-            backend=asked, is_batch_invariant=switches.is_batch_invariant(),
-        )  # fmt: skip
-        if case.op == "wkv4":
-            return backend_of_wkv4(problem)
+    arrays = [*given.inputs, *[None] * (len(case.about.inputs) - len(given.inputs))]  # optional ones stand behind
+    problem = problem_of(case, given, arrays, asked)
+    if case.op == "wkv4":
+        return wkv4.backend_of(problem)
+    if case.op == "timex":
         directions = [case.phase] if case.phase in ("forward", "backward") else ["forward", "backward"]
-        return ", ".join(dict.fromkeys(timex_module.choose(problem, direction) for direction in directions))
-    (narrow, is_batch_invariant), storage = switches.current(), tensors.STORAGE[case.dtype]
-    ends = ends_of(case)
-    sequences, op = batch if ends is None else len(ends) - 1, op_of(DERIVED.get(case.op, case.op))
-    problem = Problem(
-        op, tensors.gpu(device), op.types_of(storage), T=tokens if ends is None else batch * tokens, H=heads,
-        K=head_size, V=value_size, N=sequences, decay="log" if case.op in DERIVED else case.decay,
-        is_narrow=storage in narrow, is_batch_invariant=is_batch_invariant, training=case.has_gradients,
-        is_packed=ends is not None, longest=tensors.longest(ends, tokens), backend=asked, is_chosen=False,
-    )  # fmt: skip
-    algorithm, _ = rule.choose(rule.seen(problem))
+        return ", ".join(dict.fromkeys(timex.choose(problem, direction) for direction in directions))
+    running = rule.seen(problem)
+    if running.op.family == "diagonal" and asked in ("auto", "split"):  # keys that are too long go in parts
+        sizes = wide_keys.part_sizes(running)
+        problem = problem if len(sizes) == 1 else problem._replace(K=sizes[0], backend="auto")
+    algorithm = torch_op.resolved(problem, given.inputs, is_direct=True).backend
     return "split" if algorithm in ("segments", "large", "large_segments") else algorithm
 
 
-def ours(case: Case, asked: Sequence[str] | None = None) -> tuple[list[Contestant], dict[str, str]]:
+def problem_of(case: Case, given: Given, arrays: Sequence[Tensor | None], asked: str) -> Problem:
+    """Return the problem of a case as its call describes it."""
+    traits = {name: case.options.get(name, default) for name, default in case.about.traits.items()}
+    options = {name: value for name, value in case.options.items() if name not in traits}
+    whole = complete(case.about, {**options, "backend": asked}, given.inputs[0])
+    return torch_op.problem_of(
+        case.about, arrays, given.state, given.cu_seqlens,
+        torch_op.asked_options(whole, given.inputs[0].dtype, switches.current()), case.phase in inputs.WITH_STATES,
+        case.has_gradients, traits=tuple(traits.items()), is_direct=True,
+    )  # fmt: skip
+
+
+def ours(case: Case, given: Given, asked: Sequence[str] | None = None) -> tuple[list[Contestant], dict[str, str]]:
     """Return our contestants, first what "auto" takes, and what is in the way of backends that were asked for.
 
     By default all backends that can do it are. Names that come to the same backend are one contestant.
     """
     taken: dict[str, Contestant] = {}
     obstacles: dict[str, str] = {}
-    all_names = ["auto"] if case.phase == UPDATE else [name for name in op_of(case.op).backends if name != "reference"]
-    for name in all_names if asked is None else asked:
+    for name in inputs.backends_of(case.op, case.phase) if asked is None else asked:
         try:
-            backend = backend_of(case, name)
+            backend = backend_of(case, given, name)
         except UnsupportedConfigError as error:
             if asked is not None:
                 obstacles[name] = str(error)
@@ -140,23 +143,21 @@ def ours(case: Case, asked: Sequence[str] | None = None) -> tuple[list[Contestan
 
 
 def our_call(case: Case, asked: str, backend: str) -> Contestant:
-    """Return the contestant that asks for a backend of ours. Raises ValueError where an update asks for one."""
-    if case.phase == UPDATE:
-        if asked != "auto":
-            raise ValueError(f"--backend: expected auto for an update, got {asked}")
-        return Contestant(OURS, backend, _our_update(case), takes_pools=True)
-    function = partial(function_of(case.op), backend=asked, **case.options)
+    """Return the contestant that asks for a backend of ours; updates take "auto" alone."""
+    if case.phase != UPDATE:
+        return Contestant(OURS, backend, _calling(inputs.OPS[case.op], backend=asked, **case.options))
+    update = partial(getattr(rwkv_jit, f"{case.op}_update"), **case.options)
+    return Contestant(OURS, backend, lambda x, pool, more: (update(pool, *x, **more), pool), takes_pools=True)
+
+
+def _calling(function: Callable[..., Any], **options: Any) -> Run:
+    """Return what calls an op, or its reference, with a state where there is one."""
 
     def run(inputs: Inputs, state: Tensor | None, more: Mapping[str, Any]) -> tuple[Tensor, Any]:
-        y, final = function(*inputs, **({} if state is None else {"initial_state": state}), **more)
+        y, final = function(*inputs, **({} if state is None else {"initial_state": state}), **more, **options)
         return y, final
 
-    return Contestant(OURS, backend, run)
-
-
-def _our_update(case: Case) -> Callable[[Inputs, Tensor | None, Mapping[str, Any]], tuple[Tensor, Any]]:
-    function = partial(getattr(rwkv_jit, f"{case.op}_update"), **case.options)
-    return lambda inputs, pool, more: (function(pool, *inputs, **more), pool)
+    return run
 
 
 # ---- torch -------------------------------------------------------------------------------------------------------
@@ -165,12 +166,15 @@ def _our_update(case: Case) -> Callable[[Inputs, Tensor | None, Mapping[str, Any
 def torch_peers(case: Case) -> list[Contestant]:
     """Return what torch alone can do of a case; of an update a copy of the states too, which reads and writes them."""
     if case.phase == UPDATE:
-        copy = Contestant("torch", "copy", _copy, convert_state=lambda states: torch.stack([states, states]))
+        copy = Contestant(
+            "torch", "copy", lambda _, both, more: (None, None if both is None else both[1].copy_(both[0])),
+            convert_state=lambda states: torch.stack([states, states]),
+        )  # fmt: skip
         return [copy, Contestant("torch", "step in place", partial(_step, case))]
     if case.op == "timex":
         return [Contestant("torch", "conv1d", _conv1d), Contestant("torch", "fft", _fft)]
     if case.op in ("wkv5", "wkv6") and case.shape[1] <= MOST_LOOPED_TOKENS and case.kind != "packed":
-        return [Contestant("torch", "naive loop", _naive, convert_state=swapped)]
+        return [Contestant("torch", "naive loop", _calling(inputs.OPS[case.op], backend="reference", **case.options))]
     return []
 
 
@@ -193,31 +197,10 @@ def _fft(inputs: Inputs, state: Tensor | None, more: Mapping[str, Any]) -> tuple
     return torch.fft.irfft(spectra[0] * spectra[1], n=2 * tokens)[..., :tokens].to(k.dtype), None
 
 
-def _naive(inputs: Inputs, state: Tensor | None, more: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """RWKV-5 and 6 as Hugging Face models compute them without kernels: token by token, states [B, H, K, V]."""
-    r, k, v, w, u = (x.float() for x in inputs)
-    batch, tokens, heads, head_size = r.shape
-    if state is None:
-        state = r.new_zeros(batch, heads, head_size, v.shape[-1])
-    factors = torch.exp(-torch.exp(w)).unsqueeze(-1)
-    outputs = []
-    for t in range(tokens):
-        product = k[:, t].unsqueeze(-1) @ v[:, t].unsqueeze(-2)
-        outputs.append((r[:, t].unsqueeze(-2) @ (u.unsqueeze(-1) * product + state)).squeeze(-2))
-        state = product + (factors[:, t] if w.dim() == 4 else factors) * state
-    return torch.stack(outputs, dim=1).to(inputs[2].dtype), state
-
-
-def _copy(inputs: Inputs, both: Tensor | None, more: Mapping[str, Any]) -> tuple[None, Any]:
-    """Copy states from one memory into another."""
-    assert both is not None
-    return None, both[1].copy_(both[0])
-
-
 def _step(case: Case, inputs: Inputs, states: Tensor | None, more: Mapping[str, Any]) -> tuple[Tensor, Any]:
     """Make the step of an update by products of matrices, in the dtype of the states, which change in place."""
     assert states is not None
-    op, (batch, _, heads, head_size, value_size) = table.OPS[case.op], case.shape
+    op, (batch, _, heads, head_size, value_size) = case.about, case.shape
     given = dict(zip(op.names, inputs, strict=True))
 
     def rows(name: str, wide: torch.dtype = states.dtype) -> Tensor:
@@ -249,19 +232,19 @@ def row(entry: Entry, who: str = OURS, what: str = "-", skipped: str | None = No
     return dict.fromkeys(COLUMNS) | of_case | {"suite": entry.suite, "inputs": entry.case.kind, "in_graph": False}
 
 
-def rows_of(
-    entry: Entry, copy_tb_per_s: float, peers: Sequence[Contestant] = (), tell: Callable[[int, int], None] | None = None
-) -> list[dict[str, Any]]:
+def rows_of(entry: Entry, copy_tb_per_s: float, peers: Sequence[Contestant] = ()) -> list[dict[str, Any]]:
     """Measure a case on a GPU, with peers beside ours; return a row for each contestant, skipped ones last.
 
-    The floor goes by the bandwidth of a copy. `tell` gets the rounds that are done and all.
+    The floor goes by the bandwidth of a copy.
     """
     case = entry.case
-    own, refused = ours(case, entry.backends)
-    skipped = [row(entry, OURS, name, why) for name, why in refused.items()]
     cache_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
-    sets, flush = cases.sets_for(case, cache_bytes), None
-    if not cases.are_cold(sets, cache_bytes):
+    # Calls take sets of inputs in turn: one comes round when everything of it has left the cache, if they suffice.
+    sets, flush = [cases.given_for(case)], None
+    sets += [cases.given_for(case) for _ in range(min(2 * cache_bytes // sets[0].size(), MOST_SETS - 1))]
+    own, refused = ours(case, sets[0], entry.backends)
+    skipped = [row(entry, OURS, name, why) for name, why in refused.items()]
+    if sum(given.size() for given in sets) <= 2 * cache_bytes:
         flush = torch.empty(2 * cache_bytes, dtype=torch.uint8, device="cuda")
     ready: list[tuple[Contestant, timing.Turns, int]] = []
     for contestant in (*own, *peers):
@@ -269,8 +252,8 @@ def rows_of(
             ready.append((contestant, *_ready(case, contestant, sets, flush)))
         except Exception as error:
             skipped.append(row(entry, contestant.who, contestant.what, one_line(error)))
-    timed = timing.interleaved([turns.ms for _, turns, _ in ready], BUDGET_MS, tell)
-    judged = _errors(case, [contestant for contestant, _, _ in ready], sets[0], ours(case)[0])
+    timed = figures.interleaved([turns.ms for _, turns, _ in ready], BUDGET_MS)
+    judged = _errors(case, [contestant for contestant, _, _ in ready], sets[0], ours(case, sets[0])[0])
     floor = cases.floor_ms(case, sets[0], copy_tb_per_s)
     measured = []
     for (contestant, turns, peak), times, errors in zip(ready, timed, judged, strict=True):
@@ -279,21 +262,19 @@ def rows_of(
             skipped.append(row(entry, *who, one_line(times)))
         elif not all(map(math.isfinite, (*errors["errors"].values(), errors["other_error"] or 0.0))):
             skipped.append(row(entry, *who, "its results are not finite, so it has no speed"))
-        elif case.phase == UPDATE and not _stay_finite(turns.calls):
+        # Updates have changed their states many times.
+        elif case.phase == UPDATE and not all(
+            bool(x.isfinite().all()) for call in turns.calls for x in call() if x is not None
+        ):
             skipped.append(row(entry, *who, "its states did not stay finite, so it has no speed"))
         else:
             measured.append(
                 row(entry, *who)
-                | spread(times)
+                | figures.spread(times)
                 | {"in_graph": turns.in_graph, "host_us": turns.host_us, "floor_ms": floor}
                 | {"fraction": floor / statistics.median(times), "peak_mib": peak / 2**20, **errors}
             )
     return measured + skipped
-
-
-def _stay_finite(calls: Sequence[Callable[[], Any]]) -> bool:
-    """Return whether results are finite once more, of updates that have changed their states many times."""
-    return all(bool(x.isfinite().all()) for call in calls for x in call() if x is not None)
 
 
 def run_once(
@@ -303,7 +284,9 @@ def run_once(
 
     An update changes states of its own. It holds what it returned last: where that is new memory, each set has its own.
     """
-    inputs = [x.detach() for x in contestant.convert(given.inputs)]
+    inputs = [
+        x.detach().requires_grad_(case.has_gradients and x.requires_grad) for x in contestant.convert(given.inputs)
+    ]
     state, more = beside(case, contestant, given)
     if case.phase == UPDATE:
         last: list[Any] = []
@@ -315,10 +298,10 @@ def run_once(
         return update
     if not case.has_gradients:
         return lambda: contestant.run(inputs, state, more)
-    leaves = [x.requires_grad_() for x in inputs]
+    leaves = [x for x in inputs if x.requires_grad]
     if case.phase == "forward+backward":
-        return lambda: grad(contestant.run(leaves, None, more)[0], leaves, given.dy)
-    y = contestant.run(leaves, None, more)[0]
+        return lambda: grad(contestant.run(inputs, None, more)[0], leaves, given.dy)
+    y = contestant.run(inputs, None, more)[0]
     return lambda: grad(y, leaves, given.dy, retain_graph=True)
 
 
@@ -328,7 +311,8 @@ def beside(case: Case, contestant: Contestant, given: Given) -> tuple[Tensor | N
         if contestant.takes_pools:
             return given.state.clone(), {"state_indices": given.slots, "out": torch.empty_like(given.dy)}
         return contestant.convert_state(given.state[given.slots]), {"output_final_state": True}
-    more: dict[str, Any] = {"output_final_state": True} if case.phase in inputs.WITH_STATES else {}
+    with_states = *inputs.WITH_STATES, UPDATE
+    more: dict[str, Any] = {"output_final_state": True} if case.phase in with_states else {}
     if given.cu_seqlens is not None:
         more["cu_seqlens"] = given.cu_seqlens
     return None if given.state is None else contestant.convert_state(given.state), more
@@ -341,7 +325,7 @@ def _ready(case: Case, contestant: Contestant, sets: Sequence[Given], flush: Ten
     torch.cuda.synchronize()
     # The states of an update are those of the set: what makes a copy of them is no part of the call.
     whole = first if case.phase == UPDATE else lambda: run_once(case, contestant, sets[0])()
-    peak = timing.peak_bytes(whole) + sets[0].size()
+    peak = figures.peak_bytes(whole) + sets[0].size()
     calls = [first, *(run_once(case, contestant, given) for given in sets[1:])]
     for call in calls:
         call()
@@ -368,11 +352,10 @@ def _errors(
     ours that did it too; and other_error, the largest distance to that. They are None where something cannot be done,
     or the reference has no memory.
     """
-    tokens = min(case.shape[1], _tokens_to_check(case))
-    try:
-        wanted = _exact(case, given, tokens)
-    except Exception:
-        wanted = {}
+    state = math.prod(case.shape[2:]) if case.about.has_heads else 1
+    tokens = min(case.shape[1], MOST_TOKENS, max(16, _MOST_STATES // state))
+    exact = Contestant("float64", "reference", _calling(REFERENCES[case.op], **case.options))
+    wanted = _results(case, exact, _first_tokens(case, given, tokens))
     begun = given._replace(dy=torch.zeros_like(given.dy))
     beginning(case, "y", begun.dy, tokens).copy_(beginning(case, "y", given.dy, tokens))
     # First those that are made for exact sums and not for speed.
@@ -392,13 +375,6 @@ def _errors(
     return judged
 
 
-def _tokens_to_check(case: Case) -> int:
-    _, _, heads, head_size, value_size = case.shape
-    if not op_of(case.op).has_heads:
-        return MOST_TOKENS
-    return min(MOST_TOKENS, max(16, _MOST_STATES // (heads * head_size * value_size)))
-
-
 def beginning(case: Case, name: str, x: Tensor, tokens: int) -> Tensor:
     """Return the part of an input, of y or of their gradients that the first tokens of the first row need.
 
@@ -406,34 +382,22 @@ def beginning(case: Case, name: str, x: Tensor, tokens: int) -> Tensor:
     """
     if case.op == "timex":  # the last column of w is that of the token itself
         return x[:, -tokens:] if name in ("w", "dw") else x[:1, :, :tokens]
-    if name.removeprefix("d") in op_of(case.op).fixed:
+    if "T" not in case.dims(name.removeprefix("d")):
         return x
     return x[:MOST_ROWS] if case.phase == UPDATE else x[:1, :tokens]
 
 
-def _exact(case: Case, given: Given, tokens: int) -> Results:
-    """Return results in float64, of the first tokens of the first row."""
-    names = cases.names_of(case.op)
-    exact = [
-        beginning(case, name, x.detach(), tokens).double().requires_grad_()
-        for name, x in zip(names, given.inputs, strict=True)
+def _first_tokens(case: Case, given: Given, tokens: int) -> Given:
+    """Return in float64 what decides about the first tokens of the first row, or of an update about the first rows."""
+    first = [
+        beginning(case, name, x.detach(), tokens).double().requires_grad_(x.requires_grad)
+        for name, x in zip(case.names, given.inputs, strict=True)
     ]
-    state = given.states(MOST_ROWS if case.phase == UPDATE else 1)
-    more: dict[str, Any] = {} if state is None else {"initial_state": state.double()}
-    if case.phase == UPDATE:
-        more["output_final_state"] = True
-    if given.cu_seqlens is not None:
-        more["cu_seqlens"] = given.cu_seqlens.clamp(max=tokens).unique()
-    y, final = reference_of(case.op)(*exact, **more, **case.options)
-    results = _with_gradients(case, y, exact, beginning(case, "y", given.dy, tokens).double())
-    return {**results, "state": final.detach()} if case.phase == UPDATE else results
-
-
-def _with_gradients(case: Case, y: Tensor, inputs: Inputs, dy: Tensor) -> Results:
-    if not case.has_gradients:
-        return {"y": y.detach()}
-    grads = zip(cases.names_of(case.op), torch.autograd.grad(y, inputs, dy), strict=True)
-    return {"y": y.detach(), **{f"d{name}": grad for name, grad in grads}}
+    state, ends = given.states(MOST_ROWS if case.phase == UPDATE else 1), given.cu_seqlens
+    return Given(
+        first, beginning(case, "y", given.dy, tokens).double(), None if state is None else state.double(),
+        None if ends is None else ends.clamp(max=tokens).unique(),
+    )  # fmt: skip
 
 
 def _results(case: Case, contestant: Contestant, given: Given) -> Results:
@@ -444,9 +408,13 @@ def _results(case: Case, contestant: Contestant, given: Given) -> Results:
         y, final = contestant.run(inputs, state, more)
         if y is None:
             return {}
-        results = _with_gradients(case, y, given.inputs, given.dy)
+        results = {"y": y.detach()}
+        if case.has_gradients:
+            leaves = {f"d{name}": x for name, x in zip(case.names, given.inputs, strict=True) if x.requires_grad}
+            results |= zip(leaves, torch.autograd.grad(y, list(leaves.values()), given.dy), strict=True)
         if case.phase == UPDATE:
-            results["state"] = final[given.slots] if contestant.takes_pools else contestant.convert_state(final)
+            final = final[given.slots] if contestant.takes_pools else contestant.convert_state(final)
+            results["state"] = final.detach()
         return results
     except Exception:
         return {}

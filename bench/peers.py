@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from bench import measure
-from bench.cases import Case, rates_of
+from bench.cases import Case
 from bench.measure import Contestant, Inputs, swapped
 from rwkv_jit.desk.inputs import UPDATE
 from rwkv_jit.plain.reference import SIGMOID_RATE
@@ -48,8 +48,9 @@ def raw_decay(w: Tensor, decay: str) -> Tensor:
     return w if decay == "raw" else torch.log(SIGMOID_RATE * torch.sigmoid(w.float())).to(w.dtype)
 
 
-def _replaced(inputs: Inputs, index: int, change: Callable[[Tensor], Tensor]) -> Inputs:
-    return [change(x) if position == index else x for position, x in enumerate(inputs)]
+def _replacing(index: int | None, change: Callable[[Tensor], Tensor]) -> Callable[[Inputs], Inputs]:
+    """Return what changes one of the inputs, or none."""
+    return lambda inputs: [change(x) if place == index else x for place, x in enumerate(inputs)]
 
 
 # ---- flash-linear-attention --------------------------------------------------------------------------------------
@@ -60,7 +61,6 @@ _LARGEST_BOUNDED = 128
 # Tokens up to which its kernels that go token by token are measured: above they take ten times as long as its chunks,
 # and minutes to tune.
 _MOST_STEPS = 1024
-_NOT_NORMALIZED = {"normalize": False}
 _NORMED_KEYS = {"use_qk_l2norm_in_kernel": True}
 _SAFE_GATE = {"safe_gate": True, "lower_bound": -5.0}  # which takes the tensor cores for more; gates here are above
 # By op: module, and functions with what they are given beside the inputs to compute the same.
@@ -72,15 +72,10 @@ _OF_FLA: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "gated_delta_rule": ("gated_delta_rule", {"chunk_gated_delta_rule": _NORMED_KEYS}),
     "delta_rule": ("delta_rule", {"chunk_delta_rule": _NORMED_KEYS}),
     "simple_gla": ("simple_gla", {"chunk_simple_gla": {}}),
-    "linear_attention": (
-        "linear_attn",
-        {
-            "chunk_linear_attn": _NOT_NORMALIZED,
-            "fused_chunk_linear_attn": _NOT_NORMALIZED,
-            "fused_recurrent_linear_attn": _NOT_NORMALIZED,
-        },
-    ),
-}
+    "linear_attention": ("linear_attn", {
+        f"{name}_linear_attn": {"normalize": False} for name in ("chunk", "fused_chunk", "fused_recurrent")
+    }),
+}  # fmt: skip
 # Functions that take `disable_recompute`, to keep for the backward what they compute again by default.
 _KEEPING = ("chunk_rwkv7", "chunk_kda", "chunk_kda safe_gate")
 
@@ -92,11 +87,8 @@ def _fla(case: Case) -> list[Contestant]:
     if case.op not in _OF_FLA:
         return []
     module, functions = _OF_FLA[case.op]
-
-    def is_measured(name: str) -> bool:
-        return case.shape[1] <= _MOST_STEPS if name.startswith("fused_recurrent") else case.phase != UPDATE
-
-    functions = {name: options for name, options in functions.items() if is_measured(name)}
+    fits = {True: case.shape[1] <= _MOST_STEPS, False: case.phase != UPDATE}  # token by token, and in chunks
+    functions = {name: each for name, each in functions.items() if fits[name.startswith("fused_recurrent")]}
     if "chunk_rwkv7" in functions and case.decay == "sigmoid" and case.shape[3] <= _LARGEST_BOUNDED:
         functions["chunk_rwkv7"] = {**functions["chunk_rwkv7"], "lower_bound": -SIGMOID_RATE}
     for name in _KEEPING if case.has_gradients else ():
@@ -108,16 +100,15 @@ def _fla(case: Case) -> list[Contestant]:
         """Return states as FLA has them, or FLA's as the case has them."""
         return swapped(state.float()) if case.state_layout == "vk" else state.float()
 
+    convert = _replacing(index, partial(log_decay, decay=case.decay))
+
     def contestant(name: str, options: dict[str, Any]) -> Contestant:
         def run(inputs: Inputs, state: Tensor | None, more: Mapping[str, Any]) -> tuple[Tensor, Any]:
             function = _loaded(f"fla.ops.{module}", name.split()[0])
             y, final = function(*inputs, initial_state=state, **options, **more)[:2]
             return y, final
 
-        if index is None:
-            return Contestant("fla", name, run, convert_state=as_there, is_foreign=True)
-        convert = partial(_replaced, index=index, change=partial(log_decay, decay=case.decay))
-        return Contestant("fla", name, run, convert, as_there, True)
+        return Contestant("fla", name, run, convert, as_there, is_foreign=True)
 
     return [contestant(name, options) for name, options in functions.items()]
 
@@ -137,10 +128,8 @@ def _fla_wkv4(inputs: Inputs, state: Tensor | None, more: Mapping[str, Any]) -> 
 _BUILDS = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
 _RWKV_LM, _CHUNK = "RWKV_LM", 16  # the variable, and tokens
 # By its own figures the first is the fastest up to this head size; what builds the others is left out there.
-_OF_WIND, _LARGEST_CHUNKED = (
-    ("chunked_cuda", "backstepping_longhead", "backstepping_smallhead", "triton_bighead_bf16"),
-    128,
-)
+_OF_WIND = ("chunked_cuda", "backstepping_longhead", "backstepping_smallhead", "triton_bighead_bf16")
+_LARGEST_CHUNKED = 128
 # By head size: what its trainer takes by itself, and what it says is faster on an H100.
 _OF_RWKV_LM = {
     64: ("rwkv7_clampw", "rwkv7_clampw_v3_for_h100", "rwkv7_clampw_v3_for_h100_alt"), 128: ("rwkv7_clampw128_v2",),
@@ -159,22 +148,20 @@ def _wind(case: Case) -> list[Contestant]:
     if case.op != "wkv7" or case.kind == "packed" or case.phase == UPDATE:
         return []
 
-    def contestant(name: str) -> Contestant:
-        def run(inputs: Inputs, state: Tensor | None, more: Mapping[str, Any]) -> tuple[Tensor, Any]:
-            batch, _, heads, head_size = inputs[0].shape
-            if "longhead" in name:
-                _load(f"load_{name}", head_size, batch * heads)
-            elif "triton" not in name:
-                _load(f"load_{name}", head_size)
-            if state is None:
-                state = inputs[0].new_zeros(batch, heads, head_size, head_size)
-            y, final = _loaded("wind_rwkv.rwkv7", f"attn_{name}")(*inputs, state)
-            return y, final
+    def run(name: str, inputs: Inputs, state: Tensor | None, more: Mapping[str, Any]) -> tuple[Tensor, Any]:
+        batch, _, heads, head_size = inputs[0].shape
+        if "triton" not in name:
+            _load(f"load_{name}", head_size, *([batch * heads] if "longhead" in name else []))
+        if state is None:
+            state = inputs[0].new_zeros(batch, heads, head_size, head_size)
+        y, final = _loaded("wind_rwkv.rwkv7", f"attn_{name}")(*inputs, state)
+        return y, final
 
-        convert = partial(_replaced, index=1, change=partial(raw_decay, decay=case.decay))
-        return Contestant("wind_rwkv", name, run, convert, lambda state: state.bfloat16(), True)
-
-    return [contestant(name) for name in _OF_WIND[: 1 if case.shape[3] <= _LARGEST_CHUNKED else None]]
+    convert = _replacing(1, partial(raw_decay, decay=case.decay))
+    return [
+        Contestant("wind_rwkv", name, partial(run, name), convert, lambda state: state.bfloat16(), is_foreign=True)
+        for name in _OF_WIND[: 1 if case.shape[3] <= _LARGEST_CHUNKED else None]
+    ]
 
 
 @cache
@@ -190,14 +177,12 @@ def _rwkv_lm(case: Case) -> list[Contestant]:
     if case.op != "wkv7" or case.dtype != torch.bfloat16 or not is_trained or case.shape[3] != case.shape[4]:
         return []
 
-    def contestant(name: str) -> Contestant:
-        def run(inputs: Inputs, state: Tensor | None, more: Mapping[str, Any]) -> tuple[Tensor, None]:
-            y: Tensor = _OfTrainer.apply(_of_trainer(name, inputs[0].shape[3]), *inputs)  # type: ignore[no-untyped-call]
-            return y, None
+    def run(name: str, inputs: Inputs, state: Tensor | None, more: Mapping[str, Any]) -> tuple[Tensor, None]:
+        y: Tensor = _OfTrainer.apply(_of_trainer(name, inputs[0].shape[3]), *inputs)  # type: ignore[no-untyped-call]
+        return y, None
 
-        return Contestant("rwkv_lm", name, run, is_foreign=True)
-
-    return [contestant(name) for name in _OF_RWKV_LM.get(case.shape[3], ())]
+    names = _OF_RWKV_LM.get(case.shape[3], ())
+    return [Contestant("rwkv_lm", name, partial(run, name), is_foreign=True) for name in names]
 
 
 @cache
@@ -251,9 +236,8 @@ def _cudnn(case: Case) -> list[Contestant]:
         return [q, k, v, g.float(), beta.float()]
 
     def run(inputs: Inputs, state: Tensor | None, more: Mapping[str, Any]) -> tuple[Tensor, Any]:
-        batch, tokens = inputs[0].shape[:2]
         function = _loaded("cudnn.linear_attention.ops", "kimi_delta_attention")
-        y, final = function(*(x.flatten(0, 1) for x in inputs), _ends(batch, tokens, inputs[0].device))
+        y, final = function(*(x.flatten(0, 1) for x in inputs), _ends(*inputs[0].shape[:2], inputs[0].device))
         return y.view_as(inputs[2]), final
 
     return [Contestant("cudnn", "kimi_delta_attention", run, convert, is_foreign=True)]
@@ -290,10 +274,6 @@ def _mamba(case: Case) -> list[Contestant]:
     """mamba-ssm computes the state space of Mamba-2 in Triton, with states [B, H, V, K]."""
     if case.op != "ssd":
         return []
-
-    def run(inputs: Inputs, state: Tensor | None, more: Mapping[str, Any]) -> tuple[Tensor, Any]:
-        x, dt, keys, queries = inputs
-        function = _loaded("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")
-        return function(x, dt, rates_of(x.shape[2], x.device), keys, queries, _MAMBA_CHUNK), None
-
-    return [Contestant("mamba_ssm", "mamba_chunk_scan_combined", run, is_foreign=True)]
+    name = "mamba_chunk_scan_combined"
+    function = partial(_loaded, "mamba_ssm.ops.triton.ssd_combined", name)
+    return [Contestant("mamba_ssm", name, lambda x, state, more: (function()(*x, _MAMBA_CHUNK), None), is_foreign=True)]

@@ -4,32 +4,21 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from bench.tables import (
-    PICTURE,
-    Row,
-    bars,
-    contestant,
-    gpu_of,
-    library,
-    milliseconds,
-    obstacle,
-    percent,
-    sentence,
-    shape_of,
-)
+from bench import tables
+from bench.tables import Row, contestant, shape_of
 from rwkv_jit.desk.inputs import OURS
 
 _COLOURS = ("#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#7f7f7f", "#b8a400")  # told apart by all eyes
 _OUR_COLOUR, _GREY = "#0072b2", "#666666"
 _ON_ANY_PAGE = "#7a828e"  # in contrast to white and to black alike
 _MARKERS = "osD^vPX*"
-_COLUMNS = 3  # panels beside each other
-
-Panel = tuple[str, str]  # its title, and what its times are drawn over
+_COLUMNS, _PANEL = 3, (5, 3.4)  # panels beside each other, and inches of each
 
 
 def draw_speedups(rows: Sequence[Row], folder: Path) -> Path:
@@ -40,7 +29,7 @@ def draw_speedups(rows: Sequence[Row], folder: Path) -> Path:
     """
     from matplotlib.figure import Figure
 
-    shown = bars(rows)
+    shown = tables.bars(rows)
     height = 0.5 + 0.44 * max(len(shown), 1)
     figure = Figure(figsize=(4, height))
     axis = figure.add_axes((0.01, 0, 0.98, 1 - 0.4 / height))  # below the title
@@ -48,18 +37,18 @@ def draw_speedups(rows: Sequence[Row], folder: Path) -> Path:
     axis.barh(range(len(shown)), [each.times for each in shown], height=0.36, color=colours)
     for place, each in enumerate(shown):
         call = f"{each.ours['op']} {shape_of(each.ours).replace('K = ', '').replace('V = ', '')}"
-        said = f"{call}: {each.written} vs {library(each.peer)}"
+        said = f"{call}: {each.written} vs {tables.library(each.peer)}"
         axis.text(0, place - 0.3, said, fontsize=8.5, color=_ON_ANY_PAGE)
         axis.plot([1, 1], [place - 0.24, place + 0.24], color=_ON_ANY_PAGE, linewidth=1.5)
     axis.set_ylim(len(shown) - 0.6, -0.7)
     axis.set_xlim(left=0)
     axis.set_axis_off()
-    about = ", ".join(dict.fromkeys(name for each in shown for name in (each.ours["dtype"], gpu_of(each.ours))))
+    about = ", ".join(dict.fromkeys(name for each in shown for name in (each.ours["dtype"], tables.gpu_of(each.ours))))
     title = f"Times as fast as the fastest other library,\nforward + backward, {about}; the marks are at 1×"
     axis.set_title(title, loc="left", fontsize=8.5, color=_ON_ANY_PAGE)
-    path = folder / PICTURE
+    path = folder / tables.PICTURE
     path.parent.mkdir(exist_ok=True)
-    metadata = {"Description": sentence(rows), "Software": None}
+    metadata = {"Description": tables.sentence(rows), "Software": None}
     figure.savefig(path, dpi=220, metadata=metadata, transparent=True)
     return path
 
@@ -92,97 +81,64 @@ def draw(result: Mapping[str, Any], path: Path | str) -> None:
     """
     from matplotlib.figure import Figure
 
-    cases = cases_of(result)
-    if all(row["median_ms"] is None for row in result["rows"]):
+    measured = [row for row in result["rows"] if row["median_ms"] is not None]
+    if not measured:
         raise ValueError("--plot: expected a result with a measured row, got none")
     others = [who for who in dict.fromkeys(row["who"] for row in result["rows"]) if who != OURS]
     colours = {OURS: _OUR_COLOUR} | {who: _COLOURS[place % len(_COLOURS)] for place, who in enumerate(others)}
-    roofed = [row for row in result["rows"] if rate(row) is not None]
-    panels = scaling(result["rows"])
-    heights = [0.95 + 0.26 * max(map(len, line)) for line in _in_lines(list(cases.values()))]
-    sizes = [sum(heights) + 0.4, *([5.0] if roofed else []), *([3.6 * len(_in_lines(list(panels)))] if panels else [])]
-    figure = Figure(figsize=(15, sum(sizes) + 0.9), layout="constrained")
-    figure.suptitle("; ".join(result["machines"]), fontsize=13)
-    parts = iter(figure.subfigures(len(sizes), 1, height_ratios=sizes, squeeze=False)[:, 0])
-    part = next(parts)
-    about = "medians in ms; whiskers: quartiles; dashed and %: the floor, the fewest bytes at a copy's bandwidth"
-    part.suptitle(about, fontsize=9)
-    axes = list(part.subplots(len(heights), _COLUMNS, squeeze=False, height_ratios=heights).flat)
-    for axis, (title, rows) in zip(axes, cases.items(), strict=False):
-        _draw_case(axis, title, rows, colours)
-    if roofed:
-        _draw_roof(next(parts), roofed, colours)
-    if panels:
-        part = next(parts)
-        panel_axes = list(part.subplots(len(_in_lines(list(panels))), _COLUMNS, squeeze=False).flat)
-        for axis, ((title, over), lines) in zip(panel_axes, panels.items(), strict=False):
-            _draw_lines(axis, title, over, lines, colours)
-        axes += panel_axes
-    for axis in axes:
-        if not axis.has_data() and not axis.texts:
-            axis.set_axis_off()
-    figure.savefig(path, dpi=110)
-
-
-def cases_of(result: Mapping[str, Any]) -> dict[str, list[Row]]:
-    """Return the rows of each case, the fastest first and what was left out last."""
     cases: dict[str, list[Row]] = {}
     for row in result["rows"]:
         cases.setdefault(f"{row['op']}, {row['phase']}\n{shape_of(row)} {row['dtype']}", []).append(row)
-    return {name: sorted(rows, key=lambda row: _or(row["median_ms"], math.inf)) for name, rows in cases.items()}
+    panels: list[Callable[[Any], None]] = [partial(_draw_case, colours, *case) for case in cases.items()]
+    roofed = [row for row in measured if row["copy_tb_per_s"] is not None and row["floor_ms"]]
+    panels += [partial(_draw_roof, colours, roofed)] if roofed else []
+    panels += [partial(_draw_lines, colours, *panel, lines) for panel, lines in _scaling(measured).items()]
+    count = -(-len(panels) // _COLUMNS)
+    figure = Figure(figsize=(_COLUMNS * _PANEL[0], count * _PANEL[1] + 1), layout="constrained")
+    about = "medians in ms; whiskers: quartiles; dashed and %: the floor, the fewest bytes at a copy's bandwidth"
+    figure.suptitle(f"{'; '.join(result['machines'])}\n{about}", fontsize=11)
+    for axis, panel in zip_longest(figure.subplots(count, _COLUMNS, squeeze=False).flat, panels):
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.tick_params(axis="x", labelsize=8)
+        axis.set_axisbelow(True)
+        axis.set_axis_off() if panel is None else panel(axis)
+    figure.savefig(path, dpi=110)
 
 
-def rate(row: Row) -> float | None:
-    """Return the TB/s that a row's fewest bytes make over its median."""
-    copy = row["copy_tb_per_s"]
-    if copy is None or not row["floor_ms"] or not row["median_ms"]:
-        return None
-    return float(copy * row["floor_ms"] / row["median_ms"])
-
-
-def scaling(rows: Sequence[Row]) -> dict[Panel, dict[str, dict[int, Row]]]:
+def _scaling(rows: Sequence[Row]) -> dict[tuple[str, str], dict[str, dict[int, Row]]]:
     """Return, for each panel of sizes that differ in one dimension alone, the rows of every contestant by that size.
 
-    What calls of ours take by themselves, the first of a case, is one contestant, whichever backend that is.
+    A panel is its title and what times are drawn over. What calls of ours take by themselves, the first of a case, is
+    one contestant, whichever backend that is.
     """
-    panels: dict[Panel, dict[str, dict[int, Row]]] = {}
+    panels: dict[tuple[str, str], dict[str, dict[int, Row]]] = {}
     for row in rows:
-        if row["median_ms"] is None or row["inputs"] != "usual":
-            continue
-        for over, size, fixed in _sizes(row["shape"], row["op"]):
+        for over, size, fixed in _sizes(row) if row["inputs"] == "usual" else ():
             lines = panels.setdefault((f"{row['op']} {row['dtype']}, {row['phase']}\n{fixed}", over), {})
             is_taken = row["who"] == OURS and size not in lines.get(OURS, {})
             lines.setdefault(OURS if is_taken else contestant(row), {})[size] = row
-    several = {
-        panel: {name: dict(sorted(line.items())) for name, line in lines.items() if len(line) > 1}
-        for panel, lines in panels.items()
-    }
-    return {panel: lines for panel, lines in several.items() if lines}
+    for lines in panels.values():
+        for name in [name for name, line in lines.items() if len(line) < 2]:
+            del lines[name]
+    return {panel: lines for panel, lines in panels.items() if lines}
 
 
-def _sizes(shape: Sequence[int], op: str) -> Iterator[tuple[str, int, str]]:
-    """Return each dimension that a line can go along, its size, and the others in words."""
-    if len(shape) == 5:
-        batch, tokens, heads, keys, values = shape
-        size = f"N = {keys}" if keys == values else f"K = {keys}, V = {values}"
-        yield "T, tokens", tokens, f"B = {batch}, H = {heads}, {size}"
-        yield "B, batch", batch, f"T = {tokens}, H = {heads}, {size}"
-        if keys == values:
-            yield "N, head size", keys, f"B = {batch}, T = {tokens}, H = {heads}"
-            yield "N, head size", keys, f"B = {batch}, T = {tokens}, H N = {heads * keys}"
-        return
-    batch, tokens, channels = shape if op == "wkv4" else (shape[0], shape[2], shape[1])
-    yield "T, tokens", tokens, f"B = {batch}, C = {channels}"
-    yield "B, batch", batch, f"T = {tokens}, C = {channels}"
-    yield "C, channels", channels, f"B = {batch}, T = {tokens}"
+_WORDS = {"T": "T, tokens", "B": "B, batch", "N": "N, head size", "C": "C, channels"}
+
+
+def _sizes(row: Row) -> Iterator[tuple[str, int, str]]:
+    """Yield each dimension that a line can go along, its size, and the others in words."""
+    letters = {"wkv4": "BTC", "timex": "BCT"}.get(row["op"], "BTHKV")
+    sizes = dict(zip(letters, row["shape"], strict=True))
+    if sizes.get("K") == sizes.get("V", 0):
+        sizes = {"B": sizes["B"], "T": sizes["T"], "H": sizes["H"], "N": sizes["K"]}
+        yield _WORDS["N"], sizes["N"], f"B = {sizes['B']}, T = {sizes['T']}, H N = {sizes['H'] * sizes['N']}"
+    for name in [name for name in sizes if name in _WORDS]:
+        yield _WORDS[name], sizes[name], ", ".join(f"{other} = {x}" for other, x in sizes.items() if other != name)
 
 
 def _or(value: float | None, otherwise: float) -> float:
     return otherwise if value is None else value
-
-
-def _in_lines(given: list[Any]) -> list[list[Any]]:
-    return [given[first : first + _COLUMNS] for first in range(0, len(given), _COLUMNS)]
 
 
 def _spread(rows: Sequence[Row]) -> list[list[float]]:
@@ -191,10 +147,12 @@ def _spread(rows: Sequence[Row]) -> list[list[float]]:
     return [low, [_or(row["high_ms"], math.nan) - row["median_ms"] for row in rows]]
 
 
-# ---- drawing -----------------------------------------------------------------------------------------------------
+# ---- panels ------------------------------------------------------------------------------------------------------
 
 
-def _draw_case(axis: Any, title: str, rows: Sequence[Row], colours: Mapping[str, str]) -> None:
+def _draw_case(colours: Mapping[str, str], title: str, rows: Sequence[Row], axis: Any) -> None:
+    """Draw the rows of a case, the fastest first and what was left out last."""
+    rows = sorted(rows, key=lambda row: _or(row["median_ms"], math.inf))
     axis.set_title(title, fontsize=9, loc="left")
     measured = [row for row in rows if row["median_ms"] is not None]
     largest = max((_or(row["high_ms"], row["median_ms"]) for row in measured), default=1.0)
@@ -204,44 +162,42 @@ def _draw_case(axis: Any, title: str, rows: Sequence[Row], colours: Mapping[str,
     )  # fmt: skip
     for place, row in enumerate(rows):
         if row["median_ms"] is None:
-            text = textwrap.shorten(f"left out: {obstacle(row)}", 62, placeholder=" ...")
+            text = textwrap.shorten(f"left out: {tables.obstacle(row)}", 62, placeholder=" ...")
             axis.text(largest * 0.01, place, text, va="center", fontsize=7.5, color=_GREY, style="italic")
         else:
-            reached = "" if row["fraction"] is None else f"  {percent(row['fraction'])}"
+            reached = "" if row["fraction"] is None else f"  {tables.percent(row['fraction'])}"
             end = _or(row["high_ms"], row["median_ms"]) + largest * 0.02
-            axis.text(end, place, f"{milliseconds(row['median_ms'])}{reached}", va="center", fontsize=8)
+            axis.text(end, place, f"{tables.milliseconds(row['median_ms'])}{reached}", va="center", fontsize=8)
     floor = next((row["floor_ms"] for row in rows if row["floor_ms"]), None)
     if floor is not None:
         axis.plot([floor, floor], [-0.5, len(measured) - 0.5], color="black", linestyle="--", linewidth=1)
     axis.set_xlim(0, largest * 1.28)
-    axis.set_ylim(len(rows) - 0.4, -0.6)
+    axis.set_ylim(max(len(rows), 4) - 0.4, -0.6)
     axis.set_yticks(range(len(rows)), [contestant(row) for row in rows], fontsize=8)
-    _clean(axis)
 
 
-def _draw_roof(part: Any, rows: Sequence[Row], colours: Mapping[str, str]) -> None:
+def _draw_roof(colours: Mapping[str, str], rows: Sequence[Row], axis: Any) -> None:
+    """Draw the TB/s that the fewest bytes of each row make over its median."""
     from matplotlib.lines import Line2D
 
     copy = max(float(row["copy_tb_per_s"]) for row in rows)
-    axis = part.subplots()
     ops = {op: _MARKERS[place % len(_MARKERS)] for place, op in enumerate(dict.fromkeys(row["op"] for row in rows))}
     for row in rows:
-        colour = colours[row["who"]]
-        face = "white" if "backward" in row["phase"] else colour
         gigabytes = row["floor_ms"] * row["copy_tb_per_s"]  # ms times TB/s
-        axis.plot(gigabytes, rate(row), ops[row["op"]], markersize=7, color=colour, markerfacecolor=face)
+        face = "white" if "backward" in row["phase"] else colours[row["who"]]
+        colour = {"color": colours[row["who"]], "markerfacecolor": face}
+        axis.plot(gigabytes, gigabytes / row["median_ms"], ops[row["op"]], markersize=6, **colour)
     axis.axhline(copy, color="black", linestyle="--", linewidth=1)
     axis.text(1, copy, f"a copy: {copy:.2f} TB/s", transform=axis.get_yaxis_transform(), ha="right", va="bottom")
     axis.set(xscale="log", yscale="log", xlabel="fewest bytes of the case, GB", ylabel="achieved, TB/s")
-    axis.set_title("The fewest bytes of a case over its time; open: with gradients", fontsize=11)
+    axis.set_title("The fewest bytes of a case over its time; open: with gradients", fontsize=9, loc="left")
     handles = [Line2D([], [], marker="s", linestyle="", color=colour, label=who) for who, colour in colours.items()]
     handles += [Line2D([], [], marker=marker, linestyle="", color="black", label=op) for op, marker in ops.items()]
-    part.legend(handles=handles, loc="outside right center", frameon=False, fontsize=9)
-    _clean(axis)
+    axis.legend(handles=handles, frameon=False, fontsize=7)
 
 
 def _draw_lines(
-    axis: Any, title: str, over: str, lines: Mapping[str, Mapping[int, Row]], colours: Mapping[str, str]
+    colours: Mapping[str, str], title: str, over: str, lines: Mapping[str, Mapping[int, Row]], axis: Any
 ) -> None:
     floors: dict[int, float] = {}
     for place, (name, line) in enumerate(lines.items()):
@@ -260,10 +216,3 @@ def _draw_lines(
     axis.set_xticks(sizes, list(map(str, sizes)))
     axis.minorticks_off()
     axis.legend(frameon=False, fontsize=7.5)
-    _clean(axis)
-
-
-def _clean(axis: Any) -> None:
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.tick_params(axis="x", labelsize=8)
-    axis.set_axisbelow(True)

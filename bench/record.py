@@ -7,7 +7,7 @@ import importlib.util
 import json
 import re
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -139,7 +139,7 @@ def write_service(costs: dict[str, Any]) -> None:
 
 def _keep(result: dict[str, Any]) -> None:
     _write(FILE, json.dumps(result, indent=1, default=str) + "\n")
-    fill_pages(read(FILE))  # as the test will see it
+    fill_pages()
 
 
 def _write(path: Path, text: str) -> None:
@@ -161,18 +161,18 @@ def stale(result: Mapping[str, Any]) -> dict[str, Any]:
 
 def show_stale(result: dict[str, Any]) -> None:
     """Print what is stale, a line for each suite, GPU and commit."""
-    terminal.table(("suite", "GPU", "commit", "rows", "stale"), [
-        (each["suite"], each["gpu"], _brief(each["commit"]), str(each["rows"]), str(each["stale"] or ""))
-        for each in result["suites"]
-    ])  # fmt: skip
+    columns = {"suite": "{suite}", "GPU": "{gpu}", "commit": "{commit}", "rows": "{rows}", "stale": "{stale}"}
+    short = [each | {"commit": _brief(each["commit"]), "stale": each["stale"] or ""} for each in result["suites"]]
+    terminal.records(columns, short)
 
 
 # ---- the pages ---------------------------------------------------------------------------------------------------
 
 
-def fill_pages(result: Mapping[str, Any]) -> list[Path]:
-    """Write what pages show of a result between their markers, and the picture; return the files."""
-    recorded, folder = blocks(result), FILE.parent
+def fill_pages() -> list[Path]:
+    """Write what pages show of the record between their markers, and the picture; return the files."""
+    result, folder = read(FILE), FILE.parent
+    recorded = blocks(result)
     pages = [folder / page for page in PAGES if (folder / page).is_file()]
     filled = {page: fill(page.read_text(encoding="utf-8"), recorded, page.name) for page in pages}
     for page, text in filled.items():
@@ -232,16 +232,14 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
     """
     with_gpu = bool(set(map(gpu_of, a["rows"])) & set(map(gpu_of, b["rows"])))  # else one is held against another
     rows_a, rows_b = _by_key(a, with_gpu), _by_key(b, with_gpu)
+    ops = [op for op in dict.fromkeys(row["op"] for row in a["rows"]) if any(row["op"] == op for row in b["rows"])]
+    in_a, in_b = _conditions(a, ops), _conditions(b, ops)
     return {
         "rows": [_compare_rows(rows_a[key], rows_b[key]) for key in rows_a if key in rows_b],
         "only_a": [_name(row) for key, row in rows_a.items() if key not in rows_b],
         "only_b": [_name(row) for key, row in rows_b.items() if key not in rows_a],
-        "differs": [
-            {"what": what, "a": in_a, "b": in_b}
-            for what, (in_a, in_b) in _conditions(a, b).items()
-            if in_a != in_b
-        ],
-    }  # fmt: skip
+        "differs": [{"what": x, "a": in_a[x], "b": in_b[x]} for x in in_a if in_a[x] != in_b[x]],
+    }
 
 
 def _compare_rows(a: Row, b: Row) -> dict[str, Any]:
@@ -256,22 +254,14 @@ def _compare_rows(a: Row, b: Row) -> dict[str, Any]:
     return {**{name: a[name] for name in _KEY}, "a_ms": a_ms, "b_ms": b_ms, "ratio": ratio, "verdict": verdict}
 
 
-def _conditions(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    conditions = dict(zip(("commit", "copy_tb_per_s", *_VERSIONS), zip(_about(a), _about(b), strict=True), strict=True))
-    ops = dict.fromkeys(row["op"] for row in a["rows"] if any(row["op"] == other["op"] for other in b["rows"]))
-    return conditions | {f"sources of {op}": (_all(a["rows"], op), _all(b["rows"], op)) for op in ops}
-
-
-def _about(result: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield commit, bandwidth and versions of a result, lists where it has several."""
-    for name in ("commit", "copy_tb_per_s"):
-        yield _one(row[name] for row in result["rows"])
-    for name in _VERSIONS:
-        yield _one(env.get(name) for env in result["machines"].values())
-
-
-def _all(rows: Sequence[Row], op: str) -> Any:
-    return _one(row["sources"] for row in rows if row["op"] == op)
+def _conditions(result: Mapping[str, Any], ops: Sequence[str]) -> dict[str, Any]:
+    """Return commit, bandwidth, versions and sources of ops, lists where a result has several."""
+    rows, machines = result["rows"], result["machines"].values()
+    return {
+        **{name: _one(row[name] for row in rows) for name in ("commit", "copy_tb_per_s")},
+        **{name: _one(env.get(name) for env in machines) for name in _VERSIONS},
+        **{f"sources of {op}": _one(row["sources"] for row in rows if row["op"] == op) for op in ops},
+    }
 
 
 def _one(values: Iterable[Any]) -> Any:
@@ -280,23 +270,23 @@ def _one(values: Iterable[Any]) -> Any:
     return different if len(different) > 1 else next(iter(different), None)
 
 
+_COMPARED = {
+    "case": "{op} {shape} {dtype} {phase}", "by": "{by}", "before ms": "{a_ms}", "now ms": "{b_ms}",
+    "now / before": "{ratio:.3f}", "verdict": "{verdict}",
+}  # fmt: skip
+
+
 def show_comparison(result: dict[str, Any]) -> None:
     """Print a comparison."""
     for condition in result["differs"]:
         what, before, now = condition["what"].replace("_", " "), _brief(condition["a"]), _brief(condition["b"])
         terminal.say(f"{what}: {before} before, {now} now")
     if result["rows"]:
-        terminal.table(
-            ("case", "by", "before ms", "now ms", "now / before", "verdict"),
-            [
-                (
-                    f"{row['op']} {shape_of(row)} {row['dtype']} {row['phase']}", contestant(row),
-                    *("-" if row[name] is None else milliseconds(row[name]) for name in ("a_ms", "b_ms")),
-                    "-" if row["ratio"] is None else f"{row['ratio']:.3f}", row["verdict"],
-                )
-                for row in result["rows"]
-            ],
-        )  # fmt: skip
+        terminal.records(_COMPARED, [
+            row | {"shape": shape_of(row), "by": contestant(row)}
+            | {name: None if row[name] is None else milliseconds(row[name]) for name in ("a_ms", "b_ms")}
+            for row in result["rows"]
+        ])  # fmt: skip
     for title, names in (("Only before", result["only_a"]), ("Only now", result["only_b"])):
         for name in names:
             terminal.say(f"{title}: {name}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -24,8 +23,6 @@ _PARTS = {
 _OF_TIME = {"receptance": "r_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj", "ln_x": "g_norm"}
 _OF_LOW_RANK = {"0": "2.bias", "1": "0.weight", "2": "2.weight"}  # by the digit behind the letter
 _FLAT = ("att.k_k", "att.k_a", "ffn.x_k")  # [1, 1, width] here, [width] there
-
-_MILLISECONDS = {"warmup": 2, "rep": 10}
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # of tokens and the same one token on
 
@@ -82,21 +79,25 @@ def fla_model(ours: RWKV7, **options: Any) -> nn.Module:
         hidden_size=width, num_hidden_layers=len(ours.blocks), head_dim=ours.head_size, vocab_size=vocabulary,
         intermediate_size=block.ffn.key.weight.shape[0], **_ranks(block.att), use_cache=False, **options,
     )  # fmt: skip
-    with torch.device("meta"):
-        model: nn.Module = models.RWKV7ForCausalLM(config)
-    model.load_state_dict(state_in_fla(ours.state_dict()), assign=True)
-    return model.train()
+    return _filled(models.RWKV7ForCausalLM, state_in_fla(ours.state_dict()), config=config).train()
 
 
 def fla_time_mix(ours: Any, **options: Any) -> nn.Module:
     """Return FLA's time mixing with copies of the parameters of ours."""
-    make = import_module("fla.layers.rwkv7").RWKV7Attention
-    more = {"layer_idx": ours.layer, "num_hidden_layers": ours.layers, **_ranks(ours), **options}
-    with torch.device("meta"):
-        module: nn.Module = make(hidden_size=ours.width, head_dim=ours.head_size, **more)
     begin = "blocks.0.att."
     state = state_in_fla({begin + name: x for name, x in ours.state_dict().items()})
-    module.load_state_dict({x.removeprefix(name_in_fla(begin)): held for x, held in state.items()}, assign=True)
+    return _filled(
+        import_module("fla.layers.rwkv7").RWKV7Attention,
+        {name.removeprefix(name_in_fla(begin)): x for name, x in state.items()},
+        hidden_size=ours.width, head_dim=ours.head_size, layer_idx=ours.layer, num_hidden_layers=ours.layers,
+        **_ranks(ours), **options,
+    )  # fmt: skip
+
+
+def _filled(make: Callable[..., nn.Module], state: Mapping[str, Tensor], **options: Any) -> nn.Module:
+    with torch.device("meta"):
+        module = make(**options)
+    module.load_state_dict(state, assign=True)
     return module
 
 
@@ -107,12 +108,7 @@ def _ranks(time_mix: Any) -> dict[str, int]:
 
 def fla_loss(model: nn.Module) -> Loss:
     """Return the loss of FLA's model, as a function like `RWKV7.loss`."""
-
-    def loss(tokens: Tensor, targets: Tensor) -> Tensor:
-        made: Tensor = model(tokens, shift_labels=targets, use_cache=False).loss
-        return made
-
-    return loss
+    return lambda tokens, targets: model(tokens, shift_labels=targets, use_cache=False).loss
 
 
 def groups_in_fla(ours: RWKV7, theirs: nn.Module, **rates: float) -> list[dict[str, Any]]:
@@ -120,18 +116,6 @@ def groups_in_fla(ours: RWKV7, theirs: nn.Module, **rates: float) -> list[dict[s
     names = {id(x): name_in_fla(name) for name, x in ours.named_parameters()}
     held = dict(theirs.named_parameters())
     return [{**each, "params": [held[names[id(x)]] for x in each["params"]]} for each in ours.param_groups(**rates)]
-
-
-@cache
-def tune_briefly() -> None:
-    """Let Triton's tuners time a choice for some milliseconds, in the place of 125."""
-    testing: Any = import_module("triton.testing")
-    timed = testing.do_bench
-
-    def briefly(call: Callable[[], Any], *arguments: Any, **options: Any) -> Any:
-        return timed(call, *arguments, **({} if arguments else _MILLISECONDS) | options)
-
-    testing.do_bench = briefly
 
 
 @contextmanager

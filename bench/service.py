@@ -5,6 +5,7 @@ Of an op, and of a kernel of one line by every loader there is.
 
 from __future__ import annotations
 
+import argparse
 import compileall
 import json
 import os
@@ -13,15 +14,17 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from bench import ROOT, record, timing
+from bench import ROOT, record, tables
 from rwkv_jit.call import prepared
-from rwkv_jit.desk import bench, inputs, terminal, versions
+from rwkv_jit.desk import bench, figures, inputs, terminal, versions
 from rwkv_jit.kernels import env
 from rwkv_jit.kernels.errors import RwkvJitError
 
@@ -40,7 +43,6 @@ package = time.perf_counter()
 rwkv_jit.wkv7
 print(json.dumps([1e3 * (package - started), 1e3 * (time.perf_counter() - started)]))
 """
-
 _COMPILE = """
 import json, sys
 from rwkv_jit.kernels import kernel
@@ -54,80 +56,63 @@ problems = [
 ]
 requests = [step.request(gpu) for p in problems for step in recurrent.forward(p).launches]
 """
-_FROM_DISK = f"""{_COMPILE}
-import time
-times = []
-for request in requests:
-    started = time.perf_counter()
-    assert kernel.get(request).origin in json.loads(sys.argv[3])
-    times.append(1e6 * (time.perf_counter() - started))
-assert sys.argv[3] != '["disk"]' or "cupy" not in sys.modules
-print(json.dumps(times))
-"""
+# Processes that have imported everything meet in a folder, and begin together.
 _TOGETHER = f"""{_COMPILE}
-import time
-print("ready", flush=True)
-sys.stdin.readline()
+import os, time
+from pathlib import Path
+Path(sys.argv[3], str(os.getpid())).touch()
+late = time.perf_counter() + 300
+while len(os.listdir(sys.argv[3])) < int(sys.argv[4]) and time.perf_counter() < late:
+    time.sleep(0.001)
 started = time.perf_counter()
 origin = kernel.get(requests[0]).origin
 print(json.dumps([origin, time.perf_counter() - started]))
 """
-_CUPY = """
-import json, sys, time, cupy
-cupy.cuda.Device().use()
-cupy.zeros(1)
+_EACH = """
+import json, sys, time
 times = []
-for n in json.loads(sys.argv[2]):
-    code = 'extern "C" __global__ void f(float* x) { x[threadIdx.x] = N; }'
+for each in KERNELS:
     started = time.perf_counter()
-    cupy.RawModule(code=code, options=(f"-DN={n}",)).get_function("f")
+    LOAD
     times.append(1e6 * (time.perf_counter() - started))
 print(json.dumps(times))
 """
-_TRITON = """
-import json, sys, tempfile, time, torch, importlib.util
-from pathlib import Path
-folder = Path(sys.argv[1])
-(folder / "kernel.py").write_text('''
-import triton, triton.language as tl
-@triton.jit
-def f(x, N: tl.constexpr):
-    i = tl.arange(0, 32)
-    tl.store(x + i, tl.load(x + i) + N)
-''')
-sys.path.insert(0, str(folder))
-x = torch.zeros(32, device="cuda")
-torch.cuda.synchronize()
-from kernel import f
-times = []
-for n in json.loads(sys.argv[2]):
-    started = time.perf_counter()
-    f[(1,)](x, n)
-    times.append(1e6 * (time.perf_counter() - started))
-print(json.dumps(times))
-"""
-
-# A process of its own, timed from where imports, the CUDA context and torch's own first uses are done. It ends at once:
-# a thread of torch's backward that still waits for the interpreter when that ends aborts the process, with any op.
+_FROM_DISK = f"""{_COMPILE}{_EACH}
+assert sys.argv[3] != '["disk"]' or "cupy" not in sys.modules
+""".replace("KERNELS", "requests").replace("LOAD", "assert kernel.get(each).origin in json.loads(sys.argv[3])")
+# A process, timed from where imports, the CUDA context and torch's first uses are done. It ends at once: a thread of
+# torch's backward that still waits for the interpreter when that ends aborts the process, with any op.
 _FIRST_CALL = """
 import os, sys, time, torch
 from pathlib import Path
 PREPARE
 torch.cuda.synchronize()
-started = time.perf_counter()
 LOAD
+started = time.perf_counter()
+call = load(1)
 call()
 torch.cuda.synchronize()
 first = time.perf_counter() - started
 assert is_right()
-from bench import timing
-print([first * 1e3, timing.host_us([call])], flush=True)
+from rwkv_jit.desk import figures
+print([first * 1e3, figures.host_us([call])], flush=True)
 os._exit(0)
 """
-# Where it keeps what it compiled, what comes before, and what is timed with the first call.
-_OF_RWKV_JIT = "RWKVJIT_CACHE_DIR"
-_WKV7 = (
-    _OF_RWKV_JIT,
+
+
+class Loader(NamedTuple):
+    """Who loads a kernel: the variable for its cache, what comes before, and how a kernel with a number is loaded.
+
+    `load` returns a call of it; a first call is timed with it.
+    """
+
+    cache: str
+    prepare: str
+    load: str
+
+
+_WKV7 = Loader(
+    "RWKVJIT_CACHE_DIR",
     """
 import platformdirs, rwkv_jit
 from rwkv_jit.kernels import cuda
@@ -146,6 +131,7 @@ def is_right():
 def call():
     global grads
     grads = torch.autograd.grad(rwkv_jit.wkv7(*given)[0], given, dy)
+load = lambda n: call
 """,
 )
 # The same kernel of one line by each.
@@ -156,8 +142,8 @@ def is_right():
     return float(x.sum()) == 32
 """
 _LOADERS = {
-    "rwkv_jit": (
-        _OF_RWKV_JIT,
+    "rwkv_jit": Loader(
+        "RWKVJIT_CACHE_DIR",
         """
 import platformdirs, rwkv_jit
 from rwkv_jit.kernels import cuda
@@ -166,12 +152,12 @@ file = Path(sys.argv[1], 'add_one.cu')
 file.write_text(source)
 """,
         """
-add_one = rwkv_jit.Template(file).specialize()
-def call():
-    add_one.launch(1, 32, x)
+def load(n):
+    add_one = rwkv_jit.Template(file).specialize()
+    return lambda: add_one.launch(1, 32, x)
 """,
     ),
-    "CuPy's RawModule": (
+    "CuPy's RawModule": Loader(
         "CUPY_CACHE_DIR",
         """
 import cupy
@@ -179,31 +165,32 @@ cupy.cuda.Device().use()
 array = cupy.from_dlpack(x)
 """,
         """
-add_one = cupy.RawModule(code=source).get_function('add_one')
-def call():
-    add_one((1,), (32,), (array,))
+def load(n):
+    add = cupy.RawModule(code=source.replace('1.0f', f'{n}.0f')).get_function('add_one')
+    return lambda: add((1,), (32,), (array,))
 """,
     ),
-    "Triton": (
+    "Triton": Loader(
         "TRITON_CACHE_DIR",
         """
 import triton
 Path(sys.argv[1], 'of_triton.py').write_text('''
 import triton, triton.language as tl
 @triton.jit
-def add_one(x):
+def add(x, N: tl.constexpr):
     i = x + tl.arange(0, 32)
-    tl.store(i, tl.load(i) + 1.0)
+    tl.store(i, tl.load(i) + N)
 ''')
 sys.path.insert(0, sys.argv[1])
+torch.cuda.synchronize()
 """,
         """
-from of_triton import add_one
-def call():
-    add_one[(1,)](x)
+def load(n):
+    from of_triton import add
+    return lambda: add[(1,)](x, n)
 """,
     ),
-    "torch's extension loader": (
+    "torch's extension loader": Loader(
         "TORCH_EXTENSIONS_DIR",
         """
 from torch.utils import cpp_extension
@@ -212,9 +199,9 @@ source = '#include <torch/extension.h>\\n' + source + (
     'void one_more(torch::Tensor x) { add_one<<<1, 32>>>(x.data_ptr<float>()); }')
 """,
         """
-loaded = cpp_extension.load_inline('one_more', [declared], [source], functions=['one_more'])
-def call():
-    loaded.one_more(x)
+def load(n):
+    loaded = cpp_extension.load_inline('one_more', [declared], [source], functions=['one_more'])
+    return lambda: loaded.one_more(x)
 """,
     ),
 }
@@ -222,7 +209,22 @@ def call():
 # ---- measuring ---------------------------------------------------------------------------------------------------
 
 
-def run() -> dict[str, Any]:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Give the command its options."""
+    parser.add_argument("--record", action="store_true", help="keep the result in bench.json")
+
+
+def run(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Measure, and keep the result if that is wanted."""
+    if parsed.record:
+        bench.check_gpu()
+    costs = measured()
+    if parsed.record:
+        record.write_service(costs)
+    return costs
+
+
+def measured() -> dict[str, Any]:
     """Measure; the user's cache is not touched. Without a GPU nothing is called, and there is no peer.
 
     Returns env, commit : what it was measured with; import_ms, op_import_ms : what `import rwkv_jit`, and its first op,
@@ -232,40 +234,29 @@ def run() -> dict[str, Any]:
     what `first_calls` and `one_line_kernels` return, or None.
     """
     compileall.compile_dir(ROOT / "rwkv_jit", quiet=2)  # as an installer does
-    imports = [_child(_IMPORT) for _ in range(5)]
+    import_ms, op_import_ms = _medians([_child(_IMPORT) for _ in range(5)])
+    sizes, on_gpu = json.dumps(_KERNELS), versions.is_available()
     with tempfile.TemporaryDirectory() as folder:
         cache = {"RWKVJIT_CACHE_DIR": folder}
-        sizes = json.dumps(_KERNELS)
         _child(_FROM_DISK, _ARCH, sizes, '["compiled"]', environment=cache)
         from_disk = [_child(_FROM_DISK, _ARCH, sizes, '["disk"]', environment=cache) for _ in range(5)]
-    on_gpu = versions.is_available()
     return {
-        "env": bench.environment(),
-        "commit": record.commit(),
-        "import_ms": statistics.median(times[0] for times in imports),
-        "op_import_ms": statistics.median(times[1] for times in imports),
-        "from_disk_us": _medians(from_disk),
-        "peers_from_disk_us": _peers_from_disk() if on_gpu else {},
-        "together": _together(),
-        "host_us": host_us() if on_gpu else None,
-        "first_call": first_calls() if on_gpu else None,
-        "one_line": one_line_kernels() if on_gpu else None,
-    }
-
-
-def _environment(more: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a process, which runs the checkout and says no word of its temporary caches."""
-    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    return {**os.environ, "PYTHONPATH": paths, "RWKVJIT_LOG": "error", **more}
+        "env": bench.environment(), "commit": record.commit(), "import_ms": import_ms, "op_import_ms": op_import_ms,
+        "from_disk_us": _medians(from_disk), "peers_from_disk_us": _peers_from_disk() if on_gpu else {},
+        "together": _together(), "host_us": host_us() if on_gpu else None,
+        "first_call": first_calls() if on_gpu else None, "one_line": one_line_kernels() if on_gpu else None,
+    }  # fmt: skip
 
 
 def _child(program: str, *arguments: str, environment: Mapping[str, str] | None = None) -> Any:
-    """Return what a program prints last, as JSON.
+    """Return what a program prints last, as JSON; it runs the checkout and says no word of its temporary caches.
 
     Raises RwkvJitError where it failed.
     """
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    variables = {**os.environ, "PYTHONPATH": paths, "RWKVJIT_LOG": "error", **(environment or {})}
     command = [sys.executable, "-c", program, *arguments]
-    done = subprocess.run(command, env=_environment(environment or {}), capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     if done.returncode:
         said = done.stderr.strip()[-2000:]
         raise RwkvJitError(f"a process to measure ended with exit code {done.returncode}: {said}")
@@ -279,42 +270,32 @@ def _medians(runs: list[list[float]]) -> list[float]:
 
 def _peers_from_disk() -> dict[str, list[float]]:
     times = {}
-    for name, program in (("CuPy RawModule", _CUPY), ("Triton", _TRITON)):
+    for name in ("CuPy's RawModule", "Triton"):
+        loader = _LOADERS[name]
+        program = f"import sys, torch\nfrom pathlib import Path\n{_ADD_ONE}{loader.prepare}{loader.load}{_EACH}"
+        program = program.replace("KERNELS", json.dumps(_KERNELS)).replace("LOAD", "load(each)()")
         with tempfile.TemporaryDirectory() as folder, suppress(RwkvJitError):  # one that is not installed
-            caches = {"CUPY_CACHE_DIR": folder, "TRITON_CACHE_DIR": folder}
-            runs = [_child(program, folder, json.dumps(_KERNELS), environment=caches) for _ in range(4)]
-            times[name] = _medians(runs[1:])
+            cache = {loader.cache: str(Path(folder, "cache"))}
+            runs = [_child(program, folder, environment=cache) for _ in range(4)]
+            times[name.replace("'s", "")] = _medians(runs[1:])
     return times
 
 
 def _together() -> dict[str, Any]:
-    alone = [_start_together(1)[0][1] for _ in range(3)]
-    runs = _start_together(PROCESSES)
-    return {
-        "processes": PROCESSES,
-        "compiled": sum(origin == "compiled" for origin, _ in runs),
-        "alone_s": statistics.median(alone),
-        "slowest_s": max(seconds for _, seconds in runs),
-    }
-
-
-def _start_together(count: int) -> list[tuple[str, float]]:
     """Let processes that have imported everything ask for one kernel at once, from an empty cache."""
-    with tempfile.TemporaryDirectory(prefix=env.TEMPORARY) as folder:
-        command = [sys.executable, "-c", _TOGETHER, _ARCH, "[64]"]
-        environment = _environment({"RWKVJIT_CACHE_DIR": str(Path(folder) / "cache")})
-        pipe = subprocess.PIPE
-        processes = [
-            subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True) for _ in range(count)
-        ]
-        for process in processes:
-            assert process.stdout is not None
-            process.stdout.readline()
-        for process in processes:
-            assert process.stdin is not None
-            process.stdin.write("go\n")
-            process.stdin.flush()
-        return [tuple(json.loads(process.communicate()[0])) for process in processes]
+
+    def started(count: int) -> list[tuple[str, float]]:
+        with tempfile.TemporaryDirectory(prefix=env.TEMPORARY) as folder, ThreadPoolExecutor(count) as pool:
+            cache, meeting = {"RWKVJIT_CACHE_DIR": str(Path(folder, "cache"))}, Path(folder, "meeting")
+            meeting.mkdir()
+            ask = partial(_child, _TOGETHER, _ARCH, "[64]", str(meeting), str(count), environment=cache)
+            return [asked.result() for asked in [pool.submit(ask) for _ in range(count)]]
+
+    alone, runs = [started(1)[0][1] for _ in range(3)], started(PROCESSES)
+    return {
+        "processes": PROCESSES, "compiled": sum(origin == "compiled" for origin, _ in runs),
+        "alone_s": statistics.median(alone), "slowest_s": max(seconds for _, seconds in runs),
+    }  # fmt: skip
 
 
 def first_calls() -> dict[str, float]:
@@ -323,24 +304,24 @@ def first_calls() -> dict[str, float]:
     Returns compiled_ms, from_disk_ms : milliseconds of a first call, with an empty cache and with a full one, each in a
     new process; call_us : microseconds of the host for a later one.
     """
-    return _times(*_WKV7)
+    return _times(_WKV7)
 
 
 def one_line_kernels() -> dict[str, dict[str, float]]:
     """Return the same of a kernel of one line, by who loads it; without those that are missing or find no compiler."""
     times = {}
-    for name, (variable, prepare, load) in _LOADERS.items():
+    for name, loader in _LOADERS.items():
         with suppress(RwkvJitError):
-            times[name] = _times(variable, _ADD_ONE + prepare, load)
+            times[name] = _times(loader._replace(prepare=_ADD_ONE + loader.prepare))
     return times
 
 
-def _times(variable: str, prepare: str, load: str) -> dict[str, float]:
-    program = _FIRST_CALL.replace("PREPARE", prepare).replace("LOAD", load)
+def _times(loader: Loader) -> dict[str, float]:
+    program = _FIRST_CALL.replace("PREPARE", loader.prepare).replace("LOAD", loader.load)
     with tempfile.TemporaryDirectory() as folder:
-        cache = {variable: str(Path(folder, "cache"))}
+        cache = {loader.cache: str(Path(folder, "cache"))}
         (compiled, _), *times = [_child(program, folder, environment=cache) for _ in range(1 + REPEATS)]
-    from_disk, later = (statistics.median(row) for row in zip(*times, strict=True))
+    from_disk, later = _medians(times)
     return {"compiled_ms": compiled, "from_disk_ms": from_disk, "call_us": later}
 
 
@@ -362,36 +343,9 @@ def host_us() -> dict[str, float]:
         from fla.ops.rwkv7 import fused_recurrent_rwkv7
 
         calls["FLA fused_recurrent_rwkv7"] = lambda: fused_recurrent_rwkv7(*constants)
-    return {name: timing.host_us([call]) for name, call in calls.items()}
-
-
-# ---- printing ----------------------------------------------------------------------------------------------------
+    return {name: figures.host_us([call]) for name, call in calls.items()}
 
 
 def show(result: dict[str, Any]) -> None:
     """Print a measurement."""
-    added = f"{result['import_ms']:.1f} ms to import torch, its first op {result['op_import_ms']:.1f} ms"
-    terminal.say(f"import rwkv_jit adds {added}.\n")
-    terminal.table(
-        ("a kernel from disk, in a fresh process", "first us", "each other us"),
-        [
-            (name, f"{times[0]:.0f}", f"{statistics.median(times[1:]):.0f}")
-            for name, times in {"rwkv_jit": result["from_disk_us"], **result["peers_from_disk_us"]}.items()
-        ],
-    )
-    together = result["together"]
-    terminal.say(
-        f"{together['processes']} processes want one kernel that is nowhere: {together['compiled']} compiled; the "
-        f"slowest had it after {together['slowest_s']:.2f} s, a process alone after {together['alone_s']:.2f} s.\n"
-    )
-    if result["host_us"]:
-        terminal.table(("host time of a call", "us"), [(name, f"{us:.1f}") for name, us in result["host_us"].items()])
-    if result["first_call"]:
-        one_line = {f"a kernel of one line, {name}": times for name, times in result["one_line"].items()}
-        terminal.table(
-            ("calls in a new process", "first, empty cache ms", "first, from disk ms", "a later one, host us"),
-            [
-                (name, f"{times['compiled_ms']:.0f}", f"{times['from_disk_ms']:.1f}", f"{times['call_us']:.1f}")
-                for name, times in {"wkv7, forward and backward": result["first_call"], **one_line}.items()
-            ],
-        )
+    terminal.table(("", "of", "measured"), tables.costs_of_service(result))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bench import suites
-from bench.cases import DERIVED, KINDS_OF_SUITES, OPS
+from bench.cases import KINDS_OF_SUITES
 from rwkv_jit.desk.inputs import OURS, UPDATE
 
 Row = Mapping[str, Any]
@@ -53,11 +53,6 @@ def library(row: Row) -> str:
 def obstacle(row: Row) -> str:
     """Return in one line why a row has no time."""
     return " ".join((row["skipped"] or "no reason is recorded").split())
-
-
-def is_host_bound(row: Row) -> bool:
-    """Return whether the host takes longer for a call than the GPU."""
-    return bool(row["host_us"] and row["median_ms"] and row["host_us"] > 1e3 * row["median_ms"])
 
 
 def milliseconds(value: float) -> str:
@@ -180,21 +175,17 @@ def slower(rows: Sequence[Row]) -> str:
     for each in speedups(rows):
         if each.times < 1 and each.ours["phase"] != UPDATE:
             by_call.setdefault((*case_of(each.ours)[:-1], library(each.peer)), []).append(each)
-    calls = []
+    calls, words = [], {"decode": "one token"}  # of each sequence
     for phases in sorted(by_call.values(), key=lambda phases: min(each.times for each in phases)):
         ours, peer = phases[0]
         times = ", ".join(
-            f"{_words(each.ours)} {milliseconds(each.ours['median_ms'])} ms where {library(peer)} takes "
-            f"{milliseconds(each.peer['median_ms'])}"
+            f"{words.get(phase, phase.replace('+', ' + '))} {milliseconds(each.ours['median_ms'])} ms where "
+            f"{library(peer)} takes {milliseconds(each.peer['median_ms'])}"
             for each in phases
+            for phase in [each.ours["phase"]]
         )
         calls.append(f"`{ours['op']}` {shape_of(ours)} on one {gpu_of(ours)} ({times})")
     return f"Slower than another implementation: {'; '.join(calls)}." if calls else "No other implementation is faster."
-
-
-def _words(row: Row) -> str:
-    """Return the phase of a row as it is written; decoding is one token of each sequence."""
-    return "one token" if row["phase"] == "decode" else str(row["phase"].replace("+", " + "))
 
 
 def _speedup_table(rows: Sequence[Row]) -> str:
@@ -209,7 +200,7 @@ def _speedup_table(rows: Sequence[Row]) -> str:
         if trained is None:
             continue
         shown = [phases.get("forward"), trained]
-        hosts = ", ".join(_host(each.ours) for each in shown if each is not None and each.ours["host_us"] is not None)
+        hosts = _hosts(each and each.ours for each in shown)
         cells = (cell for each in shown for cell in _speedup_cells(each))
         where = f"{trained.ours['dtype']}, {gpu_of(trained.ours)}"
         lines.append((trained.ours["op"], shape_of(trained.ours), where, *cells, hosts))
@@ -266,11 +257,16 @@ def blocks(result: Mapping[str, Any]) -> dict[str, str]:
         "training": _training(result.get("training", ())),
         "service": _service(result.get("service")),
         "errors": _errors(rows),
-        "inference": _updates([row for row in rows if row["phase"] == UPDATE]),
+        "inference": _table(
+            [row for row in rows if row["phase"] == UPDATE],
+            "call",
+            lambda row: f"{row['op']} {shape_of(row)}",
+            _OF_UPDATES,
+        ),
     }
-    for op in (*OPS, *DERIVED):
+    for op in dict.fromkeys(entry.case.op for entries in suites.TABLES.values() for entry in entries):
         of_op = [row for row in rows if row["op"] == op and row["phase"] != UPDATE]
-        shown[op] = _table(of_op)
+        shown[op] = _table(of_op, "shape", shape_of, _OF_PASSES)
     return shown
 
 
@@ -309,15 +305,25 @@ def _service(costs: Mapping[str, Any] | None) -> str:
     """Return a table of what the service costs, beside what others take for the same, and where it was measured."""
     if costs is None:
         return "Not measured: `python -m bench service --record` does it.\n"
+    where = f"{machine(costs)}, commit {str(costs['commit'])[:10]}"
+    return f"{where}.\n\n{_table_of(('', 'of', 'measured'), costs_of_service(costs))}"
+
+
+def costs_of_service(costs: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Return what costs how much, whose it is, and the figures; without a GPU there are no calls."""
     together = costs["together"]
-    one_line = {f"one line, {name}": times for name, times in costs["one_line"].items()}
-    calls = {"wkv7, forward and backward": costs["first_call"], **one_line}
-    lines = [
-        *[("host time of a call", name, f"{us:.1f} us") for name, us in costs["host_us"].items()],
-        *[("host time of a call", name, f"{times['call_us']:.1f} us") for name, times in calls.items()],
+    one_line = {f"one line, {name}": times for name, times in (costs["one_line"] or {}).items()}
+    calls = ({"wkv7, forward and backward": costs["first_call"]} if costs["first_call"] else {}) | one_line
+    host_us = {**(costs["host_us"] or {}), **{name: times["call_us"] for name, times in calls.items()}}
+    from_disk = {
+        name: [milliseconds(us / 1e3) for us in (times[0], statistics.median(times[1:]))]
+        for name, times in {"rwkv_jit": costs["from_disk_us"], **costs["peers_from_disk_us"]}.items()
+    }
+    return [
+        *[("host time of a call", name, f"{us:.1f} us") for name, us in host_us.items()],
         *[
-            ("a kernel from disk in a new process, the first, each other", name, _first_and_others(times))
-            for name, times in {"rwkv_jit": costs["from_disk_us"], **costs["peers_from_disk_us"]}.items()
+            ("a kernel from disk in a new process, the first, each other", name, f"{first}, {others} ms")
+            for name, (first, others) in from_disk.items()
         ],
         *[
             (
@@ -333,13 +339,6 @@ def _service(costs: Mapping[str, Any] | None) -> str:
         ("import", "rwkv_jit, after torch", f"{costs['import_ms']:.1f} ms"),
         ("import", "its first op", f"{costs['op_import_ms']:.1f} ms"),
     ]  # fmt: skip
-    where = f"{machine(costs)}, commit {str(costs['commit'])[:10]}"
-    return f"{where}.\n\n{_table_of(('', 'of', 'measured'), lines)}"
-
-
-def _first_and_others(times_us: Sequence[float]) -> str:
-    first, others = times_us[0] / 1e3, statistics.median(times_us[1:]) / 1e3
-    return f"{milliseconds(first)}, {milliseconds(others)} ms"
 
 
 def _table_of(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
@@ -361,43 +360,36 @@ def _errors(rows: Sequence[Row]) -> str:
     return _table_of(("call", "by", "phase", "against float64, first tokens", "all tokens, largest"), lines)
 
 
-def _table(rows: list[Row]) -> str:
-    """Return a table with a line for each shape and contestant, and a column for each phase."""
-    first = our_rows(rows)
+# What tables show at the end of a line: the largest number of its rows, and the form of it.
+Judged = Mapping[str, tuple[Callable[[Row], float | None], str]]
+_OF_PASSES: Judged = {
+    "error": (lambda row: row["error"], "{:.1e}"), "memory MiB": (lambda row: row["peak_mib"], "{:.0f}"),
+}  # fmt: skip
+_OF_UPDATES: Judged = {
+    "error of y": (lambda row: row["errors"].get("y"), "{:.1e}"),
+    "of the states": (lambda row: row["errors"].get("state"), "{:.1e}"),
+}
+
+
+def _table(rows: list[Row], name: str, call: Callable[[Row], str], judged: Judged) -> str:
+    """Return a table with a line for each call and contestant, and a column for each phase."""
+    first, lines = our_rows(rows), dict[Case, dict[str, Row]]()
     phases = list(dict.fromkeys(row["phase"] for row in rows))
-    lines: dict[Case, dict[str, Row]] = {}
     for row in rows:
-        by = gpu_of(row), row["suite"], shape_of(row), row["dtype"], contestant(row)
+        by = gpu_of(row), row["suite"], call(row), row["dtype"], contestant(row)
         lines.setdefault(by, {})[row["phase"]] = row
     times = [f"{phase.replace('+', ' + ')} ms" for phase in phases]
-    head = ["GPU", "shape", "dtype", "by", *times, "rwkv_jit is faster", "host us", "error", "memory MiB"]
     table = []
-    for (gpu, _, shape, dtype, who), by_phase in lines.items():
+    for (gpu, _, *written), by_phase in lines.items():
         done = [by_phase[phase] for phase in phases if phase in by_phase]
-        measured = [row for row in done if row["median_ms"] is not None]
-        peers = [(first[case_of(row)], row) for row in measured if row["who"] != OURS and case_of(row) in first]
-        faster = ", ".join(Speedup(*pair).written for pair in peers)
-        host = ", ".join(_host(row) for row in done if row["host_us"] is not None)
-        error = _largest(done, "error", lambda value: f"{value:.1e}")
-        memory = _largest(done, "peak_mib", lambda value: f"{value:.0f}")
-        table.append(
-            [gpu, shape, dtype, who, *(_time(by_phase.get(phase)) for phase in phases), faster, host, error, memory]
-        )
-    return _table_of(head, table) + _left_out(rows)
-
-
-def _updates(rows: list[Row]) -> str:
-    """Return a table of updates, with a line for each case and contestant."""
-    first, table = our_rows(rows), []
-    head = ["GPU", "call", "dtype", "by", "update ms", "rwkv_jit is faster", "host us", "error of y", "of the states"]
-    for row in rows:
-        is_compared = row["median_ms"] is not None and row["who"] != OURS and case_of(row) in first
-        table.append([
-            gpu_of(row), f"{row['op']} {shape_of(row)}", row["dtype"], contestant(row), _time(row),
-            Speedup(first[case_of(row)], row).written if is_compared else "",
-            "" if row["host_us"] is None else _host(row),
-            *(f"{row['errors'][name]:.1e}" if name in row["errors"] else "" for name in ("y", "state")),
-        ])  # fmt: skip
+        others = [row for row in done if row["median_ms"] is not None and row["who"] != OURS and case_of(row) in first]
+        faster = ", ".join(Speedup(first[case_of(row)], row).written for row in others)
+        cells = [gpu, *written, *(_time(by_phase.get(phase)) for phase in phases), faster, _hosts(done)]
+        for number, form in judged.values():
+            known = [x for x in map(number, done) if x is not None]
+            cells.append(form.format(max(known)) if known else "")
+        table.append(cells)
+    head = ["GPU", name, "dtype", "by", *times, "rwkv_jit is faster", "host us", *judged]
     return _table_of(head, table) + _left_out(rows)
 
 
@@ -412,8 +404,12 @@ def _left_out(rows: Iterable[Row]) -> str:
     return f"\nLeft out:\n\n{items}" if items else ""
 
 
-def _host(row: Row) -> str:
-    return f"{row['host_us']:.1f}{f' {HOST_BOUND}' if is_host_bound(row) else ''}"
+def _hosts(rows: Iterable[Row | None]) -> str:
+    """Return the host's times, as far as they are known, with a mark where the host takes longer than the GPU."""
+    known = [row for row in rows if row is not None and row["host_us"] is not None]
+    longer = [row["median_ms"] and row["host_us"] > 1e3 * row["median_ms"] for row in known]
+    marks = (f" {HOST_BOUND}" if is_longer else "" for is_longer in longer)
+    return ", ".join(f"{row['host_us']:.1f}{mark}" for row, mark in zip(known, marks, strict=True))
 
 
 def _time(row: Row | None) -> str:
@@ -425,8 +421,3 @@ def _time(row: Row | None) -> str:
     if row["low_ms"] is not None and row["high_ms"] is not None:
         text += f" ({milliseconds(row['low_ms'])} to {milliseconds(row['high_ms'])})"
     return text if row["fraction"] is None else f"{text} {percent(row['fraction'])}"
-
-
-def _largest(rows: Iterable[Row], name: str, written: Callable[[float], str]) -> str:
-    known = [row[name] for row in rows if row[name] is not None]
-    return written(max(known)) if known else ""

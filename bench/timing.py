@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import math
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import cycle, pairwise
+from itertools import cycle
 from typing import Any
 
 import torch
+
+from rwkv_jit.desk.figures import host_us
 
 SMALL = 10_000_000  # elements; below, a call is timed in a CUDA graph, as the host would take longer than the GPU
 _CYCLES_PER_US = 2000  # at least those of a GPU
 _LONGEST_SLEEP_US = 100_000.0
 _LEAST_IN_GRAPH = 20  # calls
-_HOST_SECONDS = 0.5  # that runs for the host's time may take
-_SLEEP_SECONDS = 0.05  # the same, where a sleep of the GPU goes by it, which grows where it is too short
-_LEAST_ROWS, _MOST_ROWS, _MOST_IN_ROW = 9, 500, 50  # of calls; so few in a row wait for no place in the GPU's queue
-WARM_UP_ROUNDS, MOST_ROUNDS, LEAST_ROUNDS = 2, 20, 7
-
-
-# ---- what is timed in turns --------------------------------------------------------------------------------------
+_SLEEP_SECONDS = 0.05  # for the host's time where a sleep of the GPU goes by it, which grows where it is too short
 
 
 class Turns:
@@ -95,73 +88,3 @@ def _capture(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
     """Capture what is done inside; the outer stream is the current one again where that breaks off."""
     with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, capture_error_mode="relaxed"):
         yield
-
-
-def host_us(calls: Sequence[Callable[[], Any]], seconds: float = _HOST_SECONDS) -> float:
-    """Return the microseconds that the host takes for a call among others, which need not have ended on the GPU.
-
-    Rows of calls, as a model makes them, as many as keep to the `seconds` that there are: the median of the fastest
-    row. A virtual machine has phases in which all that a host does is slower, and they are longer than a row. The first
-    call of a row is left out where there are more: it finds a GPU that sleeps.
-    """
-    started = time.perf_counter()
-    calls[0]()
-    torch.cuda.synchronize()
-    taken = time.perf_counter() - started
-    row = max(1, min(_MOST_IN_ROW, int(seconds / (_LEAST_ROWS * taken))))
-    fastest = math.inf
-    for _ in range(_MOST_ROWS):
-        stamps = [time.perf_counter()]
-        for turn in range(row):
-            calls[turn % len(calls)]()
-            stamps.append(time.perf_counter())
-        torch.cuda.synchronize()  # a full queue would make the host wait
-        times = [1e6 * (after - before) for before, after in pairwise(stamps)][row > 1 :]
-        fastest = min(fastest, statistics.median(times))
-        if time.perf_counter() > started + seconds + taken:
-            break
-    return fastest
-
-
-def interleaved(
-    runs: Sequence[Callable[[], float]], budget_ms: float, tell: Callable[[int, int], None] | None = None
-) -> list[list[float] | Exception]:
-    """Time several things in rounds, one after another, so that clocks drift alike for all.
-
-    Each of `runs` times itself once and returns milliseconds. All rounds shall take `budget_ms`; there are at least
-    LEAST_ROUNDS and at most MOST_ROUNDS. `tell` gets the rounds that are done and all.
-    Returns the times of each, or what it raised; the others go on without it. The rounds of the warm-up are not in it.
-    """
-    times: list[list[float]] = [[] for _ in runs]
-    raised: dict[int, Exception] = {}
-    rounds, done = WARM_UP_ROUNDS + MOST_ROUNDS, 0
-    while done < rounds:
-        started = time.perf_counter()
-        for index, run in enumerate(runs):
-            if index in raised:
-                continue
-            try:
-                times[index].append(run())
-            except Exception as error:
-                raised[index] = error
-        done += 1
-        if done == WARM_UP_ROUNDS:
-            round_ms = 1e3 * (time.perf_counter() - started)
-            rounds = WARM_UP_ROUNDS + min(max(int(budget_ms / max(round_ms, 1e-3)), LEAST_ROUNDS), MOST_ROUNDS)
-        if tell:
-            tell(done, rounds)
-    return [raised.get(index, taken[WARM_UP_ROUNDS:]) for index, taken in enumerate(times)]
-
-
-# ---- what is measured beside the times ---------------------------------------------------------------------------
-
-
-def peak_bytes(function: Callable[[], Any]) -> int:
-    """Return the most memory that a call has at once beside what there was."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    result = function()
-    torch.cuda.synchronize()
-    del result
-    return int(torch.cuda.max_memory_allocated() - before)

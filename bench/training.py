@@ -10,7 +10,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.multiprocessing.spawn import spawn
 
-from bench import rwkv7_models, timing
+from bench import record, rwkv7_models, timing, tuners
 from bench.rwkv7_models import HEAD_SIZE, Loss, Sizes
 from rwkv_jit.desk import bench, figures, terminal
 from rwkv_jit.nn import RWKV7, RWKV7TimeMix
@@ -38,6 +38,7 @@ PARTS = ("steps", "layer")
 _WARM_UP, _BUDGET_MS, _DEPTH = 3, 1000.0, 24
 _PEAKS = {"H100": 989e12, "H200": 989e12}  # FLOPs a second of dense bfloat16 matrices
 _PATIENCE = timedelta(minutes=2)  # for another rank
+_TUNED_MS = 2, 10  # that tuners warm a choice up, and time it
 METHODS = (
     "Median and quartiles of a step: loss, backward and fused AdamW, no clipping. Gradients and moments have the dtype "
     "of the parameters. Those of float32 are under autocast to bfloat16, where FLA's model would keep the residual and "
@@ -53,37 +54,40 @@ METHODS = (
 Made = tuple[Loss, list[dict[str, Any]]]  # a model's loss, and the groups of its optimizer
 
 
-def compile_each(blocks: Sequence[nn.Module]) -> None:
-    """Compile layer by layer, however many graphs they are."""
-    torch._dynamo.config.recompile_limit = 2 * len(blocks)
-    for block in blocks:
-        block.compile()
-
-
-def _ours(sizes: Sizes, device: str, is_compiled: bool, dtype: torch.dtype = torch.bfloat16) -> Made:
-    model = rwkv7_models.our_model(sizes, device, dtype)
+def _compiled(blocks: Sequence[nn.Module], is_compiled: bool) -> None:
+    """Compile layer by layer, however many graphs they are, if that is wanted."""
     if is_compiled:
-        compile_each(list(model.blocks))
+        _allow_graphs(2 * len(blocks))
+        for block in blocks:
+            block.compile()
+
+
+def _allow_graphs(count: int) -> None:
+    """Let torch compile so many graphs of one function, or more where it may."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, count)
+
+
+def _ours(sizes: Sizes, device: str, dtype: torch.dtype = torch.bfloat16, is_compiled: bool = False) -> Made:
+    model = rwkv7_models.our_model(sizes, device, dtype)
+    _compiled(list(model.blocks), is_compiled)
     loss = torch.autocast(device, torch.bfloat16, dtype != torch.bfloat16)(model.loss)
     return loss, model.param_groups(**RATES)
 
 
-def _theirs(sizes: Sizes, device: str, is_compiled: bool, **options: Any) -> Made:
+def _theirs(sizes: Sizes, device: str, is_compiled: bool = False, **options: Any) -> Made:
     ours = rwkv7_models.our_model(sizes, device, torch.bfloat16)
     model: Any = rwkv7_models.fla_model(ours, **options)
-    if is_compiled:
-        compile_each(list(model.model.layers))
+    _compiled(list(model.model.layers), is_compiled)
     return rwkv7_models.fla_loss(model), rwkv7_models.groups_in_fla(ours, model, **RATES)
 
 
-_FUSED_LOSS = {"fuse_cross_entropy": False, "fuse_linear_cross_entropy": True}
 WHO: dict[str, Callable[[Sizes, str], Made]] = {
-    "rwkv_jit": lambda sizes, device: _ours(sizes, device, False),
-    "rwkv_jit, float32 parameters": lambda sizes, device: _ours(sizes, device, False, torch.float32),
-    "rwkv_jit compiled": lambda sizes, device: _ours(sizes, device, True),
-    "fla": lambda sizes, device: _theirs(sizes, device, False),
-    "fla fused loss": lambda sizes, device: _theirs(sizes, device, False, **_FUSED_LOSS),
-    "fla compiled": lambda sizes, device: _theirs(sizes, device, True),
+    "rwkv_jit": _ours,
+    "rwkv_jit, float32 parameters": partial(_ours, dtype=torch.float32),
+    "rwkv_jit compiled": partial(_ours, is_compiled=True),
+    "fla": _theirs,
+    "fla fused loss": partial(_theirs, fuse_cross_entropy=False, fuse_linear_cross_entropy=True),
+    "fla compiled": partial(_theirs, is_compiled=True),
 }
 
 
@@ -166,16 +170,17 @@ def free() -> None:
         torch.cuda.empty_cache()
 
 
+_EMPTY = dict[str, Any](median_ms=None, low_ms=None, high_ms=None, runs=0, peak_mib=None, skipped=None)
+_OF_STEPS = ("parameters", "passes", "first_s", *_EMPTY, "tokens_per_s", "flops_use", "loss")
+_EMPTY_STEP = dict.fromkeys(_OF_STEPS) | _EMPTY
+
+
 def step_row(
     name: str, make: Callable[[], Made], sizes: Sizes, device: str, runs: int, ranks: int = 1,
     meet: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:  # fmt: skip
     """Measure the steps of one model; `ranks` of them take steps together once all `meet`."""
-    row: dict[str, Any] = {
-        "part": "steps", "by": name, "ranks": ranks, **sizes._asdict(), "parameters": None, "passes": None,
-        "first_s": None, "median_ms": None, "low_ms": None, "high_ms": None, "runs": 0, "tokens_per_s": None,
-        "flops_use": None, "peak_mib": None, "loss": None, "skipped": None,
-    }  # fmt: skip
+    row = {"part": "steps", "by": name, "ranks": ranks, **sizes._asdict(), **_EMPTY_STEP}
     with _survived(row):
         begun = time.perf_counter()
         training = Training(*make(), sizes, device)
@@ -221,35 +226,30 @@ LAYERS: dict[str, tuple[dict[str, Any] | None, Callable[[], AbstractContextManag
 
 def layer_row(name: str, sizes: Sizes, width: int, device: str) -> dict[str, Any]:
     """Measure time mixing of a layer behind the first one, forward and backward."""
-    row: dict[str, Any] = {
-        "part": "layer", "by": name, "batch": sizes.batch, "tokens": sizes.tokens, "width": width, "median_ms": None,
-        "low_ms": None, "high_ms": None, "runs": 0, "peak_mib": None, "skipped": None,
-    }  # fmt: skip
+    row = {"part": "layer", "by": name, "batch": sizes.batch, "tokens": sizes.tokens, "width": width, **_EMPTY}
     options, around = LAYERS[name]
     with _survived(row), around():
-        call = _layer_call(options, sizes, width, device)
+        torch.manual_seed(0)
+        ours = RWKV7TimeMix(width, 1, _DEPTH, HEAD_SIZE, device=device, dtype=torch.bfloat16)
+        nn.init.normal_(ours.output.weight, std=0.02)  # zeros are faster
+        random = partial(torch.randn, sizes.batch, sizes.tokens, width, device=device, dtype=torch.bfloat16)
+        x, v_first, dy = random(requires_grad=True), random(requires_grad=True), random()  # [B, T, width]
+        module: nn.Module = ours if options is None else rwkv7_models.fla_time_mix(ours, **options)
+        wanted = [x, v_first, *module.parameters()]
+
+        def call() -> Any:
+            return torch.autograd.grad(module(x, v_first=v_first)[0], wanted, dy)
+
         if device == "cpu":
             return row | figures.spread(figures.cpu_ms(call))
         for _ in range(2):
             call()
-        row["peak_mib"] = timing.peak_bytes(call) / 2**20
-        (times,) = timing.interleaved([timing.Turns([call], in_graph=False).ms], _BUDGET_MS)
+        row["peak_mib"] = figures.peak_bytes(call) / 2**20
+        (times,) = figures.interleaved([timing.Turns([call], in_graph=False).ms], _BUDGET_MS)
         if isinstance(times, Exception):
             raise times
         row |= figures.spread(times)
     return row
-
-
-def _layer_call(options: Mapping[str, Any] | None, sizes: Sizes, width: int, device: str) -> Callable[[], Any]:
-    torch.manual_seed(0)
-    ours = RWKV7TimeMix(width, 1, _DEPTH, HEAD_SIZE, device=device, dtype=torch.bfloat16)
-    nn.init.normal_(ours.output.weight, std=0.02)  # zeros are faster
-    x, v_first, dy = (
-        torch.randn(sizes.batch, sizes.tokens, width, device=device, dtype=torch.bfloat16) for _ in range(3)
-    )
-    module: nn.Module = ours if options is None else rwkv7_models.fla_time_mix(ours, **options)
-    wanted = [x.requires_grad_(), v_first.requires_grad_(), *module.parameters()]
-    return lambda: torch.autograd.grad(module(x, v_first=v_first)[0], wanted, dy)
 
 
 # ---- several GPUs ------------------------------------------------------------------------------------------------
@@ -271,14 +271,6 @@ SHARDED = {
 }
 
 
-def sharded_rows(sizes: Sizes, device: str, ranks: int, runs: int) -> list[dict[str, Any]]:
-    """Measure our model on one rank, then on all of them under FSDP2, each with a batch of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(_one_rank, (ranks, sizes, device, runs, folder), ranks)
-        rows: list[dict[str, Any]] = json.loads(Path(folder, "rows").read_text())
-    return rows
-
-
 def _one_rank(rank: int, ranks: int, sizes: Sizes, device: str, runs: int, folder: str) -> None:
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -286,41 +278,45 @@ def _one_rank(rank: int, ranks: int, sizes: Sizes, device: str, runs: int, folde
     meeting = f"file://{folder}/meeting"
     dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=ranks, timeout=_PATIENCE)
     rows = []
-
-    def add(row: dict[str, Any]) -> None:
-        if rank == 0:
-            rows.append(row)
-            tell(json.dumps(row))
-
     if rank == 0:
-        add(step_row("rwkv_jit", partial(WHO["rwkv_jit"], sizes, device), sizes, device, runs))
+        rows.append(told(step_row("rwkv_jit", partial(WHO["rwkv_jit"], sizes, device), sizes, device, runs)))
     dist.barrier()
-    for name, way in SHARDED.items():
-        if device == "cuda" or not way.is_compiled:
-            make = partial(_sharded, way, sizes, device)
-            add(step_row(f"rwkv_jit {name}", make, sizes, device, runs, ranks, dist.barrier))
+    for name, spread in SHARDED.items():
+        if device == "cuda" or not spread.is_compiled:
+            make = partial(_sharded, spread, sizes, device)
+            rows.append(step_row(f"rwkv_jit {name}", make, sizes, device, runs, ranks, dist.barrier))
+            if rank == 0:
+                told(rows[-1])
     if rank == 0:
         Path(folder, "rows").write_text(json.dumps(rows))
     dist.destroy_process_group()
     os._exit(0)  # torch keeps the mesh, so threads of the group outlive it and may abort an interpreter that ends
 
 
-def _sharded(way: Sharding, sizes: Sizes, device: str) -> Made:
+def _sharded(spread: Sharding, sizes: Sizes, device: str) -> Made:
     model = rwkv7_models.our_model(sizes, device, torch.bfloat16)
     blocks = list(model.blocks)
-    if way.is_compiled:
-        torch._dynamo.config.recompile_limit = 2 * len(blocks)
+    if spread.is_compiled:
+        _allow_graphs(2 * len(blocks))
         for block in blocks:  # and not what gathers its parameters
             block.forward = torch.compile(block.forward)
-    for begin in range(0, len(blocks), way.blocks):
-        fully_shard(blocks[begin : begin + way.blocks], reshard_after_forward=way.frees)
-    fully_shard(model, reshard_after_forward=way.frees)
+    for begin in range(0, len(blocks), spread.blocks):
+        fully_shard(blocks[begin : begin + spread.blocks], reshard_after_forward=spread.frees)
+    fully_shard(model, reshard_after_forward=spread.frees)
     register_fsdp_forward_method(model, "loss")
     torch.manual_seed(dist.get_rank())  # of the tokens
     return model.loss, model.param_groups(**RATES)
 
 
 # ---- the command -------------------------------------------------------------------------------------------------
+
+
+def has_fla(device: str) -> bool:
+    """Return whether FLA's models can be measured, whose tuners time a choice briefly then."""
+    is_there = device == "cuda" and find_spec("fla") is not None
+    if is_there:
+        tuners.time_briefly(*_TUNED_MS)
+    return is_there
 
 
 def add_sizes(parser: argparse.ArgumentParser, large: Sizes) -> None:
@@ -368,30 +364,38 @@ def run(parsed: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"--runs: expected at least 2, got {parsed.runs}")
     if parsed.record and device == "cpu":
         raise ValueError("--record: keeps what was measured on a GPU, and there is none")
-    has_fla = device == "cuda" and find_spec("fla") is not None
-    known = [name for name in dict.fromkeys([*WHO, *LAYERS]) if has_fla or not name.startswith("fla")]
+    is_there = has_fla(device)
+    known = [name for name in dict.fromkeys([*WHO, *LAYERS]) if is_there or not name.startswith("fla")]
     for name in parsed.who or ():
         if name not in known:
             raise ValueError(f"--who: {name} needs a GPU and an installed FLA")
-    result: dict[str, Any] = {"env": bench.environment(), "device": device, "rows": []}
     if parsed.ranks is not None:
         available = torch.cuda.device_count() if device == "cuda" else parsed.ranks
         if not 1 < parsed.ranks <= available:
             raise ValueError(f"--ranks: expected from 2 to the {available} GPUs there are, got {parsed.ranks}")
-        return result | {"rows": sharded_rows(sizes, device, parsed.ranks, parsed.runs)}
-    if has_fla:
-        rwkv7_models.tune_briefly()
-    rows: list[dict[str, Any]] = result["rows"]
-    names, parts = parsed.who or known, parsed.part or PARTS
-    if "steps" in parts:
-        for name in [name for name in names if name in WHO]:
-            rows.append(step_row(name, partial(WHO[name], sizes, device), sizes, device, parsed.runs))
-            tell(json.dumps(rows[-1]))
-    if "layer" in parts:
-        for name in [name for name in names if name in LAYERS]:
-            rows.append(layer_row(name, sizes, layer_width, device))
-            tell(json.dumps(rows[-1]))
+        with tempfile.TemporaryDirectory() as folder:  # one rank alone, then all of them, each with its own batch
+            spawn(_one_rank, (parsed.ranks, sizes, device, parsed.runs, folder), parsed.ranks)
+            rows = json.loads(Path(folder, "rows").read_text())
+    else:
+        names, parts = parsed.who or known, parsed.part or PARTS
+        calls = {
+            "steps": {
+                name: partial(step_row, name, partial(make, sizes, device), sizes, device, parsed.runs)
+                for name, make in WHO.items()
+            },
+            "layer": {name: partial(layer_row, name, sizes, layer_width, device) for name in LAYERS},
+        }
+        rows = [told(calls[part][name]()) for part in PARTS if part in parts for name in names if name in calls[part]]
+    result = {"env": bench.environment(), "device": device, "rows": rows}
+    if parsed.record:
+        record.write(record.result_of(result), "training")
     return result
+
+
+def told(row: dict[str, Any]) -> dict[str, Any]:
+    """Say a row at once, and return it."""
+    tell(json.dumps(row))
+    return row
 
 
 def tell(text: str) -> None:

@@ -61,6 +61,4 @@ _ROOMS = ("compat", "nn", "parallel")  # with names of their own
 __all__ = sorted(_MODULES)
 __getattr__, __dir__ = lazy.members(globals(), _ROOMS)
 
-
-for _room in ("call", "pool", "layers"):
-    on_import.imported(["torch"], then=f"rwkv_jit.{_room}.registry")
+on_import.imported(["torch"], then="rwkv_jit.call.registry")

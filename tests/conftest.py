@@ -4,6 +4,7 @@ import contextlib
 import functools
 import gc
 import itertools
+import logging
 import os
 import secrets
 import shutil
@@ -61,6 +62,7 @@ def pytest_configure(config):
     if not hasattr(config, "workerinput") and warm.VARIABLE not in os.environ:
         config.add_cleanup(warm.start())
     config.pluginmanager.register(ledger.Ledger(config), "ledger")
+    logging.getLogger().addHandler(logging.NullHandler())  # what nobody takes would be printed among what tests read
     # What the package or a test is warned of is a fault of ours; other packages may warn themselves.
     config.addinivalue_line("filterwarnings", r"error::UserWarning:(rwkv_jit|tests)\b")
     config.addinivalue_line(
@@ -84,12 +86,16 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """Nearly all that is imported and made here stays: it need not be looked at for garbage time and again."""
+    """Nearly all that is imported and made here stays: it need not be looked at for garbage time and again.
+
+    Nor does much of what tests import and compile, which Python would look through after any 700 new objects.
+    """
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(20_000, 20, 20)
         gc.enable()
 
 
@@ -128,15 +134,16 @@ def temporaries(tmp_path_factory):
 
 
 @pytest.fixture
-def fresh_service(tmp_path, temporaries, monkeypatch):
+def fresh_service(temporaries, monkeypatch):
     """An empty cache and locks of the test's own, and a process that has compiled, counted and said nothing yet."""
     from rwkv_jit.kernels import cuda, env, identity, kernel, stats
     from rwkv_jit.kernels.cache import installed
 
     for name in env.DESCRIPTIONS:
         monkeypatch.delenv(name, raising=False)
-    cache_dir, temporary = tmp_path / "cache", next(temporaries)
-    temporary.mkdir(mode=0o700)
+    folder = next(temporaries)
+    cache_dir, temporary = folder / "cache", folder / "tmp"
+    temporary.mkdir(0o700, parents=True)
     monkeypatch.setenv("RWKVJIT_CACHE_DIR", str(cache_dir))
     monkeypatch.setenv("TMPDIR", str(temporary))
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
@@ -157,6 +164,39 @@ def fresh_service(tmp_path, temporaries, monkeypatch):
     kernel._process.workers.finish()
     monkeypatch.undo()
     forget()
+
+
+class Logged(logging.Handler):
+    """What is logged meanwhile, with the names that pytest's plugin has."""
+
+    def __init__(self):
+        super().__init__()
+        self.records, self.emit = (records := []), records.append
+
+    @property
+    def messages(self):
+        return [x.getMessage() for x in self.records]
+
+    @property
+    def text(self):
+        return "\n".join(map(self.format, self.records))
+
+    @contextlib.contextmanager
+    def at_level(self, level, logger=None):
+        logger = logging.getLogger(logger)
+        before = logger.level
+        logger.setLevel(level)
+        yield
+        logger.setLevel(before)
+
+
+@pytest.fixture
+def caplog():
+    """That of pytest's plugin looks through all loggers that there are, thrice a test, as long as a short one takes."""
+    root, logged = logging.getLogger(), Logged()
+    root.addHandler(logged)
+    yield logged
+    root.removeHandler(logged)
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+from problems import ROWS as OPS
 
 import rwkv_jit
-from rwkv_jit.schedules.derived_table import ROWS as OPS
 
 # How calls are made: what an op has beside its inputs, by words.
 WAYS = {

@@ -169,8 +169,13 @@ def digest_in(line):
     return line.rsplit(" ", 1)[1]
 
 
+@cache
+def _words(text):
+    return {*re.split("[ ,]", text)}
+
+
 def fits(line, words):
-    return {*words.split()} <= {*re.split("[ ,]", line)}
+    return _words(words) <= _words(line)
 
 
 def check_limits(line, used):
@@ -218,14 +223,16 @@ def check_code(image, log, target):
 # ---- verdicts ----------------------------------------------------------------------------------------------------
 
 
-def _imports(path):
-    """Names of modules that a file imports, anywhere in it."""
+@cache
+def _imported(path):
+    """Files of the package and of the tests that a file imports, anywhere in it."""
+    names = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (each.name for each in node.names)
+            names += [each.name for each in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module
-            yield from (f"{node.module}.{each.name}" for each in node.names)
+            names += [node.module, *(f"{node.module}.{each.name}" for each in node.names)]
+    return [*filter(None, map(_file_of, names))]
 
 
 def _file_of(name):
@@ -242,7 +249,7 @@ def closure(files):
         path = todo.pop()
         if path not in seen:
             seen.add(path)
-            todo += filter(None, map(_file_of, _imports(path)))
+            todo += _imported(path)
     return sorted(seen - {Path(__file__).resolve()})
 
 

@@ -10,7 +10,7 @@ from comparing import relative
 
 from rwkv_jit.call import tensors
 from rwkv_jit.call.plan import Plan
-from rwkv_jit.schedules import delta_operands, operands, schedule
+from rwkv_jit.schedules import common, delta_operands, operands, schedule
 from rwkv_jit.schedules import layers as steps
 from rwkv_jit.schedules.operands import Behind, Operands
 from rwkv_jit.schedules.problem import Op, Problem
@@ -182,7 +182,7 @@ def backward(case):
         part = operands.operand_gradients(p, how, behind)
         vectors = operands.operand_vectors(p, how, behind)
     results = {"d_y" if name == "dy" else name: x for name, x in gradients_of(case).items()}
-    return Schedule(part.steps, results, scratch=part.scratch, vectors=vectors)
+    return common.with_sums(Schedule(part.steps, results, scratch=part.scratch, vectors=vectors), [*results])
 
 
 def run(case):
@@ -298,7 +298,9 @@ def check_delta(words, sizes, dtype=BF16, wide=FP32):
     parts = {f"d{each}": f"d{each}_parts" for each in ("k", "q") if each in inputs} if several > 1 else {}
     results = {f"d{each}": Result(p.shape(each), p.types[each]) for each in p.op.inputs}
     call = call._replace(types=types, results=results)
-    whole = delta_operands.operand_gradients(call, LOWER_BOUND, kinds, [*inputs])
+    whole = common.with_sums(
+        delta_operands.operand_gradients(call, LOWER_BOUND, kinds), [f"d{each}" for each in inputs]
+    )
     launches = renamed(whole.steps, parts | absent)
     if parts:
         names = {"grad_r": "dq_parts", "grad_new_k": "dk_parts"}
@@ -327,7 +329,7 @@ def delta_schedules(words, sizes, dtype, wide, gpu):
     of_gradients = call._replace(types={**p.types, **grads}, results=results)
     return (
         delta_operands.operands(call, LOWER_BOUND, kinds),
-        delta_operands.operand_gradients(of_gradients, LOWER_BOUND, kinds, [*p.op.inputs]),
+        common.with_sums(delta_operands.operand_gradients(of_gradients, LOWER_BOUND, kinds), [*results]),
     )
 
 

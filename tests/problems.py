@@ -1,13 +1,13 @@
 """Problems of calls, and their kernels, from sizes and names alone."""
 
 import itertools
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
 
 from rwkv_jit.kernels.gpu import Gpu
-from rwkv_jit.schedules import derived_table as derived
-from rwkv_jit.schedules import directions
+from rwkv_jit.schedules import directions, table
 from rwkv_jit.schedules.problem import Problem
 from rwkv_jit.schedules.table import OPS
 
@@ -46,8 +46,8 @@ class Core(NamedTuple):
     def op(self):
         """The op."""
         if self.has_delta:
-            return derived.OPS["gated_delta_rule" if self.has_decay else "delta_rule"]
-        return derived.OPS["ssd" if self.has_rate else "simple_gla"]
+            return table.DERIVED["gated_delta_rule" if self.has_decay else "delta_rule"]
+        return table.DERIVED["ssd" if self.has_rate else "simple_gla"]
 
     @property
     def names(self):
@@ -89,7 +89,7 @@ class ChannelCore(NamedTuple):
     @property
     def op(self):
         """The op."""
-        return derived.OPS["kda"]
+        return table.DERIVED["kda"]
 
     @property
     def names(self):
@@ -134,3 +134,14 @@ def by_turns(*axes):
         row = (axis[place] for axis, place in zip(axes, places, strict=True))
         rows.append(pytest.param(*row, marks=() if is_shown else pytest.mark.full))
     return rows
+
+
+def _with_rows_alone(op):
+    """An op of the inputs with tokens that every call has, by the names that callers know."""
+    named = list(zip(op.public_names, op.names, op.inputs.values(), strict=True))
+    inputs = {public: dims for public, name, dims in named if "T" in dims and name not in op.optional}
+    wide = tuple(public for public, name, _ in named if name in op.wide)
+    return replace(op, inputs=inputs, public=(), wide=wide, optional=())
+
+
+ROWS = {name: _with_rows_alone(op) for name, op in table.DERIVED.items()}

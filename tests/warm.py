@@ -91,8 +91,10 @@ def serve(folder):
                 connection.close()
                 os.wait()
             os._exit(0)
-        with listener.accept()[0] as connection:
+        with listener.accept()[0] as connection, contextlib.suppress(ConnectionError):  # who asked may be gone
             modules = connection.recv(1000).decode()
+            if not modules:
+                continue
             if modules not in zygotes:
                 mine, theirs = socket.socketpair()
                 if not os.fork():
@@ -138,7 +140,8 @@ def _forks(folder, modules, parent):
         for process, connection in list(running.items()):
             ended, status = os.waitpid(process, os.WNOHANG)
             if ended:
-                connection.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
+                with contextlib.suppress(ConnectionError):
+                    connection.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
             elif connection in ready:  # who asked is gone
                 os.kill(process, signal.SIGKILL)
                 os.waitpid(process, 0)
@@ -149,7 +152,13 @@ def _forks(folder, modules, parent):
             connection = listener.accept()[0]
             _, files, _, _ = socket.recv_fds(connection, 1, 3)
             with connection.makefile() as asked:
-                request = json.loads(asked.readline())
+                text = asked.readline()
+            if not text.endswith("\n"):  # who asked was gone before it had said what it wants
+                connection.close()
+                for file in files:
+                    os.close(file)
+                continue
+            request = json.loads(text)
             process = os.fork()
             if not process:
                 signal.set_wakeup_fd(-1)

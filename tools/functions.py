@@ -17,9 +17,8 @@ from inspect import Parameter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rwkv_jit.schedules.derived_table import ALL
 from rwkv_jit.schedules.problem import Op
-from rwkv_jit.schedules.table import OPS
+from rwkv_jit.schedules.table import ALL, OPS
 
 ROOT = Path(__file__).resolve().parents[1] / "rwkv_jit"
 WIDTH = 120
@@ -40,8 +39,8 @@ from rwkv_jit.call.tensors import Array
 from rwkv_jit.pool import calls, update, varlen
 from rwkv_jit.pool.replay import DRAFT, STEP
 from rwkv_jit.pool.ring import ReplayRing
-from rwkv_jit.schedules.derived_table import ALL
 from rwkv_jit.schedules.legal import BetaMap
+from rwkv_jit.schedules.table import ALL
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -20,12 +20,12 @@ from rwkv_jit.kernels.template import STORAGE_TYPES, Parameter
 from rwkv_jit.ops import timex, wide_keys
 from rwkv_jit.schedules import directions, replay, segments, through, update, varlen, wkv4
 from rwkv_jit.schedules.build_command import LAYER_OPS, OPS
-from rwkv_jit.schedules.derived_table import ALL
 from rwkv_jit.schedules.layers import LEGAL
 from rwkv_jit.schedules.operands import Slots
 from rwkv_jit.schedules.problem import STATE, Op, Problem
 from rwkv_jit.schedules.replay import Ring
 from rwkv_jit.schedules.schedule import Schedule
+from rwkv_jit.schedules.table import ALL
 from rwkv_jit.schedules.update import Pool
 from rwkv_jit.schedules.varlen import Varlen
 
@@ -248,7 +248,7 @@ def _requests_without_heads(calls: Calls, types: Mapping[str, str]) -> list[kern
         problems = [_timex_problem(types, arch, direction, "auto", calls.tokens, rows) for rows in batches]
     elif direction == UPDATE:
         steps = [_wkv4_problem(types, arch, DIRECTIONS[0], "recurrent", calls.decay, tokens=count) for count in (1, 2)]
-        return [request for p in steps for request in wkv4.update(p, {}).requests(p.gpu)]
+        return [request for p in steps for request in update.schedule(p, Pool(1, 0)).requests(p.gpu)]
     else:
         problems = [
             _wkv4_problem(types, arch, direction, "auto", calls.decay, multiprocessors, length)

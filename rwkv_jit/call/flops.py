@@ -7,20 +7,20 @@ is computed; a backward has twice its forward. Decays, exponentials and what a b
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.utils.flop_counter
 from torch import Tensor
 
-from rwkv_jit.schedules.derived_table import ALL
 from rwkv_jit.schedules.problem import Op
+from rwkv_jit.schedules.table import ALL
 
 Formula = Callable[..., int]
 
 
-def products_of(op: Op) -> int:
+def _products_of(op: Op) -> int:
     """Return the products of a state with a vector, and the outer products that it gains."""
     return 4 if (op.through or op).family == "delta" else 2
 
@@ -28,14 +28,25 @@ def products_of(op: Op) -> int:
 def _register_all() -> None:
     for op in ALL.values():
         if op.has_heads:
-            forward, backward = _of_recurrence(products_of(op), *map(op.names.index, "vr"))
-            register(f"{op.name}_fwd", forward)
-            register(f"{op.name}_bwd", backward)
-    # The two sums gain a term each; the output is made of the sums and a term more of each.
-    register("wkv4_fwd", lambda w, u, k, *_, **__: 8 * k.numel())
-    register("wkv4_bwd", lambda dy, grad_final, w, u, k, *_, **__: 16 * k.numel())
-    register("timex_fwd", lambda w, k, *_, **__: _of_convolution(k))
-    register("timex_bwd", lambda g, w, k, backend, want_w, want_k, **_: (want_w + want_k) * _of_convolution(k))
+            _register_both(op.name, _of_recurrence(_products_of(op), *map(op.names.index, "vr")))
+    _register_both("wkv4", lambda w, u, k, *_, **__: _of_channels(k))
+    register("timex_fwd", _of_convolution)
+    register("timex_bwd", lambda w, k, *_, wanted="", **__: len((wanted or "w k").split()) * _of_convolution(w, k))
+    register("update_states", _of_pool)
+    register("varlen_states", _of_pool)
+    register("replay_states", _of_replay)
+    register("linear_cross_entropy_fwd", _of_linear_loss)
+
+
+def _of_channels(y: Tensor) -> int:
+    """Return what wkv4 counts: the two sums gain a term each; y is made of the sums and a term more of each."""
+    return 8 * y.numel()
+
+
+def _register_both(name: str, formula: Formula) -> None:
+    """Say what both torch ops of a recurrence count: the backward twice as much."""
+    register(f"{name}_fwd", formula)
+    register(f"{name}_bwd", lambda *given, **named: 2 * formula(*given, **named))
 
 
 def register(name: str, formula: Formula) -> None:
@@ -45,24 +56,34 @@ def register(name: str, formula: Formula) -> None:
         counter.register_flop_formula(op, get_raw=True)(formula)
 
 
-def _of_recurrence(products: int, v: int, r: int) -> tuple[Formula, Formula]:
-    """Return the formulas of both directions of an op whose v and r are its inputs of these numbers."""
-
-    def count(given: Sequence[Tensor]) -> int:
-        return 2 * products * given[v].numel() * given[r].shape[3]
-
-    def forward(*given: Any, **_: Any) -> int:
-        return count(given)
-
-    def backward(dy: Tensor | None, grad_final_state: Tensor | None, *given: Any, **_: Any) -> int:
-        return 2 * count(given)
-
-    return forward, backward
+def _of_recurrence(products: int, v: int, r: int) -> Formula:
+    """Return the formula of an op whose v and r are its inputs of these numbers."""
+    return lambda *given, **_: 2 * products * given[v].numel() * given[r].shape[3]
 
 
-def _of_convolution(k: Tensor) -> int:
+def _of_convolution(w: Tensor, k: Tensor, *_: Any, **__: Any) -> int:
     tokens = k.shape[2]
     return k.shape[0] * k.shape[1] * tokens * (tokens + 1)
+
+
+def _of_pool(op: str, state: Tensor, y: Tensor, *_: Any, **__: Any) -> int:
+    if not ALL[op].has_heads:
+        return _of_channels(y)
+    of_head = state.shape[-2] * state.shape[-1]  # keys and values
+    return 2 * _products_of(ALL[op]) * y.numel() * of_head // y.shape[-1]
+
+
+def _of_replay(op: str, phase: str, state: Tensor, y: Tensor | None, *_: Any, **__: Any) -> int:
+    """Count the tokens; what commits and flushes do is counted of none."""
+    return 0 if y is None else _of_pool(op, state, y)
+
+
+def _of_linear_loss(
+    hidden: Tensor, weight: Tensor, bias: Any, targets: Any, ignore_index: int, l2_wrap: float, chunk_rows: int,
+    want_hidden: bool, want_weight: bool, *_: Any, **__: Any,
+) -> int:  # fmt: skip
+    """Count the logits, and the gradients of hidden and weight that are products of theirs."""
+    return 2 * hidden.numel() * weight.shape[0] * (1 + want_hidden + want_weight)
 
 
 _register_all()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import compress
 from operator import is_not
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -144,33 +144,25 @@ def of_problem(
         raise with_nearest(error, problem, schedules[-1], asked) from error
     if not problem.training:
         return Prepared(forward, bounds=bounds)
+    return Prepared(forward, gradients_of(problem, by_op), bounds=bounds)
+
+
+def gradients_of(problem: Problem, by_op: Callable[..., Sequence[Tensor | None]]) -> Gradients:
+    """Return how a call with gradients is differentiated; `by_op` is as in `of_problem`."""
+    names = (*problem.op.names, STATE, "cu_seqlens")
     wanted = problem.wanted or (*problem.types, *([STATE] if problem.has_initial_state else []))
     shape = [getattr(problem, dim) for dim in problem.op.output]
-    gradients = Gradients(
+    return Gradients(
         1 + problem.has_final_state, partial(plan_backward, problem), partial(by_op, problem),
         [i for i, name in enumerate(names) if name in wanted], len(names),
         needed=[(len(names) + 1, shape, DTYPES[problem.types[problem.op.names[problem.op.lead]]])],
-        absent=() if problem.has_final_state else (None,), unkept=() if schedules[0].kept else (None,),
+        absent=() if problem.has_final_state else (None,), unkept=() if directions.kept(problem) else (None,),
     )  # fmt: skip
-    return Prepared(forward, gradients, bounds=bounds)
-
-
-class Differentiable(Protocol):
-    """A prepared call with gradients."""
-
-    def record(self, arrays: Arrays) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Run the forward; return its results, and what the backward takes."""
-
-    def differentiate(self, saved: Sequence[Any], grads: Arrays) -> Sequence[Tensor | None]:
-        """Return the gradients of the arrays by prepared kernels, or by the op where tensors are not torch's own."""
-
-    def differentiate_by_op(self, saved: Sequence[Any], grads: Arrays) -> Sequence[Tensor | None]:
-        """Return the same by the torch op, which compilers and modes can see."""
 
 
 class _Recorded(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Differentiable, *arrays: Any) -> tuple[Any, ...]:
+    def forward(ctx: Any, call: Prepared, *arrays: Any) -> tuple[Any, ...]:
         results, saved = call.record(arrays)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)

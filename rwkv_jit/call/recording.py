@@ -99,17 +99,6 @@ def backward(op: Any, name: str, instead: str = "") -> tuple[Callable[..., Any],
     return record, run
 
 
-def nothing(op: Any, name: str, instead: str) -> Callable[..., Any]:
-    """Return what refuses to record an op that has no gradient at all."""
-
-    def record(keys: Any, *arguments: Any, **named: Any) -> Any:
-        if _any_tangent(arguments) or (torch.is_grad_enabled() and _any_requires_grad(arguments)):
-            raise RuntimeError(f"{name}: {instead}")
-        return _below(op, keys, arguments, named)
-
-    return record
-
-
 def refuse_forward_mode(name: str) -> None:
     """Raise the error for a forward-mode derivative of kernels."""
     raise RuntimeError(

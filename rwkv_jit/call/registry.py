@@ -5,30 +5,59 @@ torch must know them when it loads an exported program, so `rwkv_jit` imports th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
 
 from rwkv_jit.kernels import on_import
-from rwkv_jit.schedules import derived_table as derived
+from rwkv_jit.schedules.layer_table import FUNCTIONS, KEPT, PACKED, RESULTS
 from rwkv_jit.schedules.problem import Op
-from rwkv_jit.schedules.table import OPS
+from rwkv_jit.schedules.table import ALL
 
 _OPTIONS = (
     "float scale, str decay, str state_layout, int checkpoint_interval, int? chunk_len, int? num_threads, str backend, "
     "int? forward_blocks, int? backward_blocks, bool is_narrow, bool is_batch_invariant, bool is_chosen"
 )
 # The bound of the decays is asked for where nothing is chosen yet.
-_BOUND = "*, float? decay_bound=None"
+_BOUND = "float? decay_bound=None"
 TYPES = {bool: "bool", str: "str", type(None): "float?"}  # of switches, by their defaults
 # The names of what wants a gradient, where that is not all; of the others it is empty.
 _WANTED = "str wanted=''"
-_TIMEX = {
-    "timex_fwd": "(Tensor w, Tensor k, float eps, str backend, bool save) -> Tensor",
-    "timex_bwd": "(Tensor g, Tensor w, Tensor k, str backend, bool want_w, bool want_k) -> (Tensor, Tensor)",
+_TRAITS = {trait: default for op in ALL.values() for trait, default in op.traits.items()}
+_SWITCHES = ", ".join(f"{TYPES[type(default)]} {trait}={default!r}" for trait, default in _TRAITS.items())
+# By name: the schema, and the module that implements it. All of them change tensors in place.
+_POOL_OPS = {
+    "update_states": (
+        "(str op, Tensor(a!) state, Tensor(b!) y, Tensor?[] inputs, Tensor? w0, Tensor? state_indices, "
+        "Tensor? write_indices, Tensor? seed, int null_index, float scale, str decay, str state_layout, "
+        f"*, {_SWITCHES}) -> ()",
+        "pool.update",
+    ),
+    "replay_states": (
+        "(str op, str phase, Tensor(a!) state, Tensor(b!)? y, Tensor(c!) cursors, Tensor(d!) arrivals, Tensor(e!)? d, "
+        "Tensor(f!)? b, Tensor(g!) k, Tensor(h!) v, Tensor(i!)? u, int length, Tensor[] inputs, Tensor? w0, "
+        "Tensor? state_indices, Tensor? accept_lens, Tensor? seed, int null_index, float scale, str decay, "
+        "str state_layout) -> ()",
+        "pool.replay",
+    ),
+    "varlen_states": (
+        "(str op, Tensor(a!) state, Tensor(b!) y, Tensor?[] inputs, Tensor? w0, Tensor cu_seqlens, "
+        "Tensor? state_indices, Tensor? write_indices, Tensor? has_initial_state, Tensor? num_active, "
+        "Tensor? checkpoint_offsets, Tensor? checkpoint_indices, Tensor? seed, int null_index, int? max_seqlen, "
+        f"float scale, str decay, float? decay_bound, str state_layout, *, {_SWITCHES}) -> ()",
+        "pool.varlen",
+    ),
 }
+_STEP = "(str step, Tensor?[] inputs, Tensor(a!)[] written, int null_index, float eps, str[] kinds) -> ()"
+_LINEAR_LOSS = {
+    "linear_cross_entropy_fwd":
+        "(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, int ignore_index, float l2_wrap, int chunk_rows, "
+        "bool want_hidden, bool want_weight, bool want_bias, bool save) -> (Tensor, Tensor, Tensor, Tensor)",
+    "linear_cross_entropy_bwd":
+        "(Tensor of_hidden, Tensor of_weight, Tensor of_bias, Tensor grad) -> (Tensor, Tensor, Tensor)",
+}  # fmt: skip
 
 
 class Runner(NamedTuple):
@@ -125,25 +154,54 @@ def register(name: str, schema: str, module: str, casts: bool = False, maps: boo
         torch.library.register_vmap(f"rwkv_jit::{name}", _one_by_one(name), lib=_LIBRARY)
 
 
+def register_both(
+    name: str, inputs: Mapping[str, bool], leaves: int, results: Sequence[str], kept: Sequence[str], options: str,
+    module: str, flags: str = "bool save", named: str = "", casts: bool = False,
+) -> None:  # fmt: skip
+    """Register both torch ops of one with gradients; `differentiable.define` says who runs them.
+
+    `inputs` are its tensors, and whether one may be None; the first are its `leaves`. In the place of a result or
+    gradient that a call does not have, an op returns an empty tensor: torch.func knows no lists of what has gradients.
+    """
+    given = ", ".join(f"Tensor{'?' * is_optional} {x}" for x, is_optional in inputs.items())
+    seen = ", ".join(f"Tensor? {x}" for x in (*kept, *(f"grad_{x}" for x in results)))
+    made, gradients = (", ".join(["Tensor"] * count) for count in (len(results) + len(kept), leaves))
+    by_name = f", {named}" if named else ""
+    register(f"{name}_fwd", f"({given}, {options}, {flags}{', *' * bool(named)}{by_name}) -> ({made})", module, casts)
+    # Its inputs were cast for the forward.
+    register(f"{name}_bwd", f"({given}, {seen}, {options}, *{by_name}, {_WANTED}) -> ({gradients})", module)
+
+
 def register_op(op: Op, module: str) -> None:
     """Register the torch ops of an op with states; `torch_op.define` says who runs them."""
-    inputs = zip(op.names, op.public_names, strict=True)
-    given = ", ".join(f"Tensor{'?' * (name in op.optional)} {public}" for name, public in inputs)
-    given = f"{given}, Tensor? initial_state, Tensor? cu_seqlens, {_OPTIONS}"
+    inputs = {public: name in op.optional for name, public in zip(op.names, op.public_names, strict=True)}
+    inputs |= {"initial_state": True, "cu_seqlens": True}
     named = ", ".join([_BOUND, *(f"{TYPES[type(x)]} {trait}={x!r}" for trait, x in op.traits.items())])
-    results = ", ".join(["Tensor"] * (len(op.inputs) + 1))
-    forward = f"({given}, bool output_final_state, bool save, {named}) -> (Tensor, Tensor, Tensor)"
-    backward = f"(Tensor? dy, Tensor? grad_final_state, {given}, Tensor saved, {named}, {_WANTED}) -> ({results})"
-    register(f"{op.name}_fwd", forward, module, casts=True)
-    register(f"{op.name}_bwd", backward, module)  # its inputs were cast for the forward
+    register_both(
+        op.name, inputs, len(op.inputs) + 1, ("y", "final_state"), ("saved",), _OPTIONS, module,
+        "bool output_final_state, bool save", named, casts=True,
+    )  # fmt: skip
 
 
-for _op in OPS.values():
+for _op in ALL.values():
     if _op.state:
-        register_op(_op, f"ops.{_op.name}")
-for _op in derived.OPS.values():
-    register_op(_op, "ops.delta" if "beta" in _op.inputs else "ops.diagonal")
-for _name, _schema in _TIMEX.items():
-    register(_name, _schema, "ops.timex", casts=_name == "timex_fwd")
+        register_op(_op, "ops.delta" if "beta" in _op.inputs else "ops.diagonal" if _op.through else f"ops.{_op.name}")
+register_both("timex", {"w": False, "k": False}, 2, ("y",), (), "float eps, str backend", "ops.timex", casts=True)
+for _name, (_schema, _module) in _POOL_OPS.items():
+    register(_name, _schema, _module, maps=False)
+for _name, _results in RESULTS.items():
+    _kind = FUNCTIONS[_name]
+    _inputs = {x: x in _kind.optional for x in _kind.names} | dict.fromkeys(("cu_seqlens",) * (_name in PACKED), True)
+    register_both(
+        _name, _inputs, len(_kind.names), tuple(_results), tuple(KEPT.get(_name, ())), "float eps, str[] kinds",
+        f"layers.{_name}",
+    )  # fmt: skip
+register("layer_step", _STEP, "layers.calls", maps=False)
+register_both(
+    "cross_entropy", {"logits": False, "targets": False}, 1, ("loss",), ("lse", "argmax"),
+    "int ignore_index, float l2_wrap", "layers.loss",
+)  # fmt: skip
+for _name, _schema in _LINEAR_LOSS.items():
+    register(_name, _schema, "layers.loss")
 # It imports triton, which nobody but those who count needs.
 on_import.imported(["torch.utils.flop_counter"], then="rwkv_jit.call.flops")

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rwkv_jit.call import checks, plain, prepared, recording, registry, rule, sharding, tensors
+from rwkv_jit.call import checks, differentiable, plain, prepared, recording, registry, rule, sharding, tensors
 from rwkv_jit.call import switches as modes
 from rwkv_jit.call.checks import check_flag, check_options, check_tensors, is_for_kernels
+from rwkv_jit.call.differentiable import Differentiable, Named, Values
 from rwkv_jit.call.options import DecayOptions, complete
-from rwkv_jit.call.prepared import Prepared
+from rwkv_jit.call.prepared import Gradients, Prepared
 from rwkv_jit.kernels import stats
 from rwkv_jit.kernels.errors import RwkvJitError
 from rwkv_jit.schedules import directions, segments
@@ -292,7 +293,6 @@ def define(
     below = op.through or op
     leaves = recording.Leaves((*op.names, STATE))
     end = count + 2 + len(Options._fields)  # of the options, behind state and cu_seqlens
-    forward_op, backward_op = registry.find(f"{name}_fwd"), registry.find(f"{name}_bwd")
 
     def parts(arguments: Sequence[Any]) -> tuple[Any, Any, Options]:
         """Return the inputs; the state and cu_seqlens; the options."""
@@ -302,9 +302,11 @@ def define(
         """Return the switches of a call, of which torch passes those that are not as by default."""
         return tuple([(trait, named.get(trait, default)) for trait, default in op.traits.items()])
 
-    def run_plainly(arguments: Sequence[Any], named: Mapping[str, Any], by_blocks: bool) -> tuple[Tensor, Tensor]:
+    def run_plainly(
+        arrays: Sequence[Any], options: Options, named: Mapping[str, Any], by_blocks: bool
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Compute a call in plain torch: `by_blocks` differentiable once backwards, else any number of times."""
-        given, (state, cu_seqlens), options = parts(arguments)
+        given, (state, cu_seqlens) = arrays[:count], arrays[count : count + 2]
         if cu_seqlens is not None:
             cu_seqlens = tensors.packing(cu_seqlens, given[0].shape[1])
         decay = options.decay
@@ -317,7 +319,7 @@ def define(
             y, final = plain.run(below.name, reference, given, *rest)
         else:
             y, final = plain.loop(reference, given, *rest)
-        return y if behind is None else behind(y, arguments[:count]), final
+        return y if behind is None else behind(y, arrays[:count]), final
 
     def forward(*arguments: Any, decay_bound: float | None = None, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
         given, (state, cu_seqlens), options = parts(arguments)
@@ -337,7 +339,7 @@ def define(
             final = results[1] if output_final_state else y.new_empty(0)
             return y, final, _unmarked(known.problem, results[-1]) if save else y.new_empty(0)
         say_reference(name, given[0])
-        y, final = run_plainly(arguments, named, by_blocks=True)
+        y, final = run_plainly(arguments, options, named, by_blocks=True)
         return y, final if output_final_state else y.new_empty(0), y.new_empty(0)
 
     def forward_fake(*arguments: Any, decay_bound: float | None = None, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -352,112 +354,68 @@ def define(
             dims = op.state_dims(options.state_layout)
             final = first.new_empty([sequences, *(sizes[dim] for dim in dims)], dtype=dtype)
         if save and is_for_kernels(options.backend, first):
-            kept = directions.kept(
-                training_problem(given, state, cu_seqlens, options, decay_bound, named, is_fake=True)
-            )
-            saved = first.new_empty(floats(kept), dtype=torch.float32)  # symbolic while a compiler traces
+            p = training_problem(arguments, options, {**named, "decay_bound": decay_bound}, is_fake=True)
+            # Symbolic while a compiler traces.
+            saved = first.new_empty(floats(directions.kept(p)), dtype=torch.float32)
         return y, final, saved
 
     def training_problem(
-        given: Sequence[Any], state: Tensor | None, cu_seqlens: Tensor | None, options: Options,
-        decay_bound: float | None, named: Mapping[str, Any], is_fake: bool = False,
+        arrays: Sequence[Any], options: Options, named: Mapping[str, Any], is_fake: bool = False
     ) -> Problem:  # fmt: skip
-        p = problem_of(op, given, state, cu_seqlens, options, False, True, decay_bound, traits_of(named), not is_fake)
+        given, (state, cu_seqlens), bound = arrays[:count], arrays[count : count + 2], named.get("decay_bound")
+        p = problem_of(op, given, state, cu_seqlens, options, False, True, bound, traits_of(named), not is_fake)
         return left_open(resolved(p, given, not is_fake, is_fake), p)
 
-    def backward(
-        dy: Tensor | None, grad_final: Tensor | None, *arguments: Any, decay_bound: float | None = None,
-        wanted: str = "", **named: Any,
-    ) -> Any:  # fmt: skip
-        given, (state, cu_seqlens), options = parts(arguments)
-        if not is_for_kernels(options.backend, given[0]):
-            names = leaves.wanted(arguments, wanted.split())
-            found = leaves.plainly(lambda x: run_plainly(x, named, by_blocks=True), arguments, (dy, grad_final), names)
-            return leaves.in_places(found, names, arguments)
-        saved = arguments[-1]
-        ran = None if cu_seqlens is None or options.is_chosen else _marked(saved)
-        lengths = cu_seqlens if ran is None and not options.is_chosen else None
-        key = f"{name}_bwd", options, decay_bound, wanted, ran, tuple(named.items())
-        bounds = cu_seqlens if cu_seqlens is None else tensors.readable_packing(cu_seqlens)
-        if dy is None:
-            sizes = sizes_of(op, given)
-            dy = given[op.lead].new_zeros([sizes[dim] for dim in op.output])
-        arrays = *given, state, bounds, saved, dy, grad_final
-        known = prepared.latest(key, arrays, op.lead, lengths)
-        if known is None:
-            problem = training_problem(given, state, cu_seqlens, options, decay_bound, named)
-            if ran is not None and problem.leaves_cut_open:
-                problem = problem._replace(backend=ran)
-            if not options.is_chosen:
-                expected = floats(directions.kept(problem))
-                if saved.numel() != expected:
-                    raise RwkvJitError(
-                        f"{name}: the backward takes {expected} numbers of what the forward saved, got {saved.numel()}"
-                    )
-            names = leaves.wanted(arguments, wanted.split())
-            problem = problem._replace(wanted=prepared.wanted(op, [x in names for x in leaves.names], (*given, state)))
-            known = prepared.plan_backward(problem, arrays), names
-            prepared.keep_latest(key, arrays, known, op.lead, lengths)
-        plan, names = known
-        return leaves.in_places(dict(zip(names, plan.run(arrays), strict=True)), names, arguments)
+    def told(arrays: Sequence[Any], options: Sequence[Any]) -> tuple[str | None, Tensor | None]:
+        """Return the algorithm that the forward ran, if it says so; else the bounds by whose lengths it is chosen."""
+        cu_seqlens, saved, is_chosen = arrays[count + 1], arrays[count + 2], Options(*options).is_chosen
+        ran = None if cu_seqlens is None or is_chosen else _marked(saved)
+        return ran, cu_seqlens if ran is None and not is_chosen else None
 
-    def backward_fake(
-        dy: Tensor | None, grad_final: Tensor | None, *arguments: Any, decay_bound: float | None = None,
-        wanted: str = "", **named: Any,
-    ) -> Any:  # fmt: skip
-        return leaves.without_memory(arguments, wanted.split())
+    def gradients(arrays: Values, options: Values, named: Named, names: Sequence[str]) -> Gradients | None:
+        asked, saved = Options(*options), arrays[count + 2]
+        if not is_for_kernels(asked.backend, arrays[0]):
+            return None
+        problem, ran = training_problem(arrays, asked, named), told(arrays, options)[0]
+        if ran is not None and problem.leaves_cut_open:
+            problem = problem._replace(backend=ran)
+        if not asked.is_chosen:
+            expected = floats(directions.kept(problem))
+            if saved.numel() != expected:
+                raise RwkvJitError(
+                    f"{name}: the backward takes {expected} numbers of what the forward saved, got {saved.numel()}"
+                )
+        wants = [x in names for x in leaves.names]
+        return prepared.gradients_of(problem._replace(wanted=prepared.wanted(op, wants, arrays[: count + 1])), by_op)
 
-    def setup(ctx: Any, arguments: Sequence[Any], named: dict[str, Any], results: tuple[Tensor, ...]) -> None:
-        _, final, saved = results
-        ctx.save_for_backward(*arguments[: count + 2], saved)
-        ctx.options, ctx.named = arguments[count + 2 : end], named
-        ctx.has_final_state = bool(arguments[end])
-        ctx.mark_non_differentiable(*([saved] if ctx.has_final_state else [final, saved]))
+    def by_hand(arrays: Values, options: Values, named: Named, names: Sequence[str]) -> dict[str, Tensor]:
+        def run(several: Sequence[Any]) -> Sequence[Tensor]:
+            return run_plainly(several, Options(*options), named, by_blocks=True)
 
-    def differentiate(
-        saved: Sequence[Tensor], options: Sequence[Any], wanted: tuple[str, ...], dy: Tensor | None,
-        grad_final: Tensor | None, **named: Any,
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        """Return the gradients of the inputs and the initial state, by the torch op; None where nobody wants one."""
-        *given, kept = saved
-        grads = run_backward(dy, grad_final, *given, *options, kept, wanted=" ".join(wanted), **named)
-        names = leaves.wanted(given, wanted)
-        return tuple([x if name in names else None for name, x in zip(leaves.names, grads, strict=True)])
-
-    def in_context(ctx: Any, dy: Tensor | None, grad_final: Tensor | None, _: Any) -> tuple[Any, ...]:
-        # A compiled graph passes zeros for a result that has no gradient, here for the empty final state.
-        grad_final = grad_final if ctx.has_final_state else None
-        saved = ctx.saved_tensors
-        wants = ctx.needs_input_grad[2 : count + 3]  # of a Function with two inputs of its own before these
-        wanted = prepared.wanted(op, wants, saved[: count + 1])
-        grads = differentiate(saved, ctx.options, wanted, dy, grad_final, **ctx.named)
-        return (*grads, None, *[None] * (len(ctx.options) + 2))
+        return leaves.plainly(run, arrays[: count + 2], arrays[count + 3 :], names)
 
     def plainly(*arguments: Any, decay_bound: float | None = None, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
         given, _, options = parts(arguments)
         if is_for_kernels(options.backend, given[0]):
             recording.refuse_forward_mode(name)
-        y, final = run_plainly(arguments, named, by_blocks=False)
+        y, final = run_plainly(arguments, options, named, by_blocks=False)
         return y, final if arguments[end] else y.new_empty(0), y.new_empty(0)
 
     def cast(*arguments: Any) -> Sequence[Any]:
         inputs = arguments[:count]
         return *(under_autocast(op, inputs) or inputs), *arguments[count:]
 
-    def differentiate_known(
-        problem: Problem, saved: Sequence[Any], grads: Sequence[Tensor | None]
-    ) -> tuple[Tensor | None, ...]:
+    def by_op(p: Problem, saved: Sequence[Any], grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Return the gradients of the arrays of a prepared call by the torch op."""
-        *given, kept = saved
-        saved = (*given, given[0].new_empty(0) if kept is None else kept)
-        grads = differentiate(saved, options_of(problem), problem.wanted, *grads, **dict(problem.traits))
-        return *grads, None
+        return differentiate(saved, grads, options_of(p), p.wanted, **dict(p.traits))
 
-    record = recording.forward(forward_op, setup, in_context, plainly)
-    record_backward, run_backward = recording.backward(backward_op, name)
-    registry.implement(f"{name}_fwd", forward, forward_fake, record, cast)
-    registry.implement(f"{name}_bwd", backward, backward_fake, record_backward)
-    torch_op = TorchOp(op, forward_op, differentiate_known, refuse, behind)
+    differentiate = differentiable.define(
+        Differentiable(
+            name, leaves, count + 2, 2, forward, forward_fake, plainly, gradients, by_hand, cast, flags=2, lead=op.lead,
+            bounds=count + 1, told=told, present=lambda arguments: (True, bool(arguments[end])),
+        )
+    )  # fmt: skip
+    torch_op = TorchOp(op, registry.find(f"{name}_fwd"), by_op, refuse, behind)
     return torch_op
 
 

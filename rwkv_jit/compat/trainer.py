@@ -89,7 +89,7 @@ def _gradients(
     `wanted` has what they are of, in whose shapes they are.
     """
     names = [*OPS[op].inputs, *(["cu_seqlens"] if op in PACKED else [])]
-    arrays = [*map(grads.get, RESULTS[op]), *map(inputs.get, names)]
+    arrays = [*map(inputs.get, names), *map(grads.get, RESULTS[op])]
     found = registry.find(f"{op}_bwd")(*arrays, eps, kinds, wanted=" ".join(wanted))
     by_name = dict(zip(OPS[op].names, found if isinstance(found, (tuple, list)) else (found,), strict=True))
     return [by_name[name].reshape(x.shape) for name, x in wanted.items()]
@@ -309,7 +309,7 @@ def loss_backward(t: Call) -> Tensor:
         arguments.check_dtype(name, x, (dtype,), logits)
     scale = (grad_loss.reshape(1).to(wide) / _count(aims)).expand(rows.shape[0]).contiguous()
     backward = registry.find("cross_entropy_bwd")
-    grad: Tensor = backward(scale, rows, aims, lse.contiguous(), argmax.contiguous(), _IGNORED, _L2_WRAP)
+    grad: Tensor = backward(rows, aims, lse.contiguous(), argmax.contiguous(), scale, _IGNORED, _L2_WRAP)
     return grad.view(logits.shape)
 
 

@@ -9,7 +9,6 @@ import argparse
 import math
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -21,6 +20,7 @@ from rwkv_jit.desk.inputs import OPS, OURS, UPDATE, USUAL_PHASES, Case, Given, W
 from rwkv_jit.kernels.errors import UnsupportedConfigError
 
 Row = dict[str, Any]
+_BUDGET_MS = 4000.0  # of the rounds of a case
 CPU_NOTE = "CPU reference; not the speed of the kernels."
 METHODS = (
     "Median and quartiles of the GPU's time by CUDA events, in rounds over everyone, with a cold L2 cache, clocks as "
@@ -69,6 +69,10 @@ def measured_rows(
 ) -> list[Row]:
     """Return the rows of everyone in `given`; a backend that cannot do it has one where somebody named it."""
     rows, turns = dict[Who, Row](), dict[Who, Callable[[], float]]()
+
+    def whole(function: inputs.Function) -> Any:
+        return inputs.call_of(function, given, case.phase)()
+
     for who, function in given.functions.items():
         of = errors.get(who, {})
         rows[who] = row_of(case, who) | {"errors": of, "error": max(of.values(), default=None)}
@@ -80,11 +84,10 @@ def measured_rows(
                 rows[who] |= figures.spread(figures.cpu_ms(call))
                 continue
             call()
-            size = sum(x.nbytes for x in (*given.inputs, *given.dys)) - torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-            _ = call() if case.phase == UPDATE else inputs.call_of(function, given, case.phase)()
-            host, size = figures.host_us(call), size + torch.cuda.max_memory_allocated()
-            rows[who] |= {"host_us": host, "peak_mib": size / 2**20}
+            peak = figures.peak_bytes(call if case.phase == UPDATE else partial(whole, function))
+            peak += sum(x.nbytes for x in (*given.inputs, *given.dys))
+            host = figures.host_us([call])
+            rows[who] |= {"host_us": host, "peak_mib": peak / 2**20}
             cache = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
             flush = torch.empty(2 * cache, dtype=torch.uint8, device="cuda")
             turns[who] = partial(figures.gpu_ms, call, min(2 * host + 50, 1e5), flush)
@@ -92,13 +95,10 @@ def measured_rows(
             rows[who] = row_of(case, who, one_line(error))
             if isinstance(error, UnsupportedConfigError) and not is_named:
                 del rows[who]
-    times, started = {who: [turn()] for who, turn in turns.items()}, time.perf_counter()
-    for done in range(21):  # in rounds, so that clocks drift alike for all
-        if done < 8 or time.perf_counter() < started + 4:
-            for who, turn in turns.items():
-                times[who].append(turn())
-    for who, taken in times.items():
-        rows[who] |= figures.spread(taken[2:])
+    for who, times in zip(turns, figures.interleaved(list(turns.values()), _BUDGET_MS), strict=True):
+        rows[who] = (
+            row_of(case, who, one_line(times)) if isinstance(times, Exception) else rows[who] | figures.spread(times)
+        )
     return sorted(rows.values(), key=lambda row: row["skipped"] is not None)
 
 

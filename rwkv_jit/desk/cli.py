@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 from rwkv_jit.kernels.errors import printable
 from rwkv_jit.schedules.build_command import OPS as _BUILT
 from rwkv_jit.schedules.build_command import SWITCHES
-from rwkv_jit.schedules.derived_table import ALL as OPS
 from rwkv_jit.schedules.layers import LEGAL
+from rwkv_jit.schedules.table import ALL as OPS
 
 _DTYPES = ("bf16", "fp16", "fp32")
 _DIGEST = "print the bundle's SHA-256, which `rwkv-jit cache import --digest` checks"

@@ -15,7 +15,7 @@ from rwkv_jit.desk import figures, inputs, terminal, versions
 from rwkv_jit.desk.versions import default_arch, empty_cache
 from rwkv_jit.kernels import identity, kernel
 from rwkv_jit.kernels.errors import NvrtcNotFoundError
-from rwkv_jit.schedules.derived_table import ALL as OPS
+from rwkv_jit.schedules.table import ALL as OPS
 
 HEAD_SIZE, ODD = 64, {"wkv7": 40}  # a usual one, and one that nobody ships
 ERROR_LIMITS = {torch.bfloat16: 8e-3, torch.float32: 5e-6}  # bfloat16 may run on the tensor cores

@@ -265,7 +265,7 @@ def _ops() -> Iterator[Finding]:
     import torch
 
     from rwkv_jit.ahead import warm
-    from rwkv_jit.schedules.derived_table import ALL as OPS
+    from rwkv_jit.schedules.table import ALL as OPS
 
     if not _can_compile():
         return  # the check of the compiler says why

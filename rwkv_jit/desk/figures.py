@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 import timeit
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,7 +17,11 @@ from torch import Tensor
 
 from rwkv_jit.desk import inputs
 from rwkv_jit.desk.inputs import OURS, REFERENCES, UPDATE, Case, Given, Who
-from rwkv_jit.schedules.derived_table import ALL
+from rwkv_jit.schedules.table import ALL
+
+HOST_SECONDS = 0.5  # that runs for the host's time may take
+_LEAST_ROWS, _MOST_ROWS, _MOST_IN_ROW = 9, 500, 50  # of calls; so few in a row wait for no place in the GPU's queue
+WARM_UP_ROUNDS, MOST_ROUNDS, LEAST_ROUNDS = 2, 20, 7
 
 
 def gpu_ms(call: Callable[[], Any], sleep_us: float = 0.0, flush: Tensor | None = None) -> float:
@@ -42,10 +48,65 @@ def cpu_ms(call: Callable[[], Any], runs: int = 7) -> list[float]:
     return [1e3 * seconds for seconds in timeit.repeat(call, number=1, repeat=1 + runs)][1:]
 
 
-def host_us(call: Callable[[], Any], rows: int = 9, row: int = 20) -> float:
-    """Return the microseconds that the host takes for a call among others, in the fastest row of calls."""
-    times = [timeit.timeit(call, torch.cuda.synchronize, number=row) for _ in range(rows)]  # a full queue would wait
-    return 1e6 * min(times) / row
+def host_us(calls: Sequence[Callable[[], Any]], seconds: float = HOST_SECONDS) -> float:
+    """Return the microseconds that the host takes for a call among others, which need not have ended on the GPU.
+
+    Rows of calls, as a model makes them, as many as keep to the `seconds` that there are: the median of the fastest
+    row. A virtual machine has phases in which all that a host does is slower, and they are longer than a row. The first
+    call of a row is left out where there are more: it finds a GPU that sleeps.
+    """
+    started = time.perf_counter()
+    calls[0]()
+    torch.cuda.synchronize()
+    taken = time.perf_counter() - started
+    row = max(1, min(_MOST_IN_ROW, int(seconds / (_LEAST_ROWS * taken))))
+    fastest = math.inf
+    for _ in range(_MOST_ROWS):
+        stamps = [time.perf_counter()]
+        for turn in range(row):
+            calls[turn % len(calls)]()
+            stamps.append(time.perf_counter())
+        torch.cuda.synchronize()  # a full queue would make the host wait
+        times = [1e6 * (after - before) for before, after in pairwise(stamps)][row > 1 :]
+        fastest = min(fastest, statistics.median(times))
+        if time.perf_counter() > started + seconds + taken:
+            break
+    return fastest
+
+
+def interleaved(runs: Sequence[Callable[[], float]], budget_ms: float) -> list[list[float] | Exception]:
+    """Time several things in rounds, one after another, so that clocks drift alike for all.
+
+    Each of `runs` times itself once and returns milliseconds. All rounds shall take `budget_ms`; there are at least
+    LEAST_ROUNDS and at most MOST_ROUNDS. Returns the times of each without those of the warm-up, or what it raised; the
+    others go on without it.
+    """
+    times: list[list[float]] = [[] for _ in runs]
+    raised: dict[int, Exception] = {}
+    rounds, done = WARM_UP_ROUNDS + MOST_ROUNDS, 0
+    while done < rounds:
+        started = time.perf_counter()
+        for index in [index for index in range(len(runs)) if index not in raised]:
+            try:
+                times[index].append(runs[index]())
+            except Exception as error:
+                raised[index] = error
+        done += 1
+        if done == WARM_UP_ROUNDS:
+            round_ms = 1e3 * (time.perf_counter() - started)
+            rounds = WARM_UP_ROUNDS + min(max(int(budget_ms / max(round_ms, 1e-3)), LEAST_ROUNDS), MOST_ROUNDS)
+    return [raised.get(index, taken[WARM_UP_ROUNDS:]) for index, taken in enumerate(times)]
+
+
+def peak_bytes(function: Callable[[], Any]) -> int:
+    """Return the most memory that a call has at once beside what there was."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = function()
+    torch.cuda.synchronize()
+    del result
+    return int(torch.cuda.max_memory_allocated() - before)
 
 
 def spread(times: Sequence[float]) -> dict[str, float]:

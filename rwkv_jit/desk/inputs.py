@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import rwkv_jit
 from rwkv_jit.plain import reference
-from rwkv_jit.schedules.derived_table import ALL
+from rwkv_jit.schedules.table import ALL
 
 Function = Callable[..., Any]
 Who = tuple[str, str]  # and by what: a backend, or what torch has
@@ -84,10 +84,13 @@ def decay_of(op: str) -> str:
     return str(OPTIONS.get(op, {}).get("decay", ALL[op].decay if ALL[op].has_heads else "none"))
 
 
-def make_inputs(op: str, shape: Sequence[int], dtype: torch.dtype, device: str = "cuda") -> list[Tensor]:
+def make_inputs(
+    op: str, shape: Sequence[int], dtype: torch.dtype, device: str = "cuda", key_heads: int | None = None
+) -> list[Tensor]:
     """Return inputs like a model's, in the op's order, all of one dtype, that require gradients.
 
     The shape is B, T, H and the head size, or B, T, H, K, V. The channels of wkv4 and timex are those of all heads.
+    Keys of ops that run others have as many heads as values, or `key_heads`.
     """
     (batch, tokens, heads, size), random = shape[:4], partial(torch.randn, device=device)
     channels, keys = heads * size, (batch, tokens, heads, size)
@@ -97,9 +100,9 @@ def make_inputs(op: str, shape: Sequence[int], dtype: torch.dtype, device: str =
     elif op == "timex":
         several = [random(channels, tokens), random(batch, channels, tokens)]
     elif ALL[op].through is not None:
-        sizes = {"B": batch, "T": tokens, "G": heads, "H": heads, "K": size, "V": shape[-1]}
+        sizes = {"B": batch, "T": tokens, "G": key_heads or heads, "H": heads, "K": size, "V": shape[-1]}
         needed = {name: dims for name, dims in ALL[op].inputs.items() if name not in ALL[op].optional}
-        several = [_like_model(name, random(*(sizes[dim] for dim in dims))) for name, dims in needed.items()]
+        several = [_like_model(op, name, random(*(sizes[dim] for dim in dims))) for name, dims in needed.items()]
     else:
         values = (batch, tokens, heads, shape[-1])
         r, k, v, kk, w = (random(*sizes) for sizes in (keys, keys, values, keys, keys))
@@ -115,11 +118,15 @@ def make_inputs(op: str, shape: Sequence[int], dtype: torch.dtype, device: str =
     return [x.to(dtype).requires_grad_() for x in several]
 
 
-def _like_model(name: str, x: Tensor) -> Tensor:
+def _like_model(op: str, name: str, x: Tensor) -> Tensor:
     """Return an input of ops such as kda, by the name that kernels have for it, of normal numbers."""
     if name in ("beta", "write_gate"):
-        return torch.sigmoid(x)
-    return functional.logsigmoid(x) / 16 if name == "w" else -x.abs() / 16 if name == "a_log" else x * 0.5
+        return torch.exp(x - 4) if op == "ssd" else torch.sigmoid(x)
+    if name == "w":  # of channels, or of heads
+        return -functional.softplus(x - (0.6 if "K" in ALL[op].inputs[name] else 2))
+    if name == "a_log":
+        return -torch.linspace(1, 16, len(x), device=x.device)
+    return x * 0.5 if name in ("r", "k") else x
 
 
 def state_of(op: str, shape: Sequence[int], device: str = "cuda", layout: str = "") -> Tensor:

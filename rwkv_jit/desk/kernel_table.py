@@ -11,8 +11,8 @@ from rwkv_jit.desk import terminal
 from rwkv_jit.kernels import template
 from rwkv_jit.schedules import table
 from rwkv_jit.schedules.build_command import LAYER_OPS
-from rwkv_jit.schedules.derived_table import ALL
 from rwkv_jit.schedules.problem import Op
+from rwkv_jit.schedules.table import ALL
 
 _OF_OPERANDS = {"delta": ("layer_delta_operands",), "diagonal": ("diagonal_operands", "head_steps", "skip_gate")}
 _OF_OTHERS = (

@@ -20,7 +20,7 @@ from rwkv_jit.kernels import template
 from rwkv_jit.kernels.cache import files
 from rwkv_jit.kernels.errors import RwkvJitError
 from rwkv_jit.plain import reference
-from rwkv_jit.schedules.derived_table import ALL as OPS
+from rwkv_jit.schedules.table import ALL as OPS
 
 RUNS, WARM_UP, _OPTIONS = 10, 3, ("shape", "dtype", "phase", "backend")
 

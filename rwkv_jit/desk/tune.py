@@ -23,9 +23,8 @@ from rwkv_jit.kernels import cuda
 from rwkv_jit.kernels.errors import RwkvJitError, UnsupportedConfigError
 from rwkv_jit.kernels.gpu import Gpu
 from rwkv_jit.schedules.common import Candidate, padded
-from rwkv_jit.schedules.derived_table import ALL
 from rwkv_jit.schedules.problem import Problem
-from rwkv_jit.schedules.table import OPS
+from rwkv_jit.schedules.table import ALL, OPS
 
 # As models train, with the decay of `inputs`. What is fastest then serves other dtypes and decays too.
 DTYPE = "bf16"
@@ -215,7 +214,7 @@ class _Kernels:
 
     def _backward(self, geometry: Geometry, saved: Tensor) -> Sequence[Tensor]:
         run: Any = getattr(torch.ops.rwkv_jit, f"{self._op}_bwd")
-        results = run(self._dy, None, *self._inputs, None, None, *self._options(geometry), saved)
+        results = run(*self._inputs, None, None, saved, self._dy, None, *self._options(geometry))
         return cast("Sequence[Tensor]", results[: len(self._inputs)])
 
     def _options(self, geometry: Geometry) -> Options:

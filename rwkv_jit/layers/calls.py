@@ -6,7 +6,7 @@ of a kind: `<name>_fwd` and `<name>_bwd`, or `layer_step` where a call writes in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rwkv_jit.call import differentiable, prepared, recording, registry, sharding, tensors, torch_op
 from rwkv_jit.call import plan as plans
-from rwkv_jit.call import prepared, recording, registry, sharding, tensors, torch_op
+from rwkv_jit.call.differentiable import Differentiable, Named, Values
 from rwkv_jit.call.plan import Plan
 from rwkv_jit.call.prepared import Gradients, Prepared
 from rwkv_jit.kernels import env
@@ -179,7 +180,7 @@ def _checked_call(
         _check_gradient(call)
     else:
         call = _spared(call)
-    if call.lead.is_cuda and call.lead.numel() and tensors.is_eager() and tensors.are_plain(call.tensors):
+    if _is_for_kernels(call) and tensors.is_eager() and tensors.are_plain(call.tensors):
         known = _prepared(call, is_recorded)
         checked = call.tensors if written else call.inputs
         results = prepared.record(known, *checked) if is_recorded else known.run(checked)
@@ -328,35 +329,39 @@ def _prepared(call: Call, is_recorded: bool) -> Prepared:
     behind = 0 if any(x is not None for x in call.written) else len(kind.written)
     if not is_recorded:
         return Prepared(forward, None, behind, bounds)
-    names, results, unused = kind.names, [*call.results], kind.unused(dict(zip(kind.names, call.inputs, strict=True)))
-    pairs = zip(names, call.inputs, strict=True)
-    requiring = [x for x, y in pairs if x in kind.op.names and y is not None and y.requires_grad]
-    wanted = [x for x in requiring if x not in unused]
-    makes, graded = _made_for(kind, wanted), results[: len(results) - len(kind.kept)]
+    unused = kind.unused(dict(zip(kind.names, call.inputs, strict=True)))
+    pairs = zip(kind.op.names, call.inputs, strict=False)
+    wanted = [x for x, y in pairs if y is not None and y.requires_grad and x not in unused]
+    graded = [x for x in call.results if x not in kind.kept]
+    return Prepared(forward, _gradients(call, wanted, graded), behind, bounds)
+
+
+def _gradients(call: Call, wanted: Sequence[str], graded: Sequence[str]) -> Gradients:
+    """Return how a call is differentiated; what a backward takes has gradients of all `graded` results."""
+    kind, names, results = call.kind, call.kind.names, [*call.results]
+    makes, shared = _made_for(kind, wanted), _shared(kind, call.kinds)
     call = call._replace(inputs=(), written=(), lead=call.lead.new_empty(0))  # which holds no memory
 
     def plan(arrays: Sequence[Any]) -> Plan:
-        named = _named(kind, arrays, graded)
+        named = dict(zip((*names, *kind.kept, *(f"grad_{x}" for x in graded)), arrays, strict=True))
         return _plan_of_backward(call._replace(inputs=arrays[: len(names)], lead=arrays[0]), named, makes)
 
-    def by_op(saved: Sequence[Any], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def by_op(saved: Sequence[Any], grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         of_results = dict(zip(graded, grads, strict=True))
         several = [of_results.get(x) for x in kind.results if x not in kind.kept]
-        by_name = _differentiate(kind, several, saved, call.eps, call.kinds, wanted)
-        return [by_name.get(x) for x in names]
+        return _differentiate[kind.name](saved, several, (call.eps, call.kinds), wanted)
 
-    behind_saved = len(names) + len(kind.kept)
-    gradients = Gradients(
+    behind = len(names) + len(kind.kept)
+    return Gradients(
         len(graded), plan, by_op, [names.index(x) for x in makes], len(names),
         needed=[
-            (behind_saved + place, call.results[x], call.dtypes.get(x, call.lead.dtype))
-            for place, x in enumerate(graded) if x not in OPTIONAL
+            (behind + place, call.results[x], call.dtypes.get(x, call.lead.dtype))
+            for place, x in enumerate(graded) if x in call.results and x not in OPTIONAL
         ],
         replaced=[(names.index(x), results.index(y)) for x, y in kind.replaced.items()]
-        + [(names.index(x), None) for x in kind.shared],
-        shared=[(names.index(x), names.index(y), _mixed(call.kinds)) for x, y in kind.shared.items() if x in wanted],
+        + [(names.index(x), None) for x in shared],
+        shared=[(names.index(x), names.index(y), dtype) for x, (y, dtype) in shared.items() if x in wanted],
     )  # fmt: skip
-    return Prepared(forward, gradients, behind, bounds)
 
 
 def _made_for(kind: Kind, wanted: Sequence[str]) -> tuple[str, ...]:
@@ -365,22 +370,9 @@ def _made_for(kind: Kind, wanted: Sequence[str]) -> tuple[str, ...]:
     return tuple(x for x in kind.op.names if x in needed)
 
 
-def _mixed(kinds: Sequence[str]) -> torch.dtype:
-    """Return the dtype of the mixes, which the gradient of what was added to another input has."""
-    return getattr(torch, kinds[0])  # type: ignore[no-any-return]
-
-
-def _or_zeros(call: Call, grads: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """Return the gradients of results: zeros of one that nothing depends on, where kernels need a tensor."""
-    return {
-        x: call.new(x, Tensor.new_zeros) if grad is None and x not in OPTIONAL else grad
-        for x, grad in grads.items() if x not in call.kind.kept
-    }  # fmt: skip
-
-
-def _named(kind: Kind, arrays: Sequence[Any], graded: Iterable[str]) -> dict[str, Any]:
-    """Return the tensors of a backward by their names: inputs, what was kept, and gradients of the results."""
-    return dict(zip((*kind.names, *kind.kept, *(f"grad_{x}" for x in graded)), arrays, strict=True))
+def _shared(kind: Kind, kinds: Sequence[str]) -> dict[str, tuple[str, torch.dtype]]:
+    """Return the inputs whose gradient is that of another, and the dtype of the mixes, which it has."""
+    return {x: (other, getattr(torch, kinds[0])) for x, other in kind.shared.items()}
 
 
 # ---- torch ops ---------------------------------------------------------------------------------------------------
@@ -392,12 +384,13 @@ def define(kind: Kind) -> Kind:
     if kind.backward is None:
         return kind
     name, count, leaves = kind.name, len(kind.names), recording.Leaves(kind.op.names)
-    forward_op, backward_op = registry.find(f"{name}_fwd"), registry.find(f"{name}_bwd")
-    record_backward, run_backward = recording.backward(backward_op, name)
-    with_gradient = [x for x in kind.results if x not in kind.kept]
+    graded = [x for x in kind.results if x not in kind.kept]
 
     def checked(inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> Call:
         return kind.check(inputs, _nothing(kind), *kind.options(eps, kinds))
+
+    def unused(arrays: Sequence[Any]) -> tuple[str, ...]:
+        return kind.unused(dict(zip(kind.names, arrays, strict=False)))
 
     def in_places(names: Sequence[str], results: Sequence[Tensor], lead: Tensor) -> Any:
         """Return results as the op does: an empty one where a call does not have it."""
@@ -411,7 +404,7 @@ def define(kind: Kind) -> Kind:
         found = prepared.latest(key, inputs)
         if found is None:
             call = checked(inputs, eps, kinds) if save else _spared(checked(inputs, eps, kinds))
-            if not (call.lead.is_cuda and call.lead.numel()):
+            if not _is_for_kernels(call):
                 torch_op.say_reference(name, call.lead)
                 with tensors.exactly(call.lead), torch.no_grad():
                     return in_places([*call.made], _in_plain_torch(call), call.lead)
@@ -425,24 +418,9 @@ def define(kind: Kind) -> Kind:
         call = checked(inputs, eps, kinds) if save else _spared(checked(inputs, eps, kinds))
         return in_places([*call.made], [call.new(x) for x in call.made], call.lead)
 
-    def setup(ctx: Any, arguments: Sequence[Any], _: dict[str, Any], results: Any) -> None:
-        *inputs, ctx.eps, ctx.kinds, _save = arguments
-        if kind.kept:
-            by_name = dict(zip(kind.results, results, strict=True))
-            kept = [by_name[x] for x in kind.kept]
-            ctx.mark_non_differentiable(*kept)
-            pairs = zip(kind.names, inputs, strict=True)
-            seen = [by_name[kind.replaced[x]] if x in kind.replaced else y for x, y in pairs]
-            inputs = [*(None if x in kind.shared else y for x, y in zip(kind.names, seen, strict=True)), *kept]
-        ctx.save_for_backward(*inputs)
-
-    def in_context(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        needs = ctx.needs_input_grad[2 : 2 + count]  # two inputs of the Function stand before these
-        seen = ctx.saved_tensors
-        unused = kind.unused(dict(zip(kind.names, seen[:count], strict=True)))
-        wanted = [x for x, is_needed in zip(kind.op.names, needs, strict=False) if is_needed and x not in unused]
-        by_name = _differentiate(kind, grads[: len(with_gradient)], seen, ctx.eps, ctx.kinds, wanted)
-        return *(by_name.get(x) for x in kind.names), None, None, None
+    def seen(inputs: Sequence[Any], results: Sequence[Tensor]) -> list[Any]:
+        replaced = {x: results[kind.results.index(y)] for x, y in kind.replaced.items()} | dict.fromkeys(kind.shared)
+        return [replaced.get(x, y) for x, y in zip(kind.names, inputs, strict=True)]
 
     def plainly(*arguments: Any) -> Any:
         *inputs, eps, kinds, _ = arguments
@@ -451,59 +429,33 @@ def define(kind: Kind) -> Kind:
         call = checked(inputs, eps, kinds)
         return in_places([*call.results], _in_plain_torch(call), call.lead)
 
-    def backward(*arguments: Any, wanted: str = "") -> Any:
-        *arrays, eps, kinds = arguments
-        grads, kept = arrays[: len(with_gradient)], arrays[len(with_gradient) : -count]
-        inputs = arrays[-count:]
-        names = leaves.wanted(inputs, wanted.split())
-        key = f"{name}_bwd", eps, tuple(kinds), wanted
-        found = prepared.latest(key, arrays, len(arrays) - count)
-        if found is None:
-            call = checked(inputs, eps, kinds)
-            used = [x for x in names if x not in kind.unused(dict(zip(kind.names, inputs, strict=True)))]
-            of_results = _or_zeros(call, {x: y for x, y in zip(with_gradient, grads, strict=True) if x in call.results})
-            if not (call.lead.is_cuda and call.lead.numel()):
-                torch_op.say_reference(name, call.lead)
-                several = [of_results.get(x) for x in call.results]
-                found = leaves.plainly(
-                    lambda arrays: _in_plain_torch(call._replace(inputs=arrays)), call.inputs, several, used
-                )
-                return leaves.in_places(found, names, inputs)
-            makes = _made_for(kind, used)
-            found = call._replace(inputs=(), lead=call.lead.new_empty(0)), used, makes
-            prepared.keep_latest(key, arrays, found, len(arrays) - count)
-        call, used, makes = found
-        call = call._replace(inputs=inputs, lead=inputs[0])
-        of_results = _or_zeros(call, {x: y for x, y in zip(with_gradient, grads, strict=True) if x in call.results})
-        tensors_by_name = _named(kind, [*inputs, *kept, *of_results.values()], of_results)
-        results = _plan_of_backward(call, tensors_by_name, makes).run(list(tensors_by_name.values()))
-        return leaves.in_places(dict(zip(makes, results, strict=True)), names, inputs)
+    def gradients(arrays: Values, options: Values, _: Named, names: Sequence[str]) -> Gradients | None:
+        call, in_vain = checked(arrays[:count], *options), unused(arrays)
+        return _gradients(call, [x for x in names if x not in in_vain], graded) if _is_for_kernels(call) else None
 
-    def backward_fake(*arguments: Any, wanted: str = "") -> Any:
-        *arrays, _, _ = arguments
-        return leaves.without_memory(arrays[-count:], wanted.split())
+    def by_hand(arrays: Values, options: Values, _: Named, names: Sequence[str]) -> dict[str, Tensor]:
+        call, in_vain = checked(arrays[:count], *options), unused(arrays)
+        torch_op.say_reference(name, call.lead)
+        grads = dict(zip(graded, arrays[count + len(kind.kept) :], strict=True))
+        return leaves.plainly(
+            lambda inputs: _in_plain_torch(call._replace(inputs=inputs)), call.inputs,
+            [grads.get(x) for x in call.results], [x for x in names if x not in in_vain],
+        )  # fmt: skip
 
-    registry.implement(f"{name}_fwd", forward, forward_fake, recording.forward(forward_op, setup, in_context, plainly))
-    registry.implement(f"{name}_bwd", backward, backward_fake, record_backward)
-    _run_backward[name] = run_backward
+    _differentiate[name] = differentiable.define(
+        Differentiable(
+            name, leaves, count, len(graded), forward, forward_fake, plainly, gradients, by_hand, unused=unused,
+            seen=seen, shared=lambda options: _shared(kind, options[1]),
+        )
+    )  # fmt: skip
     return kind
 
 
-_run_backward: dict[str, Callable[..., Any]] = {}
+_differentiate: dict[str, Callable[..., list[Tensor | None]]] = {}  # by the name of the op, as `differentiable.define`
 
 
-def _differentiate(
-    kind: Kind, grads: Sequence[Tensor | None], seen: Sequence[Any], eps: float, kinds: Sequence[str],
-    wanted: Sequence[str],
-) -> dict[str, Tensor]:  # fmt: skip
-    """Return the gradients of the inputs by their names, by the torch op."""
-    makes, count = _made_for(kind, wanted), len(kind.names)
-    several = _run_backward[kind.name](*grads, *seen[count:], *seen[:count], eps, kinds, wanted=" ".join(makes))
-    by_name = {x: grad for x, grad in zip(kind.op.names, several, strict=True) if x in makes}
-    for x, other in kind.shared.items():
-        if x in wanted:
-            by_name[x] = by_name[other].to(_mixed(kinds))
-    return {x: grad for x, grad in by_name.items() if x in wanted}
+def _is_for_kernels(call: Call) -> bool:
+    return bool(call.lead.is_cuda and call.lead.numel())
 
 
 def _step(

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from rwkv_jit.call import checks, recording, registry, sharding, tensors, torch_op
+from rwkv_jit.call import checks, differentiable, recording, registry, sharding, tensors, torch_op
 from rwkv_jit.call import plan as plans
+from rwkv_jit.call.differentiable import Differentiable, Named, Values
 from rwkv_jit.call.plan import Plan
 from rwkv_jit.call.tensors import Array
 from rwkv_jit.kernels.errors import brief, unexpected
@@ -437,26 +438,10 @@ def _forward_fake(
     return _empty_losses(logits, l2_wrap)
 
 
-def _keep(ctx: Any, arguments: Sequence[Any], named: dict[str, Any], results: Sequence[Tensor]) -> None:
-    logits, targets, ctx.ignore_index, ctx.l2_wrap, _ = arguments
-    lse, argmax = results[1:]
-    ctx.mark_non_differentiable(lse, argmax)
-    ctx.save_for_backward(logits, targets, lse, argmax)
-
-
-def _in_context(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
-    return *_run_backward(grad, *ctx.saved_tensors, ctx.ignore_index, ctx.l2_wrap), None, None, None, None
-
-
-def _backward(
-    grad: Tensor, logits: Tensor, targets: Tensor, lse: Tensor, argmax: Tensor, ignore_index: int, l2_wrap: float
-) -> Tensor:
+def _by_hand(arrays: Values, options: Values, _: Named, names: Sequence[str]) -> dict[str, Tensor]:
+    (logits, targets, lse, argmax, grad), (ignore_index, l2_wrap) = arrays, options
     with tensors.exactly(logits), torch.no_grad():
-        return _gradient(grad, logits, targets, lse, argmax, ignore_index, l2_wrap, in_place=False)
-
-
-def _backward_fake(grad: Tensor, logits: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+        return {"logits": _gradient(grad, logits, targets, lse, argmax, ignore_index, l2_wrap, in_place=False)}
 
 
 # ---- the torch ops of linear_cross_entropy -----------------------------------------------------------------------
@@ -549,15 +534,15 @@ def _linear_in_context(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
             )
     if torch.is_grad_enabled():  # what was made in the forward would be a constant to a second derivative
         grad = grad.detach().requires_grad_()
-    made = _run_linear_backward(grad, *ctx.saved_tensors)
+    made = _run_linear_backward(*ctx.saved_tensors, grad)
     return *(x if is_made else None for x, is_made in zip(made, ctx.wanted, strict=True)), *(None,) * 8
 
 
 def _linear_backward(
-    grad: Tensor, of_hidden: Tensor, of_weight: Tensor, of_bias: Tensor
+    of_hidden: Tensor, of_weight: Tensor, of_bias: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradients of the sum times that of the sum, all in the dtype of hidden."""
-    made = _linear_backward_fake(grad, of_hidden, of_weight, of_bias)
+    made = _linear_backward_fake(of_hidden, of_weight, of_bias, grad)
     with torch.no_grad():
         for x, target in zip((of_hidden, of_weight, of_bias), made, strict=True):
             torch.mul(x, grad, out=target)
@@ -565,7 +550,7 @@ def _linear_backward(
 
 
 def _linear_backward_fake(
-    grad: Tensor, of_hidden: Tensor, of_weight: Tensor, of_bias: Tensor
+    of_hidden: Tensor, of_weight: Tensor, of_bias: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = of_hidden.dtype
     return torch.empty_like(of_hidden), torch.empty_like(of_weight, dtype=dtype), torch.empty_like(of_bias, dtype=dtype)
@@ -579,15 +564,15 @@ def _refuse_forward_mode(name: str) -> Any:
 
 
 _INSTEAD = "torch.nn.functional.cross_entropy"
-for _name, _run, _fake, _setup, _gradients in (
-    ("cross_entropy", _forward, _forward_fake, _keep, _in_context),
-    ("linear_cross_entropy", _linear_forward, _linear_forward_fake, _keep_gradients, _linear_in_context),
-):
-    _op = registry.find(f"{_name}_fwd")
-    _record = recording.forward(_op, _setup, _gradients, _refuse_forward_mode(_name))
-    registry.implement(f"{_name}_fwd", _run, _fake, _record)
-_record, _run_backward = recording.backward(registry.find("cross_entropy_bwd"), "cross_entropy", _INSTEAD)
-registry.implement("cross_entropy_bwd", _backward, _backward_fake, _record)
+differentiable.define(
+    Differentiable(
+        "cross_entropy", recording.Leaves(("logits",)), 2, 1, _forward, _forward_fake,
+        _refuse_forward_mode("cross_entropy"), lambda *_: None, _by_hand, instead=_INSTEAD,
+    )
+)  # fmt: skip
+_op = registry.find("linear_cross_entropy_fwd")
+_record = recording.forward(_op, _keep_gradients, _linear_in_context, _refuse_forward_mode("linear_cross_entropy"))
+registry.implement("linear_cross_entropy_fwd", _linear_forward, _linear_forward_fake, _record)
 _record, _run_linear_backward = recording.backward(
     registry.find("linear_cross_entropy_bwd"), "linear_cross_entropy", _INSTEAD
 )

@@ -12,8 +12,8 @@ from rwkv_jit.call.tensors import Array
 from rwkv_jit.call.torch_op import TorchOp
 from rwkv_jit.plain.operands import operands
 from rwkv_jit.plain.reference import wkv7_ref
-from rwkv_jit.schedules.derived_table import OPS
 from rwkv_jit.schedules.legal import BetaMap
+from rwkv_jit.schedules.table import DERIVED as OPS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -15,7 +15,7 @@ from rwkv_jit.call.tensors import Array
 from rwkv_jit.ops import wide_keys
 from rwkv_jit.plain.operands import behind, operands
 from rwkv_jit.plain.reference import gla_ref
-from rwkv_jit.schedules.derived_table import OPS
+from rwkv_jit.schedules.table import DERIVED as OPS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from itertools import compress
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
 
-from rwkv_jit.call import checks, prepared, recording, registry, sharding, switches, tensors, torch_op
+from rwkv_jit.call import checks, differentiable, prepared, recording, registry, sharding, switches, tensors, torch_op
 from rwkv_jit.call import plan as plans
+from rwkv_jit.call.differentiable import Differentiable, Named, Values
 from rwkv_jit.call.plan import Plan
+from rwkv_jit.call.prepared import Arrays, Gradients, Prepared
 from rwkv_jit.call.tensors import Array
 from rwkv_jit.kernels.errors import UnsupportedConfigError, unexpected
-from rwkv_jit.kernels.signatures import forget_with
 from rwkv_jit.plain.reference import timex_ref
 from rwkv_jit.schedules import directions, timex_tiles, timex_transforms
 from rwkv_jit.schedules.legal import TimexBackend
@@ -61,12 +63,15 @@ def _fft_forward(w: Tensor, k: Tensor, eps: float) -> Tensor:
     return (_signal(_spectrum(w.flip(-1)) * _spectrum(k), k.shape[-1]) + eps).to(k.dtype)
 
 
-def _fft_backward(g: Tensor, w: Tensor, k: Tensor, want_w: bool, want_k: bool) -> tuple[Tensor | None, Tensor | None]:
+def _fft_backward(g: Tensor, w: Tensor, k: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
     if k.numel() == 0:
-        return torch.zeros_like(w) if want_w else None, torch.zeros_like(k) if want_k else None
-    of_g, tokens = _spectrum(g), k.shape[-1]
-    gw = _signal((of_g * _mirrored(k)).sum(0), tokens).flip(-1).to(w.dtype) if want_w else None
-    return gw, _signal(of_g * _mirrored(w.flip(-1)), tokens).to(k.dtype) if want_k else None
+        return {}
+    of_g, tokens, found = _spectrum(g), k.shape[-1], dict[str, Tensor]()
+    if "w" in names:
+        found["w"] = _signal((of_g * _mirrored(k)).sum(0), tokens).flip(-1).to(w.dtype)
+    if "k" in names:
+        found["k"] = _signal(of_g * _mirrored(w.flip(-1)), tokens).to(k.dtype)
+    return found
 
 
 # ---- plain torch -------------------------------------------------------------------------------------------------
@@ -80,34 +85,30 @@ def _in_order(x: Tensor) -> Tensor:
     return x.reshape(-1).view(x.shape)
 
 
-def _reference_backward(
-    g: Tensor, w: Tensor, k: Tensor, want_w: bool, want_k: bool
-) -> tuple[Tensor | None, Tensor | None]:
+def _reference_backward(g: Tensor, w: Tensor, k: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
     """Return the gradients as convolutions: of g backwards in time, and of k with g as the filter of each row."""
-    wide = torch.promote_types(torch.promote_types(w.dtype, k.dtype), torch.float32)
-    gw = gk = None
-    if want_w:
+    wide, found = torch.promote_types(torch.promote_types(w.dtype, k.dtype), torch.float32), dict[str, Tensor]()
+    if "w" in names:
         flat = (k.shape[0] * k.shape[1], k.shape[2])
         rows = timex_ref(g.to(wide).reshape(flat), k.to(wide).reshape(1, *flat))
-        gw = rows.view(k.shape).sum(0).to(w.dtype)
-    if want_k:
-        gk = timex_ref(w.to(wide), g.to(wide).flip(-1)).flip(-1).to(k.dtype)
-    return gw, gk
+        found["w"] = rows.view(k.shape).sum(0).to(w.dtype)
+    if "k" in names:
+        found["k"] = timex_ref(w.to(wide), g.to(wide).flip(-1)).flip(-1).to(k.dtype)
+    return found
 
 
 # ---- calls that kernels run --------------------------------------------------------------------------------------
 
 
-def _vectors(*arrays: Tensor) -> tuple[int, ...]:
+def _vectors(*arrays: Any) -> tuple[int, ...]:
     """Return how many tokens of each [.., T] tensor a thread can read at once: 4, 2 or 1."""
-    return tuple(map(_vector, arrays))
-
-
-def _vector(x: Tensor) -> int:
-    *others, step = x.stride()
-    if step != 1:  # a copy is read, or one token
-        return math.gcd(4, x.shape[-1])
-    return math.gcd(4, x.shape[-1], *others, x.data_ptr() // x.element_size())
+    several = []
+    for x in arrays:
+        *others, step = x.stride()
+        # Where tokens have gaps, a copy is read, or there is one token.
+        more = () if step != 1 else (*others, x.data_ptr() // x.element_size())
+        several.append(math.gcd(4, x.shape[-1], *more))
+    return tuple(several)
 
 
 def _problem(backend: str, w: Tensor, k: Tensor, eps: float = 0.0, wanted: tuple[str, ...] = ()) -> Problem:
@@ -119,76 +120,52 @@ def _problem(backend: str, w: Tensor, k: Tensor, eps: float = 0.0, wanted: tuple
     )  # fmt: skip
 
 
-class _Backward(NamedTuple):
-    plan: Plan
-    vectors: tuple[int, ...]
-    are_alike: Callable[..., bool]
+class _Plans:
+    """The plans of a direction of a call, one for each of the vectors that the addresses of tensors allow."""
 
+    def __init__(self, p: Problem, plan: Callable[[Problem, Arrays], Plan]):
+        self.problem, self._plan = p, plan
+        self._by_vectors: dict[tuple[int, ...], Plan] = {}
 
-def _find_backward(p: Problem, g: Tensor, w: Tensor, k: Tensor) -> Plan:
-    key = "timex", p.is_batch_invariant, p.backend, p.wanted, p.vectors, tensors.signature((w, k, g))
-    return plans.find(key, lambda: Plan(directions.backward(p), p, {"w": w, "k": k, "dy": g}))
-
-
-class _Known:
-    """A checked call, with the backends of both directions: of the `backward` None where there is none."""
-
-    def __init__(self, problem: Problem, backward: str | None):
-        self.backward = backward
-        self._problem = problem
-        self._forwards: dict[tuple[int, ...], Plan] = {}
-        self._latest: _Backward | None = None
-        forget_with(self)
-
-    def forget(self) -> None:
-        """Drop what was prepared; a graph may hold this call after a fork."""
-        self._forwards.clear()
-        self._latest = None
-
-    def run(self, w: Tensor, k: Tensor) -> Tensor:
-        vectors = _vectors(w, k)
-        plan = self._forwards.get(vectors)
+    def run(self, arrays: Arrays) -> list[Tensor]:
+        vectors = _vectors(*arrays)
+        plan = self._by_vectors.get(vectors)
         if plan is None:
-            plan = self._forwards[vectors] = self._prepare(w, k, vectors)
-        return plan.run((w, k))[0]
+            plan = self._by_vectors[vectors] = self._plan(self.problem._replace(vectors=vectors), arrays)
+        return plan.run(arrays)
 
-    def _prepare(self, w: Tensor, k: Tensor, vectors: tuple[int, ...]) -> Plan:
-        """Prepare the forward; the kernels of a backward whose gradient lies in memory as k does compile beside it."""
-        problem = self._problem._replace(vectors=vectors)
+
+def _prepared(p: Problem, backward: str | None) -> Prepared:
+    """Return a checked call, with the `backward` of this backend if there is one.
+
+    The kernels of a backward whose gradient lies in memory as k does compile beside the forward.
+    """
+
+    def plan(p: Problem, arrays: Arrays) -> Plan:
         soon = []
-        if self.backward in _OWN:
-            later = problem._replace(backend=self.backward, vectors=(*vectors, vectors[1]))
+        if backward in _OWN:
+            later = p._replace(backend=backward, vectors=(*p.vectors, p.vectors[1]))
             soon = directions.backward(later).requests(later.gpu)
-        return Plan(directions.forward(problem), problem, {"w": w, "k": k}, soon=soon)
+        return Plan(directions.forward(p), p, dict(zip(_OP.names, arrays, strict=True)), soon=soon)
 
-    def record(self, arrays: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Run the forward; return the output, and what the backward takes."""
-        return (self.run(*arrays),), arrays
-
-    def differentiate(self, saved: Sequence[Any], grads: Sequence[Any]) -> Sequence[Tensor | None]:
-        assert self.backward is not None
-        (w, k), (g,) = saved, grads
-        latest = self._latest
-        if latest is not None and not latest.are_alike(w, k, g):
-            latest = None
-        if latest is None and not tensors.are_own((w, k, g)):
-            return self.differentiate_by_op(saved, grads)
-        vectors = _vectors(w, k, g)
-        if latest is None or latest.vectors != vectors:
-            problem = self._problem._replace(backend=self.backward, vectors=vectors)
-            plan = _find_backward(problem, g, w, k)
-            latest = self._latest = _Backward(plan, vectors, tensors.likeness((w, k, g)))
-        made = latest.plan.run((w, k, g))
-        return made if len(made) == 2 else (*made, None) if "w" in self._problem.wanted else (None, *made)
-
-    def differentiate_by_op(self, saved: Sequence[Any], grads: Sequence[Any]) -> Sequence[Tensor | None]:
-        assert self.backward is not None
-        (w, k), (g,) = saved, grads
-        return _gradients(g, w, k, self.backward, "w" in self._problem.wanted, "k" in self._problem.wanted)
+    gradients = _gradients(p._replace(backend=backward)) if backward and p.wanted else None
+    return Prepared(cast("Plan", _Plans(p, plan)), gradients)
 
 
-def _wanted(want_w: bool, want_k: bool) -> tuple[str, ...]:
-    return tuple([name for name, is_wanted in (("w", want_w), ("k", want_k)) if is_wanted])
+def _gradients(p: Problem) -> Gradients:
+    """Return how a call is differentiated by the kernels of a problem, for what is wanted."""
+
+    def by_op(saved: Arrays, grads: Arrays) -> Sequence[Tensor | None]:
+        return _differentiate(saved, grads, (p.eps, p.backend), p.wanted)
+
+    places = [_OP.names.index(x) for x in p.wanted]
+    return Gradients(1, lambda _: cast("Plan", _Plans(p, _plan_backward)), by_op, places, len(_OP.names))
+
+
+def _plan_backward(p: Problem, arrays: Arrays) -> Plan:
+    key = "timex", p.is_batch_invariant, p.backend, p.wanted, p.vectors, tensors.signature(arrays)
+    named = dict(zip((*_OP.names, "dy"), arrays, strict=True))
+    return plans.find(key, lambda: Plan(directions.backward(p), p, named))
 
 
 # ---- the torch op ------------------------------------------------------------------------------------------------
@@ -200,11 +177,11 @@ def _forward(w: Tensor, k: Tensor, eps: float, backend: str, save: bool) -> Tens
     backend = _taken(backend, w, k, "forward")
     if backend in _OWN and k.numel():
         key = "timex_fwd", eps, backend, backward, switches.is_batch_invariant()
-        known = prepared.latest(key, (w, k), _OP.lead)
+        known: Prepared | None = prepared.latest(key, (w, k), _OP.lead)
         if known is None:
-            known = _Known(_problem(backend, w, k, eps), backward)
+            known = _prepared(_problem(backend, w, k, eps), backward)
             prepared.keep_latest(key, (w, k), known, _OP.lead)
-        return known.run(w, k)  # type: ignore[no-any-return]
+        return known.run((w, k))[0]
     if backend == "fft" or backend in _OWN:  # where there is nothing to compute, these do the same
         with tensors.exactly(k):
             return _fft_forward(w, k, eps)
@@ -217,36 +194,8 @@ def _plainly(w: Tensor, k: Tensor, eps: float) -> Tensor:
         return _in_order(timex_ref(w, k, eps))
 
 
-def _backward(g: Tensor, w: Tensor, k: Tensor, backend: str, want_w: bool, want_k: bool) -> tuple[Tensor, Tensor]:
-    backend = _taken(backend, w, k, "backward")
-    gw: Tensor | None = None
-    gk: Tensor | None = None
-    if backend in _OWN and k.numel():
-        wanted = _wanted(want_w, want_k)
-        if wanted:
-            problem = _problem(backend, w, k, wanted=wanted)._replace(vectors=_vectors(w, k, g))
-            grads = iter(_find_backward(problem, g, w, k).run((w, k, g)))
-            gw, gk = next(grads) if want_w else None, next(grads) if want_k else None
-    else:
-        differentiate = _reference_backward if backend == "reference" else _fft_backward
-        with tensors.exactly(k):
-            gw, gk = differentiate(g, w, k, want_w, want_k)
-    return w.new_empty(0) if gw is None else _in_order(gw), k.new_empty(0) if gk is None else _in_order(gk)
-
-
 def _forward_fake(w: Tensor, k: Tensor, eps: float, backend: str, save: bool) -> Tensor:
     return torch.empty_like(k, memory_format=torch.contiguous_format)
-
-
-def _backward_fake(g: Tensor, w: Tensor, k: Tensor, backend: str, want_w: bool, want_k: bool) -> tuple[Tensor, Tensor]:
-    def like(x: Tensor, wanted: bool) -> Tensor:
-        return torch.empty_like(x, memory_format=torch.contiguous_format) if wanted else x.new_empty(0)
-
-    return like(w, want_w), like(k, want_k)
-
-
-_forward_op, _backward_op = registry.find("timex_fwd"), registry.find("timex_bwd")
-_record_backward, _differentiate = recording.backward(_backward_op, "timex")
 
 
 def _in_forward_mode(w: Tensor, k: Tensor, eps: float, backend: str, save: bool) -> Tensor:
@@ -255,37 +204,26 @@ def _in_forward_mode(w: Tensor, k: Tensor, eps: float, backend: str, save: bool)
     return _plainly(w, k, eps)
 
 
-def _keep(ctx: Any, w: Tensor, k: Tensor, backward: str) -> None:
-    ctx.save_for_backward(w, k)
-    ctx.backend = backward
+def _gradients_of_op(arrays: Values, options: Values, _: Named, names: Sequence[str]) -> Gradients | None:
+    (w, k, _g), (eps, backend) = arrays, options
+    backend = _taken(backend, w, k, "backward")
+    return _gradients(_problem(backend, w, k, eps, tuple(names))) if backend in _OWN and k.numel() else None
 
 
-def _gradients(
-    g: Tensor, w: Tensor, k: Tensor, backend: str, want_w: bool, want_k: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    gw, gk = _differentiate(g, w, k, backend, want_w, want_k)
-    return gw if want_w else None, gk if want_k else None
+def _by_hand(arrays: Values, options: Values, _: Named, names: Sequence[str]) -> dict[str, Tensor]:
+    (w, k, g), (_eps, backend) = arrays, options
+    is_plain = _taken(backend, w, k, "backward") == "reference"
+    with tensors.exactly(k):
+        found = (_reference_backward if is_plain else _fft_backward)(g, w, k, names)
+        return {x: _in_order(y) for x, y in found.items()}
 
 
-def _in_context(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-    w, k = ctx.saved_tensors
-    want_w, want_k = ctx.needs_input_grad[2:4]  # of a Function with two inputs of its own before these
-    return *_gradients(g, w, k, ctx.backend, want_w, want_k), None, None, None
-
-
-registry.implement(
-    "timex_fwd",
-    _forward,
-    _forward_fake,
-    recording.forward(
-        _forward_op,
-        setup=lambda ctx, arguments, _, out: _keep(ctx, arguments[0], arguments[1], arguments[3]),
-        backward=_in_context,
-        plainly=_in_forward_mode,
-    ),
-    lambda w, k, *rest: (*(torch_op.under_autocast(_OP, (w, k)) or (w, k)), *rest),
-)
-registry.implement("timex_bwd", _backward, _backward_fake, _record_backward)
+_differentiate = differentiable.define(
+    Differentiable(
+        "timex", recording.Leaves(_OP.names), 2, 1, _forward, _forward_fake, _in_forward_mode, _gradients_of_op,
+        _by_hand, lambda w, k, *rest: (*(torch_op.under_autocast(_OP, (w, k)) or (w, k)), *rest), lead=_OP.lead,
+    )
+)  # fmt: skip
 
 
 # ---- the public call ---------------------------------------------------------------------------------------------
@@ -405,7 +343,7 @@ def timex(w: Array, k: Array, eps: float = 0.0, backend: TimexBackend = "auto", 
     if _unknown:
         raise unexpected("timex", next(iter(_unknown)))
     key = ("timex", eps, backend, switches.is_batch_invariant(), torch.is_grad_enabled())
-    known: _Known | None = prepared.latest(key, (w, k), _OP.lead) if tensors.is_eager() else None
+    known: Prepared | None = prepared.latest(key, (w, k), _OP.lead) if tensors.is_eager() else None
     if known is None:
         if sharding.any_distributed((w, k)):
             of_w, of_k = map(sharding.roles, _OP.inputs.values())
@@ -422,10 +360,12 @@ def timex(w: Array, k: Array, eps: float = 0.0, backend: TimexBackend = "auto", 
         if tensors.is_eager() and tensors.are_plain((w, k)) and k.is_cuda and k.numel():
             forward, backward = (_taken(backend, w, k, direction) for direction in ("forward", "backward"))
             if _OWN.keys() >= {forward, backward}:
-                wanted = _wanted(w.requires_grad, k.requires_grad) if torch.is_grad_enabled() else ()
-                known = _Known(_problem(forward, w, k, float(eps), wanted), backward if wanted else None)
+                wants = [torch.is_grad_enabled() and x.requires_grad for x in (w, k)]
+                wanted = tuple(compress(_OP.names, wants))
+                problem = _problem(forward, w, k, float(eps), wanted)
+                known = _prepared(problem, backward if wanted else None)
                 if w is arrays[0] and k is arrays[1]:
                     prepared.keep_latest(key, arrays, known, _OP.lead)
     if known is None:
-        return _forward_op(w, k, float(eps), backend, False)  # type: ignore[no-any-return]
-    return known.run(w, k) if known.backward is None else prepared.record(known, w, k)[0]  # type: ignore[arg-type]
+        return registry.find("timex_fwd")(w, k, float(eps), backend, False)  # type: ignore[no-any-return]
+    return prepared.record(known, w, k)[0] if known.is_recorded else known.run((w, k))[0]  # type: ignore[arg-type]

@@ -70,8 +70,7 @@ class Call(NamedTuple):
         run, names = registry.find(f"{self.op.name}_bwd"), (*self.op.names, STATE)
         if not wanted:
             return [None] * len(names)
-        *given, kept = saved
-        made = run(dy, grad_final, *given, *options, kept, wanted=" ".join(wanted))
+        made = run(*saved, dy, grad_final, *options, wanted=" ".join(wanted))
         return [x if name in wanted else None for name, x in zip(names, made, strict=True)]
 
     def states(self, inputs: Sequence[Tensor], sequences: int, rows: int | None = None) -> Tensor:

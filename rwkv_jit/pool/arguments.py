@@ -70,18 +70,24 @@ def _has_tangent(x: Tensor) -> bool:
 
 def check_pool(op: Op, state: Tensor, of_slot: tuple[int, ...], lead: Tensor, wide: bool) -> None:
     """Check a pool whose slots have this shape."""
-    if state.dim() != 4 or tuple(state.shape[1:]) != of_slot:
+    if state.dim() != 1 + len(of_slot) or tuple(state.shape[1:]) != of_slot:
         raise ValueError(f"state: expected shape [slots, {', '.join(map(str, of_slot))}], got {list(state.shape)}")
     checks.check_state(op, "state", state, [tuple(state.shape)], lead, wide)
-    check_memory("state", state)
+    check_memory("state", state, may_have_gaps=not op.has_heads)
 
 
-def check_memory(name: str, pool: Tensor) -> None:
-    """Check where the slots of a pool lie."""
-    if pool.numel() and not pool[0].is_contiguous():
+def check_memory(name: str, pool: Tensor, may_have_gaps: bool = False) -> None:
+    """Check where the slots of a pool lie, and that no two numbers lie in one place."""
+    if pool.numel() and not may_have_gaps and not pool[0].is_contiguous():
         raise ValueError(f"{name}: expected slots without gaps, got strides {pool.stride()} of {list(pool.shape)}")
-    if pool.shape[0] > 1 and pool.stride(0) < pool[0].numel():
-        raise ValueError(f"{name}: expected slots that do not overlap, got strides {pool.stride()}")
+    # What dimensions before these reach. Nothing that a compiler traces is sorted.
+    dims, end = [(pool.stride(0), pool.shape[0])], pool[0].numel() if pool.numel() else 0
+    if may_have_gaps:
+        dims, end = sorted(zip(pool.stride(), pool.shape, strict=True)), 1
+    for stride, size in dims:
+        if size > 1 and stride < end:
+            raise ValueError(f"{name}: expected slots that do not overlap, got strides {pool.stride()}")
+        end += stride * (size - 1)
 
 
 def check_dtype(name: str, x: Tensor, dtypes: Sequence[torch.dtype], lead: Tensor) -> None:
@@ -199,10 +205,11 @@ def check_slots(
             raise ValueError(f"{lead}: expected slots that no other row writes, got {slot} of rows {row} and {writer}")
 
 
-def w0(given: Any, heads: int, head_size: int, lead: Tensor) -> Tensor | None:
+def w0(given: Any, sizes: Mapping[str, int], lead: Tensor) -> Tensor | None:
     """Return what is added to w before its map."""
     if given is None:
         return None
+    heads, head_size = sizes["H"], sizes["K"]
     x = tensors.from_any("w0", given)
     if tuple(x.shape) not in ((heads, head_size), (heads * head_size,)):
         raise ValueError(f"w0: expected shape [{heads}, {head_size}] or [{heads * head_size}], got {list(x.shape)}")

@@ -18,8 +18,8 @@ from rwkv_jit.call.tensors import Memory
 from rwkv_jit.kernels import env
 from rwkv_jit.pool import arguments
 from rwkv_jit.pool.ring import ReplayRing
-from rwkv_jit.schedules.derived_table import ALL
 from rwkv_jit.schedules.problem import Op, Problem
+from rwkv_jit.schedules.table import ALL
 from rwkv_jit.schedules.update import Pool
 
 RING = ("cursors", "arrivals", "entry_d", "entry_b", "entry_k", "entry_v", "entry_u")  # as `ReplayRing.fields`
@@ -38,7 +38,6 @@ class Kind(NamedTuple):
     check: Callable[..., Step]  # of the op, the name, the pool, the inputs, the options, and the ring if there is one
     plan: Callable[[Any], Plan]  # of a `Step`
     has_tokens: bool = True  # the inputs are those of the op
-    lists_inputs: bool = True  # to the torch op, which else has them one by one
     given: Callable[[Any], tuple[Any, ...]] | None = None  # what the torch op takes of a step with a ring
 
 
@@ -64,8 +63,7 @@ class Step(NamedTuple):
         """Return what the torch op takes behind the op's name, but for switches."""
         if self.kind.given is not None:
             return self.kind.given(self)
-        inputs = (self.inputs,) if self.kind.lists_inputs else self.inputs
-        return (self.state, self.y, *inputs, *self.values)
+        return (self.state, self.y, self.inputs, *self.values)
 
     @property
     def tensors(self) -> list[Tensor | None]:
@@ -76,7 +74,9 @@ class Step(NamedTuple):
     def tensors_by_name(self) -> dict[str, Tensor | None]:
         """Return these as plans bind them."""
         names = (*self.op.names, "state", *self.kind.tensors, "y", *(RING if self.ring else ()))
-        return {**dict(zip(names, self.tensors, strict=True)), "state": one_slot(self.state)}
+        # Kernels take the address of the pool: of its first number, which is never copied.
+        first = self.state[(slice(1),) * self.state.dim()]
+        return {**dict(zip(names, self.tensors, strict=True)), "state": first}
 
     @property
     def options(self) -> tuple[Any, ...]:
@@ -86,7 +86,7 @@ class Step(NamedTuple):
     @property
     def rows(self) -> int:
         """Return how many rows there are; without inputs and indices, slots."""
-        several = (*self.inputs[:1], self.named["state_indices"], self.state)
+        several = (*self.inputs[self.op.lead :][:1], self.named["state_indices"], self.state)
         return len(next(x for x in several if x is not None))
 
     @property
@@ -145,7 +145,7 @@ def call(
         )  # fmt: skip
     except (AttributeError, RuntimeError):  # no dense tensor, or no ring
         return _checked_call(kind, op, state, arrays, dict(options), ring, traits)
-    known: _Known | None = prepared.latest(key, given)
+    known: _Known | None = prepared.latest(key, given, op.lead)
     if known is None:
         return _checked_call(kind, op, state, arrays, dict(options), ring, traits, key, given)
     if y is None and known.y is not None:
@@ -185,7 +185,7 @@ def _checked_call(
     are_tensors = all(x is None or isinstance(x, Tensor) for x in given) and not env.checks_indices()
     if key is not None and are_tensors and all(isinstance(options.get(x), _PLAIN) for x in kind.others):
         made_of = None if y is None else tensors.memory(y.shape, y.dtype)
-        prepared.keep_latest(key, given, _Known(plan, made_of))
+        prepared.keep_latest(key, given, _Known(plan, made_of), op.lead)
     return y
 
 
@@ -208,14 +208,12 @@ def run(step: Step) -> Plan:
 # ---- torch ops ---------------------------------------------------------------------------------------------------
 
 
-def implement(kind: Kind, on_cpu: Callable[..., None], ops: Mapping[str, Op] = ALL) -> None:
+def implement(kind: Kind, on_cpu: Callable[..., None]) -> None:
     """Say who runs the torch op of a kind: the plan of its call, and with CPU tensors `on_cpu`, as plain torch."""
 
-    def step_of(op: str, state: Tensor, y: Tensor, *given: Any, **named: Any) -> Step:
-        count = 1 if kind.lists_inputs else len(ops[op].inputs)
-        inputs = given[0] if kind.lists_inputs else given[:count]
-        fitted_op, inputs = fitted(ops[op], inputs)
-        return Step(kind, fitted_op, state, y, inputs, given[count:], traits_of(fitted_op, named))
+    def step_of(op: str, state: Tensor, y: Tensor, inputs: Sequence[Any], *values: Any, **named: Any) -> Step:
+        fitted_op, inputs = fitted(ALL[op], inputs)
+        return Step(kind, fitted_op, state, y, inputs, values, traits_of(fitted_op, named))
 
     def plainly(step: Step) -> None:
         on_cpu(step.op, step.state, step.y, step.inputs, **step.named, traits=step.traits)
@@ -318,7 +316,7 @@ def checked_pool(call: Checked, state: Any, options: Mapping[str, Any]) -> tuple
     op, sizes, lead = call.op, call.sizes, call.lead
     state = tensors.from_any("state", state, in_place=True)
     arguments.check_pool(op, state, tuple(sizes[dim] for dim in op.state_dims(call.layout)), lead, not lead.is_cuda)
-    return state, arguments.w0(options.get("w0"), sizes["H"], sizes["K"], lead)
+    return state, arguments.w0(options.get("w0"), sizes, lead)
 
 
 def checked_results(
@@ -360,7 +358,9 @@ def pool_of(state: Tensor, index_bytes: int, null_index: int, w0: Tensor | None,
     stride = state.stride(0) if slots > 1 else 0
     address = state.data_ptr() | 16 | (stride * state.element_size() if slots > 1 else 0)
     w0_type = "fp32" if w0 is None else tensors.STORAGE[w0.dtype]
-    return Pool(slots, stride, address & -address, index_bytes, null_index, w0_type, seed is not None)
+    return Pool(
+        slots, stride, address & -address, index_bytes, null_index, w0_type, seed is not None, state.stride()[1:]
+    )
 
 
 def one_slot(state: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ from rwkv_jit.call.tensors import Array
 from rwkv_jit.pool import calls, update, varlen
 from rwkv_jit.pool.replay import DRAFT, STEP
 from rwkv_jit.pool.ring import ReplayRing
-from rwkv_jit.schedules.derived_table import ALL
 from rwkv_jit.schedules.legal import BetaMap
+from rwkv_jit.schedules.table import ALL
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

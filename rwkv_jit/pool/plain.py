@@ -16,7 +16,7 @@ from rwkv_jit.schedules.problem import Op
 from rwkv_jit.schedules.varlen import FEW_TOKENS
 
 
-def _wkv4(k: Tensor, v: Tensor, w: Tensor, u: Tensor, state: Tensor, *_: Any, decay: Wkv4Decay, **__: Any) -> Any:
+def _wkv4(w: Tensor, u: Tensor, k: Tensor, v: Tensor, state: Tensor, *_: Any, decay: Wkv4Decay, **__: Any) -> Any:
     return wkv4_ref(w, u, k, v, state, True, decay)
 
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from rwkv_jit.schedules import directions, layer_table, layers
-from rwkv_jit.schedules.derived_table import ALL
 from rwkv_jit.schedules.problem import LARGEST_DECAY, Op, Problem
 from rwkv_jit.schedules.schedule import Step
+from rwkv_jit.schedules.table import ALL
 
 # What kernels are compiled for ahead of calls: ops over sequences, and functions of a layer's small work.
 LAYER_OPS = layer_table.FUNCTIONS

@@ -119,7 +119,8 @@ def backward(p: Problem) -> Schedule:
     slots = p.slots(CHUNK_LEN)
     widths = {"a_log": ("a_log_chunks", p.H), "dt_bias": ("bias_chunks", p.H * p.K)}
     summed = {buffer: (name, width) for name, (buffer, width) in widths.items() if name in p.types}
-    absent = {buffer: None for buffer, _ in widths.values() if buffer not in summed}
+    zeros, bind, rows = head_decay.rows_of_slots(p, summed, slots)
+    bound = {**given, **{buffer: None for buffer, _ in widths.values()}, **bind, "slots": slots}
     left_out = ("T_STATE", "STATE_LAYOUT")
     parameters: dict[str, Parameter] = {
         **{name: value for name, value in shared.items() if name not in left_out}, "NUM_THREADS": 256,
@@ -128,11 +129,10 @@ def backward(p: Problem) -> Schedule:
     }  # fmt: skip
     keys = Step(
         "channel_decay_group_key_gradients", "channel_decay_key_gradients", parameters, (slots * p.H, 1, 1),
-        {**given, **absent, "slots": slots}, "sm_90a", is_resident=True,
+        bound, "sm_90a", is_resident=True,
     )  # fmt: skip
-    zeros, sums, rows = head_decay.sums_over_slots(p, summed, slots)
     scratch = {**scratch, **rows, "slopes": 2 * slots * p.H * p.V * p.K}
-    launches: tuple[Item, ...] = (*zeros, *before, walk, keys, *sums)
+    launches: tuple[Item, ...] = (*zeros, *before, walk, keys)
     return Schedule(launches, common.backward_results(p), scratch=scratch, vectors=vectors(p), main=len(before))
 
 

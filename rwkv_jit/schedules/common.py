@@ -176,12 +176,12 @@ def backward_results(p: Problem) -> dict[str, Result]:
 
 def sequence_gradients(p: Problem) -> dict[str, Any]:
     """Return the bytes of a gradient for each sequence, of inputs that are the same for every token."""
-    return {f"d{name}_sequences": 4 * p.N * _width(p, name) for name in p.op.fixed}
+    return {f"d{name}_rows": 4 * p.N * _width(p, name) for name in p.op.fixed}
 
 
 def to_sequence_gradients(p: Problem) -> dict[str, str]:
     """Return the names for kernels that leave a gradient for each sequence."""
-    return {f"d{name}": f"d{name}_sequences" for name in p.op.fixed}
+    return {f"d{name}": f"d{name}_rows" for name in p.op.fixed}
 
 
 def chunk_gradients(p: Problem, chunk_len: int) -> dict[str, Any]:
@@ -245,21 +245,12 @@ def step_of_places(
     return Step(name, name, parameters, grid, bind, arch, is_resident=by_halves)
 
 
-def sum_sequences(p: Problem, scratch: Mapping[str, Any]) -> list[Step]:
-    """Return the steps that add up the gradients of sequences to results: as many as there is scratch for."""
-    steps = []
-    for name in p.op.fixed:
-        rows, width = f"d{name}_sequences", _width(p, name)
-        steps.append(sum_rows(rows, f"d{name}", 1, scratch[rows] // (4 * max(width, 1)), width, p.types[name]))
-    return steps
-
-
 def sum_chunks(p: Problem, chunk_len: int) -> list[Step]:
     """Return the steps that add up the gradients of chunks to those of sequences."""
     rows = p.slots(chunk_len) // max(p.N, 1)
     return [
         sum_rows(
-            f"d{name}_chunks", f"d{name}_sequences", p.N, rows, _width(p, name), "fp32",
+            f"d{name}_chunks", f"d{name}_rows", p.N, rows, _width(p, name), "fp32",
             chunk_len if p.is_packed else 0, p.T,
         )
         for name in p.op.fixed
@@ -269,8 +260,7 @@ def sum_chunks(p: Problem, chunk_len: int) -> list[Step]:
 def sum_segments(p: Problem, segments: int) -> list[Step]:
     """Return the steps that add up the gradients of segments to those of sequences."""
     return [
-        sum_rows(f"d{name}_segments", f"d{name}_sequences", p.N, segments, _width(p, name), "fp32")
-        for name in p.op.fixed
+        sum_rows(f"d{name}_segments", f"d{name}_rows", p.N, segments, _width(p, name), "fp32") for name in p.op.fixed
     ]
 
 
@@ -314,7 +304,7 @@ def _sum_buffers(several: Sequence[tuple[str, Result]], schedule: Schedule) -> S
         name, result = several[place] if place < len(several) else (None, Result((0,), "fp32"))
         width = math.prod(result.shape)
         rows = None if name is None else f"{name}_rows"
-        group_rows = 0 if rows is None else schedule.scratch[rows] // (4 * width)
+        group_rows = 0 if rows is None else schedule.scratch[rows] // (4 * max(width, 1))
         blocks = blocks + -(-width // _SUM_COLUMNS)
         bind |= {
             f"rows{place}": rows, f"sums{place}": name, f"group_rows{place}": group_rows, f"width{place}": width,

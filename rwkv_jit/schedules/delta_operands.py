@@ -19,7 +19,7 @@ from math import prod
 from typing import Any
 
 from rwkv_jit.kernels.template import Parameter
-from rwkv_jit.schedules import common, layer_gradients, layers
+from rwkv_jit.schedules import layer_gradients, layers
 from rwkv_jit.schedules import operands as operand_steps
 from rwkv_jit.schedules.layers import BETA_MAPS, Given, Options
 from rwkv_jit.schedules.operands import Around, Operands
@@ -58,13 +58,12 @@ def operands(given: Given, lower_bound: float, kinds: Sequence[str]) -> Schedule
     return layers.of_heads(_OP, "k", given, parameters, {"lower_bound": lower_bound}, _blocks(parameters)[0])
 
 
-def operand_gradients(given: Given, lower_bound: float, kinds: Sequence[str], wanted: Collection[str]) -> Schedule:
-    """Return the launches of these gradients of what operands are computed from."""
+def operand_gradients(given: Given, lower_bound: float, kinds: Sequence[str]) -> Schedule:
+    """Return the launch of the gradients of what operands are computed from, but sums."""
     parameters, given = _parameters(given, kinds), given._replace(sizes=given.sizes[:2])
     bind, blocks = {"lower_bound": lower_bound}, _blocks(parameters)[1]
     summed = ("A_log", "dt_bias")
-    schedule = layer_gradients.of_heads(_BACKWARD, "k", given, parameters, summed, bind, blocks)
-    return common.with_sums(schedule, [f"d{name}" for name in wanted])
+    return layer_gradients.of_heads(_BACKWARD, "k", given, parameters, summed, bind, blocks)
 
 
 def _parameters(given: Given, kinds: Sequence[str]) -> dict[str, Parameter]:
@@ -223,14 +222,10 @@ def backward(p: Problem, inner: Schedule) -> Around:
         flows["w"] = "fp32"
     names: dict[str, Any] = {name: _buffer(name) for name in computed}
     after = list[Item]()
-    fixed = [name for name in p.op.fixed if name in p.types]
     before, scratch = _zero_decays(p, names)
     if _is_empty(p):
         flows = dict.fromkeys(flows, "fp32")
-        after += [
-            common.sum_rows(f"d{name}_rows", f"d{name}", 1, 0, prod(p.shape(name)), p.types[name]) for name in fixed
-        ]
-        scratch |= {f"d{name}_rows": 0 for name in fixed}
+        scratch |= {f"d{name}_rows": 0 for name in p.op.fixed if name in p.types}
     elif "dk" in inner.results:
         of_operands = _operand_gradients(p, flows)
         after += of_operands.steps
@@ -269,12 +264,12 @@ def _operand_gradients(p: Problem, flows: dict[str, str]) -> Schedule:
     of_results = {name: operand for name, operand in _RESULTS.items() if operand in flows}
     types = {**call.types, **{f"grad_{name}": flows[operand] for name, operand in of_results.items()}}
     results = {f"d{name}": Result(p.shape(source), p.types[source]) for name, source in there.items()}
-    # Without sums that nobody wants; what else is not wanted is left out with the rest of the call.
-    wanted = [name for name, source in there.items() if source not in p.op.fixed or source in (p.wanted or p.types)]
-    schedule = operand_gradients(call._replace(types=types, results=results), _bound(p), _kinds(p), wanted)
-    names = {**inputs, **{f"d{name}": f"d{source}" for name, source in there.items()}}
+    schedule = operand_gradients(call._replace(types=types, results=results), _bound(p), _kinds(p))
+    rows = {f"d{name}_rows": f"d{source}_rows" for name, source in there.items()}
+    names = {**inputs, **rows, **{f"d{name}": f"d{source}" for name, source in there.items()}}
     names |= {f"grad_{name}": _gradient(operand) for name, operand in of_results.items()}
-    several, scratch, sums = times_shared(p.G, p.H), dict(schedule.scratch), list[Item]()
+    several, sums = times_shared(p.G, p.H), list[Item]()
+    scratch = {rows[name]: size for name, size in schedule.scratch.items()}
     if several > 1:  # each of the heads that one key head stands as has a gradient of it
         names |= {"dk": "dk_parts", "dq": "dq_parts"}
         scratch |= dict.fromkeys(("dk_parts", "dq_parts"), several * BYTES[p.types["v"]] * prod(p.shape("k")))

@@ -22,7 +22,7 @@ from rwkv_jit.schedules import (
 )
 from rwkv_jit.schedules import head_decay as head_steps
 from rwkv_jit.schedules.problem import STATE, Problem
-from rwkv_jit.schedules.schedule import Item, Schedule, Step, renamed, without
+from rwkv_jit.schedules.schedule import Item, Schedule, Step, renamed
 
 # The modules of the algorithms by family and name. An op of your own has a family of its own here.
 ALGORITHMS: dict[str, dict[str, Any]] = {
@@ -88,23 +88,20 @@ def backward(p: Problem) -> Schedule:
         schedule = algorithm(p).backward(p)
     else:
         schedule = _backward(p)
-    if not p.wanted:
-        return schedule
     gradients = {name: f"d{name}" for name in p.op.inputs} | {STATE: "grad_initial_state"}
-    return without(schedule, [gradient for name, gradient in gradients.items() if name not in p.wanted])
+    unwanted = [gradient for name, gradient in gradients.items() if p.wanted and name not in p.wanted]
+    return common.with_sums(schedule, [name for name in schedule.results if name not in unwanted])
 
 
 def _backward(p: Problem) -> Schedule:
-    """Return an algorithm's backward with sums over sequences, and copies of states of other types."""
-    is_of_state_alone = _is_of_state_alone(p)
-    if is_of_state_alone:
+    """Return an algorithm's backward with copies of states of other types."""
+    if _is_of_state_alone(p):
         schedule = segments.backward_of_state(p)
     elif narrow.applies(p):
         schedule = narrow.backward(p, algorithm(p))
     else:
         schedule = algorithm(p).backward(p)
-    before: list[Step] = []
-    after = [] if is_of_state_alone else common.sum_sequences(p, schedule.scratch)
+    before, after = list[Step](), list[Step]()
     names, scratch = {}, dict(schedule.scratch)
     if p.state_type != "fp32":
         size, layout = p.state_bytes, p.state_layout

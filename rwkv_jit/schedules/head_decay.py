@@ -347,29 +347,30 @@ def backward(p: Problem) -> Schedule:
     chunks = {f"{name.removeprefix('dt_')}_chunks": (name, p.H * (p.V if name == "own" else 1)) for name in _OF_HEADS}
     left_out = {"a_log", "dt_bias"} if _computes_steps(p) else set()
     summed = {buffer: of for buffer, of in chunks.items() if of[0] in p.types and of[0] not in left_out}
-    given |= {buffer: None for buffer in chunks if buffer not in summed}
+    zeros, bind, rows = rows_of_slots(p, summed, slots)
+    given |= dict.fromkeys(chunks) | bind
     count, name = segments(p), "head_decay_backward"
     given |= {"segments": count} | ({} if count > 1 else {"walks": None})
     walk = Step(name, name, parameters, grid, given)
-    zeros, sums, rows = sums_over_slots(p, summed, slots)
     scratch |= rows
     scratch["slopes"] = 2 * slots * p.H * padded(p.V) * padded(p.K)
     keys = _key_gradients(p, parameters, given, length)
-    launches: tuple[Item, ...] = (*zeros, *before, walk, keys, *after, *sums)
+    launches: tuple[Item, ...] = (*zeros, *before, walk, keys, *after)
     return Schedule(
         launches, common.backward_results(p), scratch=scratch, vectors=several, main=len(before), rows=_ROWS
     )  # fmt: skip
 
 
-def sums_over_slots(
+def rows_of_slots(
     p: Problem, summed: Mapping[str, tuple[str, int]], slots: int
-) -> tuple[list[Zero], list[Step], dict[str, int]]:
-    """Return zeroed buffers for gradients of parts, their sums and bytes; `summed` has inputs and widths by buffer."""
-    zeros = [Zero(buffer) for buffer in summed] if p.is_packed else []  # slots may belong to no chunk
-    sums = [
-        common.sum_rows(buffer, f"d{name}", 1, slots, width, p.types[name]) for buffer, (name, width) in summed.items()
-    ]
-    return zeros, sums, {buffer: 4 * slots * width for buffer, (_, width) in summed.items()}
+) -> tuple[list[Zero], dict[str, str], dict[str, int]]:
+    """Return zeroed rows for gradients of parts, which `common.with_sums` adds up, what binds them, and their bytes.
+
+    `summed` has inputs and widths by the names that kernels have for the rows.
+    """
+    bind = {rows: f"d{name}_rows" for rows, (name, _) in summed.items()}
+    zeros = [Zero(rows) for rows in bind.values()] if p.is_packed else []  # slots may belong to no chunk
+    return zeros, bind, {bind[rows]: 4 * slots * width for rows, (_, width) in summed.items()}
 
 
 def _key_gradients(

@@ -87,7 +87,7 @@ def backward(p: Problem, algorithm: Any) -> Schedule:
         # The loss is linear in each of the four; its gradient for one of them is not scaled by that one.
         factors = (Q | K | V | DY) - factor_of.get(name, 0)
         if name in p.op.fixed:
-            rows = f"d{name}_sequences"
+            rows = f"d{name}_rows"
             after.append(_restore_floats(p, name, inner.scratch[rows] // 4, factors))
         elif name in _rows(p):
             gradient = f"d{name}_narrow"
@@ -157,7 +157,7 @@ def _copy(
 
 def _restore_floats(p: Problem, name: str, count: Any, factors: int) -> Step:
     """Return the step that takes the scales from the gradients that sequences have for an input, in their place."""
-    size, rows = p.K, f"d{name}_sequences"
+    size, rows = p.K, f"d{name}_rows"
     parameters = _parameters(p, ("fp32", "fp32"), size, 1, factors, restores=True)
     bind = {"from": rows, "to": rows, "from_strides": (count, size, size), "tokens": count // size, "heads": 1}
     grid = (-(-count // (size * _TOKENS)), 1, 1)

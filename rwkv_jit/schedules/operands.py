@@ -384,14 +384,17 @@ def _step(
 
 
 def _summed(p: Problem, step: Step, block_rows: Any, summed: Mapping[str, tuple[str, Any]]) -> Part:
-    """Return a launch and those that add up its blocks' rows: `summed` has the input and the width by buffer."""
-    blocks, sums, scratch = -(-p.B * p.T // block_rows), list[Step](), dict[str, Any]()
+    """Return a launch whose blocks leave rows, which `common.with_sums` adds up: `summed` has inputs and widths.
+
+    Where D is one for a head, channels of rows are added up here, and then heads.
+    """
+    blocks, sums, bind, scratch = -(-p.B * p.T // block_rows), list[Step](), dict[str, str](), dict[str, Any]()
     for buffer, (name, width) in summed.items():
-        scratch[buffer] = 4 * blocks * width
-        if p.op.inputs[name] == "H" and buffer == "dD_rows":
+        is_of_channels = p.op.inputs[name] == "H" and buffer == "dD_rows"
+        rows = bind[buffer] = "dD_blocks" if is_of_channels else f"d{name}_rows"
+        if is_of_channels:
             scratch["dD_channels"] = 4 * width
-            sums.append(common.sum_rows(buffer, "dD_channels", 1, blocks, width, "fp32"))
+            sums.append(common.sum_rows(rows, "dD_channels", 1, blocks, width, "fp32"))
             sums.append(sum_channels(p, "dD_channels", name, p.V))
-        else:
-            sums.append(common.sum_rows(buffer, f"d{name}", 1, blocks, width, p.types[name]))
-    return Part((step, *sums), scratch)
+        scratch[rows] = 4 * blocks * width
+    return Part((step._replace(bind={**step.bind, **bind}), *sums), scratch)

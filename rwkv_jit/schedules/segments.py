@@ -405,7 +405,7 @@ def backward(p: Problem) -> Schedule:
     main = sum(isinstance(step, Step) for step in steps)
     names = {"grad_final_state": "ends"} | ({"grad_initial_state": "begins"} if gives_first else {})
     if not cut.is_ragged:
-        names |= {f"d{name}_sequences": f"d{name}_segments" for name in p.op.fixed}
+        names |= {f"d{name}_rows": f"d{name}_segments" for name in p.op.fixed}
         scratch |= common.sequence_gradients(p)
         scratch |= {f"d{name}_segments": size for name, size in _segment_gradients(cut.problem).items()}
     steps += renamed(after, names)
@@ -500,4 +500,4 @@ def _side_by_side(p: Problem, cut: _Cut, steps: list[Item]) -> tuple[Item, ...]:
 def _segment_gradients(cut: Problem) -> dict[str, Any]:
     """Return the bytes of a gradient for each segment, of inputs that are the same for every token."""
     sizes = common.sequence_gradients(cut)
-    return {name: sizes[f"d{name}_sequences"] for name in cut.op.fixed}
+    return {name: sizes[f"d{name}_rows"] for name in cut.op.fixed}

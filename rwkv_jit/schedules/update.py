@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from rwkv_jit.kernels.gpu import TENSOR_CORES
 from rwkv_jit.kernels.template import Parameter
-from rwkv_jit.schedules import through
+from rwkv_jit.schedules import through, wkv4
 from rwkv_jit.schedules.common import OVERLAPS_SINCE
 from rwkv_jit.schedules.operands import Slots
 from rwkv_jit.schedules.problem import BYTES, Problem
@@ -41,6 +41,7 @@ class Pool(NamedTuple):
     null_index: int = -1  # a slot at or below it is none
     w0_type: str = "fp32"  # the storage type of w0
     is_stochastic: bool = False  # states are rounded at random
+    strides: tuple[int, ...] = (0, 0)  # within a slot, where kernels take any
 
 
 def geometry(p: Problem, pool: Pool, is_packed: bool = False, held: int = 0) -> dict[str, Parameter]:
@@ -109,6 +110,10 @@ def schedule(p: Problem, pool: Pool, has_indices: bool = True) -> Schedule:
     if through.applies(p):
         slots = Slots(pool.slots, pool.index_bytes, pool.null_index, has_indices)
         return through.over_pool(p, schedule(through.below(p), pool), slots)
+    if not p.op.has_heads:
+        number, channel = pool.strides
+        strides = {"slot_stride": pool.slot_stride, "number_stride": number, "channel_stride": channel}
+        return wkv4.update(p, {**strides, "slots": pool.slots, "null_index": pool.null_index}, pool.index_bytes)
     return Schedule((step(p, pool),))
 
 

@@ -70,7 +70,7 @@ def backward(p: Problem) -> Schedule:
     """Return the backward. Every part leaves its share of the gradients of w and u, as a separate sequence."""
     results = common.backward_results(p)
     rows = _parts(p) * p.B if p.T else 0
-    scratch = {f"{name}_sequences": 4 * rows * p.C for name in ("dw", "du")}
+    scratch = {f"{name}_rows": 4 * rows * p.C for name in ("dw", "du")}
     if p.T == 0:  # the state passes through, and so does its gradient
         return Schedule(_gradient_of_state(p), results, scratch=scratch)
     bind = {

@@ -351,7 +351,7 @@ def test_progress_is_told_as_it_is_made(cores, tiny, monkeypatch):
     told, compile, in_time = [threading.Event() for _ in range(4)], compiler.compile, []
 
     def patient(*arguments):
-        in_time.append(all(in_time) and told[len(in_time)].wait(30))
+        in_time.append(all(in_time) and told[len(in_time)].wait(60))
         return compile(*arguments)
 
     monkeypatch.setattr(compiler, "compile", patient)
@@ -367,7 +367,7 @@ def test_progress_that_raises_stops_what_has_not_begun(cores, tiny, monkeypatch)
 
     with monkeypatch.context() as patch:
         go, compile = threading.Event(), compiler.compile
-        patch.setattr(compiler, "compile", lambda *arguments: go.wait(5) and compile(*arguments))
+        patch.setattr(compiler, "compile", lambda *arguments: go.wait(60) and compile(*arguments))
         with pytest.raises(KeyboardInterrupt):
             warm.compile_all([tiny(size) for size in range(3)], stop)
         go.set()

@@ -8,7 +8,7 @@ from problems import ChannelCore, by_turns, channel_decays
 
 from rwkv_jit.kernels import kernel, template
 from rwkv_jit.kernels.errors import UnsupportedConfigError
-from rwkv_jit.schedules import channel_decay
+from rwkv_jit.schedules import channel_decay, directions
 
 pytestmark = pytest.mark.usefixtures("from_ledger")
 
@@ -25,7 +25,7 @@ def steps_of(given):
     """The launches of a call by their templates: with gradients those of both directions."""
     schedules = [channel_decay.forward(given)]
     if given.training:
-        schedules.append(channel_decay.backward(given))
+        schedules.append(directions.backward(given))
     return {step.template: step for schedule in schedules for step in schedule.launches}
 
 
@@ -47,7 +47,7 @@ def test_it_compiles(core, io, wide):
 
 @pytest.mark.parametrize(("core", "types"), by_turns(CORES, TYPES), ids=str)
 def test_all_of_them_compile_in_training(core, types):
-    sums = ["sum_rows"] if core.gate != "given" else []
+    sums = ["sum_buffers"] if core.gate != "given" else []
     assert check(channel_decays(core, *types, training=True)) == [FORWARD, BACKWARD, OF_KEYS, *sums]
 
 
@@ -55,7 +55,7 @@ def test_all_of_them_compile_in_training(core, types):
 @pytest.mark.parametrize("types", TYPES, ids=str)
 def test_what_lies_between_kernels_has_the_sizes_that_they_say(types):
     given = channel_decays(USUAL, *types, training=True)
-    buffers = {**channel_decay.kept(given), **channel_decay.backward(given).scratch}
+    buffers = {**channel_decay.kept(given), **directions.backward(given).scratch}
     names = {FORWARD: ["states", "matrices"], BACKWARD: ["matrices", "slopes"], OF_KEYS: ["states", "slopes"]}
     launches = steps_of(given)
     for name, between in names.items():

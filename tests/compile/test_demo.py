@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rwkv_jit.desk import demo
-from rwkv_jit.schedules.derived_table import ALL as OPS
+from rwkv_jit.schedules.table import ALL as OPS
 
 
 @pytest.mark.usefixtures("from_ledger")

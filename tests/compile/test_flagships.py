@@ -79,7 +79,7 @@ OTHERS = {
         for way in WAYS
     },
     # What every op takes around its own kernels.
-    "sum_rows": ("backward", "sum_rows", problem("wkv6")),
+    "sum_rows": ("backward", "sum_rows", large("wkv6")),
     "copy_states": ("backward", "copy_states", problem("wkv7", **STATES)),
     "narrow_rows": ("forward", "narrow_rows", problem("wkv7", "fp32", **NARROW)),
     # RWKV-4: all, and what a part of the tokens does on its own.
@@ -136,7 +136,7 @@ def operands(way, group, gate_of):
         grads = {**{f"grad_{x}": "bf16" for x in ("r", "new_k", "a", "b")}, "grad_w": "fp32"}
         results = {f"d{x}": Result((1,), storage) for x, storage in types.items()}
         given = given._replace(types=types | grads, results=results)
-        made = delta_operands.operand_gradients(given, 0.0, kinds, [*types])
+        made = delta_operands.operand_gradients(given, 0.0, kinds)
     return kernel.get(made.requests(given.gpu)[0])
 
 

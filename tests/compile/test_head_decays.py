@@ -10,7 +10,7 @@ from problems import Core, by_turns, head_decays
 
 from rwkv_jit.kernels import kernel, template
 from rwkv_jit.kernels.errors import UnsupportedConfigError
-from rwkv_jit.schedules import head_decay
+from rwkv_jit.schedules import directions, head_decay
 
 pytestmark = pytest.mark.usefixtures("from_ledger")
 
@@ -32,7 +32,7 @@ IN_TRAINING = {"head_decay_forward", "head_decay_backward", "head_decay_key_grad
 
 def steps_of(given):
     """The launches of a call by their kernels, without those of steps: with gradients those of both directions."""
-    schedules = [head_decay.forward(given), *([head_decay.backward(given)] if given.training else [])]
+    schedules = [head_decay.forward(given), *([directions.backward(given)] if given.training else [])]
     launches = [step for schedule in schedules for step in schedule.launches]
     return {step.entry: step for step in launches if step.template != "head_steps"}
 
@@ -51,7 +51,7 @@ def test_usual_sizes(core, arch):
 
 @pytest.mark.parametrize(("core", "arch"), by_turns(TRAINED, ARCHS), ids=str)
 def test_usual_sizes_in_training(core, arch):
-    sums = {"sum_rows"} if "a_log" in core.names else set()
+    sums = {"sum_buffers"} if "a_log" in core.names else set()
     assert entries(head_decays(core, arch, training=True)) == IN_TRAINING | sums
 
 
@@ -67,7 +67,7 @@ def test_odd_sizes(training, sizes, way):
 def test_sequences_that_blocks_share(core, arch):
     given = head_decays(core, arch, B=1, N=1, T=32768, training=True)
     assert head_decay.segments(given) == 8
-    assert entries(given) - {"sum_rows"} == IN_TRAINING | {"head_decay_walks"}
+    assert entries(given) - {"sum_buffers"} == IN_TRAINING | {"head_decay_walks"}
 
 
 @pytest.mark.parametrize(("arch", "least"), [("sm_80", 32), ("sm_90", 64)])
@@ -127,7 +127,7 @@ def test_gradients_of_keys_are_of_as_many_tokens_as_fit(arch, chunk_len):
     for (has_delta, size), length in zip(cases, LENGTHS[arch], strict=True):
         given = head_decays(Core(has_delta), arch, (size, size), chunk_len, training=True)
         launches = steps_of(given)
-        forward, backward, of_keys = several = [launches[name] for name in launches if name != "sum_rows"]
+        forward, backward, of_keys = several = [launches[name] for name in launches if name != "sum_buffers"]
         assert all(step.parameters["SHARED_BYTES"] <= given.gpu.shared_limit for step in several)
         assert forward.parameters["KEPT_LEN"] == backward.parameters["KEPT_LEN"] == length
         assert (of_keys.parameters["CHUNK_LEN"], of_keys.parameters["PART_LEN"]) == (length, chunk_len)
@@ -144,8 +144,8 @@ def test_what_lies_between_kernels_has_the_sizes_that_they_say(arch, core, chunk
         launches = steps_of(given)
         length = launches["head_decay_key_gradients"].parameters["CHUNK_LEN"]
         lengths = {"states": length, "slopes": length, "matrices": chunk_len, "factors": chunk_len}
-        buffers = {**head_decay.kept(given), **head_decay.backward(given).scratch}
-        for step in (step for step in launches.values() if step.entry != "sum_rows"):
+        buffers = {**head_decay.kept(given), **directions.backward(given).scratch}
+        for step in (step for step in launches.values() if step.entry != "sum_buffers"):
             source, checks = step.source(), []
             for argument in step.arguments():
                 if argument.name in lengths:

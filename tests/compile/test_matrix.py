@@ -169,7 +169,7 @@ def of_algorithm(direction, *given):
     return {
         kernel.memory_key(request): request
         for request in itertools.chain(*schedules)
-        if request.template.name not in ("sum_rows", "copy_states")
+        if request.template.name not in ("sum_rows", "sum_buffers", "copy_states")
     }.values()
 
 

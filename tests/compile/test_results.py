@@ -418,7 +418,7 @@ def case(arch, templates, function, *arguments, multiprocessors=132, **options):
 
 
 CASES = [
-    case("sm_80", "gla_recurrent_forward gla_recurrent_backward sum_rows", op, "wkv6", (2, 9, 2, 20, 12), FP32),
+    case("sm_80", "gla_recurrent_forward gla_recurrent_backward sum_buffers", op, "wkv6", (2, 9, 2, 20, 12), FP32),
     case("sm_90", "wkv7_recurrent_forward wkv7_recurrent_backward", op, "wkv7", (2, 9, 2, 12, 20), FP32),
     # Heads that a block holds.
     case(
@@ -427,7 +427,7 @@ CASES = [
     ),
     case("sm_90", "wkv7_chunked_forward wkv7_group_backward", op, "wkv7", (1, 70, 1, 64, 64), decay="sigmoid"),
     case(
-        "sm_80", "gla_scan gla_chunked_backward sum_rows",
+        "sm_80", "gla_scan gla_chunked_backward sum_buffers",
         op, "wkv5", (1, 40, 2, 16, 20), bounds=[0, 0, 7, 40], chunk_len=16,
     ),
     case("sm_90", "gla_scan gla_chunked_backward", op, "gla", (1, 40, 2, 16, 12), FP16, decays="mixed", chunk_len=16),
@@ -461,7 +461,7 @@ CASES = [
         derived, "gated_delta_rule", "norm", (1, 400, 1, 4, 16, 16), bounds=[0, 90, 90, 400], segment=64,
     ),
     case(
-        "sm_80", "head_decay_forward head_decay_backward head_decay_key_gradients sum_rows",
+        "sm_80", "head_decay_forward head_decay_backward head_decay_key_gradients sum_buffers",
         derived, "gated_delta_rule", "raw bias sigmoid norm", (1, 75, 2, 4, 16, 32), FP16,
     ),
     case(
@@ -476,11 +476,11 @@ CASES = [
         own_parts, 1, 75, 1, 2, 64, 64, dtype=FP16,
     ),
     case(
-        "sm_90", "head_decay_forward head_decay_backward head_decay_group_key_gradients sum_rows",
+        "sm_90", "head_decay_forward head_decay_backward head_decay_group_key_gradients sum_buffers",
         derived, "gated_delta_rule", "raw bias twice_sigmoid", (1, 70, 1, 2, 64, 64), bounds=[0, 30, 70], chunk_len=16,
     ),
     case(
-        "sm_90", "head_decay_group_forward head_decay_backward head_decay_group_key_gradients sum_rows",
+        "sm_90", "head_decay_group_forward head_decay_backward head_decay_group_key_gradients sum_buffers",
         derived, "gated_delta_rule", "raw sigmoid norm", (1, 170, 1, 2, 128, 128), bounds=[0, 0, 1, 170], whole=True,
     ),
     case(
@@ -488,7 +488,7 @@ CASES = [
         derived, "gated_delta_rule", "norm", (1, 300, 1, 2, 64, 128), FP16, segment=64,
     ),
     case(
-        "sm_90", "head_decay_group_forward head_decay_backward head_decay_group_key_gradients sum_rows",
+        "sm_90", "head_decay_group_forward head_decay_backward head_decay_group_key_gradients sum_buffers",
         derived, "ssd", "D bias softplus", (1, 75, 1, 2, 128, 64),
     ),
     case(
@@ -504,7 +504,7 @@ CASES = [
         derived, "delta_rule", "norm", (1, 200, 2, 2, 64, 128), multiprocessors=1,
     ),
     case(
-        "sm_90", "head_decay_forward head_decay_backward head_decay_key_gradients sum_rows",
+        "sm_90", "head_decay_forward head_decay_backward head_decay_key_gradients sum_buffers",
         derived, "ssd", "D softplus", (1, 40, 1, 2, 32, 16), chunk_len=16,
     ),
     case(
@@ -520,27 +520,29 @@ CASES = [
         long_ago, "simple_gla", "", is_batch_invariant=True,
     ),
     case(
-        "sm_80", "head_steps head_decay_forward head_decay_backward head_decay_key_gradients sum_rows",
+        "sm_80", "head_steps head_decay_forward head_decay_backward head_decay_key_gradients sum_buffers",
         forgetting, "ssd", "D", (1, 40, 1, 2, 32, 16), dt=1000.0, A=-1.0,
     ),
     case(
-        "sm_90", "head_decay_group_forward head_decay_backward head_decay_group_key_gradients sum_rows",
+        "sm_90", "head_decay_group_forward head_decay_backward head_decay_group_key_gradients sum_buffers",
         forgetting, "ssd", "softplus", (1, 70, 1, 2, 64, 64), dt=1000.0, A=-1.0,
     ),
     case(
-        "sm_80", "head_decay_forward head_decay_backward head_decay_key_gradients sum_rows",
+        "sm_80", "head_decay_forward head_decay_backward head_decay_key_gradients sum_buffers",
         forgetting, "gated_delta_rule", "raw bias norm", (1, 40, 1, 2, 32, 16), A_log=100.0,
     ),
     case(
-        "sm_90", "head_decay_group_forward head_decay_backward head_decay_group_key_gradients sum_rows",
+        "sm_90", "head_decay_group_forward head_decay_backward head_decay_group_key_gradients sum_buffers",
         forgetting, "gated_delta_rule", "raw bias norm", (1, 70, 1, 2, 64, 64), A_log=100.0,
     ),
     case(
-        "sm_90", "channel_decay_group_forward channel_decay_group_backward channel_decay_group_key_gradients sum_rows",
+        "sm_90",
+        "channel_decay_group_forward channel_decay_group_backward channel_decay_group_key_gradients sum_buffers",
         forgetting, "kda", "raw bias norm", (1, 70, 1, 1, 128, 128), A_log=100.0,
     ),
     case(
-        "sm_90", "channel_decay_group_forward channel_decay_group_backward channel_decay_group_key_gradients sum_rows",
+        "sm_90",
+        "channel_decay_group_forward channel_decay_group_backward channel_decay_group_key_gradients sum_buffers",
         forgetting, "kda", "bounded bias norm", (1, 70, 1, 1, 128, 128), A_log=100.0,
     ),
     case(
@@ -549,7 +551,7 @@ CASES = [
         forgetting, "kda", "raw bias norm", (1, 20, 1, 2, 16, 16), of_own=False, A_log=100.0,
     ),
     case(
-        "sm_80", "diagonal_operands gla_scan gla_chunked_backward diagonal_operands_backward sum_rows",
+        "sm_80", "diagonal_operands gla_scan gla_chunked_backward diagonal_operands_backward sum_buffers",
         forgetting, "ssd", "", (1, 40, 1, 2, 32, 16), of_own=False, dt=1000.0, A=-1.0,
     ),
     case(
@@ -594,33 +596,33 @@ CASES = [
     case(
         "sm_90",
         "diagonal_operands gla_scan skip_gate "
-        "skip_gate_backward sum_rows gla_chunked_backward diagonal_operands_backward",
+        "skip_gate_backward sum_buffers gla_chunked_backward diagonal_operands_backward",
         derived, "ssd", "wide z limit", (1, 40, 2, 4, 16, 24), FP16, [0, 0, 13, 40], of_own=False,
     ),
     case(
         "sm_80",
         "diagonal_operands gla_scan skip_gate "
-        "skip_gate_backward sum_rows gla_chunked_backward diagonal_operands_backward",
+        "skip_gate_backward sum_buffers gla_chunked_backward diagonal_operands_backward",
         derived, "ssd", "D z bias softplus", (2, 20, 2, 2, 16, 24), of_own=False, wide=BF16,
     ),
     # Dedicated kernels, with launches around them.
     case(
-        "sm_80", "narrow_rows head_decay_forward head_decay_backward head_decay_key_gradients sum_rows",
+        "sm_80", "narrow_rows head_decay_forward head_decay_backward head_decay_key_gradients sum_buffers",
         derived, "gated_delta_rule", "raw bias", (1, 40, 2, 2, 16, 16), wide=BF16,
     ),
     case(
-        "sm_90", "head_steps head_decay_forward head_decay_backward head_decay_key_gradients sum_rows",
+        "sm_90", "head_steps head_decay_forward head_decay_backward head_decay_key_gradients sum_buffers",
         derived, "ssd", "bias D softplus limit", (1, 40, 1, 2, 32, 16),
     ),
     case(
         "sm_80",
-        "head_decay_forward skip_gate skip_gate_backward head_decay_backward head_decay_key_gradients sum_rows",
+        "head_decay_forward skip_gate skip_gate_backward head_decay_backward head_decay_key_gradients sum_buffers",
         derived, "ssd", "D z bias softplus", (1, 40, 1, 2, 32, 16), bounds=[0, 13, 13, 40],
     ),
     case(
         "sm_80",
         "head_steps head_decay_forward skip_gate "
-        "skip_gate_backward head_decay_backward head_decay_key_gradients sum_rows",
+        "skip_gate_backward head_decay_backward head_decay_key_gradients sum_buffers",
         derived, "ssd", "wide z limit", (1, 40, 2, 2, 32, 16), FP16,
     ),
     # One decay for a channel.
@@ -642,20 +644,23 @@ CASES = [
     case(
         "sm_90",
         "channel_decay_group_forward channel_decay_group_backward channel_decay_group_key_gradients narrow_rows "
-        "sum_rows",
+        "sum_buffers",
         of_channels, "raw bias norm", (1, 70, 1, 1, 128, 128), wide=BF16, training=True,
     ),
     case(
-        "sm_90", "channel_decay_group_forward channel_decay_group_backward channel_decay_group_key_gradients sum_rows",
+        "sm_90",
+        "channel_decay_group_forward channel_decay_group_backward channel_decay_group_key_gradients sum_buffers",
         of_channels, "bounded flat bias norm", (1, 150, 2, 2, 128, 128), FP16, [0, 0, 20, 150], training=True,
         multiprocessors=1,
     ),
     case(
-        "sm_90", "channel_decay_group_forward channel_decay_group_backward channel_decay_group_key_gradients sum_rows",
+        "sm_90",
+        "channel_decay_group_forward channel_decay_group_backward channel_decay_group_key_gradients sum_buffers",
         of_channels, "raw norm", (1, 200, 1, 1, 128, 128), decays=[-2000.0, -0.1, -4.0], training=True,
     ),
     case(
-        "sm_90", "channel_decay_group_forward channel_decay_group_backward channel_decay_group_key_gradients sum_rows",
+        "sm_90",
+        "channel_decay_group_forward channel_decay_group_backward channel_decay_group_key_gradients sum_buffers",
         of_channels, "raw norm", (1, 130, 1, 1, 128, 128), FP16, decays=[-0.8], training=True,
     ),
     case(
@@ -677,7 +682,7 @@ CASES = [
     case("sm_90", "channel_decay_group_forward", of_far_tokens),
     # What stands before a recurrence and behind it.
     case(
-        "sm_80", "diagonal_operands diagonal_operands_backward sum_rows",
+        "sm_80", "diagonal_operands diagonal_operands_backward sum_buffers",
         around, "operands", "steps keys softplus bias limit D", (2, 9, 2, 6, 16, 24), layout="strided",
     ),
     case(
@@ -685,8 +690,8 @@ CASES = [
         around, "operands", "heads keys", (1, 9, 2, 10, 16, 16), dtype=FP16, layout="heads first",
     ),
     case("sm_90", "diagonal_operands diagonal_operands_backward", around, "operands", "gates", (1, 9, 2, 2, 16, 16)),
-    case("sm_80", "skip_gate skip_gate_backward sum_rows", around, "behind", "D channels z", (2, 9, 2, 2, 8, 16)),
-    case("sm_90", "head_steps sum_rows", around, "head_steps", "softplus bias", (2, 9, 5, 5, 8, 8)),
+    case("sm_80", "skip_gate skip_gate_backward sum_buffers", around, "behind", "D channels z", (2, 9, 2, 2, 8, 16)),
+    case("sm_90", "head_steps sum_buffers", around, "head_steps", "softplus bias", (2, 9, 5, 5, 8, 8)),
     # A layer's small work.
     case(
         "sm_80", "layer_prepare_keys layer_prepare_keys_backward sum_buffers",
@@ -758,8 +763,8 @@ CASES = [
     case("sm_80", "replay_states", replay, "wkv7", 5, 32, 16),
     case("sm_90", "replay_states", replay, "gla", 3, 12, 20),
     # Ops without heads.
-    case("sm_80", "wkv4_forward wkv4_backward sum_rows", wkv4, (2, 20, 33), FP32),
-    case("sm_90", "wkv4_forward wkv4_backward sum_rows", wkv4, (1, 256, 8), BF16, backend="split"),
+    case("sm_80", "wkv4_forward wkv4_backward sum_buffers", wkv4, (2, 20, 33), FP32),
+    case("sm_90", "wkv4_forward wkv4_backward sum_buffers", wkv4, (1, 256, 8), BF16, backend="split"),
     case("sm_80", "wkv4_update", wkv4_update, 3, 33),
     case("sm_80", "timex_convolve timex_filter_gradient", timex, (3, 2, 77), BF16, "tiles"),
     case("sm_90", "timex_transform sum_rows", timex, (3, 2, 40), FP32, "transforms"),

@@ -442,7 +442,7 @@ GIVEN = {
     **dict.fromkeys(("wkv7_prepare", "wkv7_token_gradients", "wkv7_key_gradients", "wkv7_group_scan"), LARGE),
     "wkv7_key_gradients_by_halves": LARGE,
     **dict.fromkeys(("gla_prepare", "gla_group_scan", "gla_group_key_gradients"), LARGE),
-    "sum_rows": {"op": "wkv6"},
+    "sum_rows": {"op": "wkv6", "backend": "large", "chunk_len": 32},
     "copy_states": {**SEGMENTS, "T": 64, "has_final_state": True},
     "unit_states": {**LARGE, "backend": "large_segments"},
     "narrow_rows": {"backend": "chunked", "chunk_len": 32, "is_narrow": True},

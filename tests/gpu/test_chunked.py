@@ -423,7 +423,7 @@ def test_opcheck(op, packed):
     forward = (*given, state, bounds, *options, True, True)
     torch.library.opcheck(torch.ops.rwkv_jit.wkv7_fwd.default, forward)
     y, final, saved = torch.ops.rwkv_jit.wkv7_fwd(*forward)
-    torch.library.opcheck(torch.ops.rwkv_jit.wkv7_bwd.default, (y, final, *given, state, bounds, *options, saved))
+    torch.library.opcheck(torch.ops.rwkv_jit.wkv7_bwd.default, (*given, state, bounds, saved, y, final, *options))
 
 
 NATIVE = (

@@ -661,7 +661,7 @@ def test_opcheck(op, backend, head_size, chunk_len, packed):
     forward = (*given, state, bounds, *options, True, True)
     torch.library.opcheck(getattr(torch.ops.rwkv_jit, f"{op}_fwd").default, forward)
     y, final, saved = getattr(torch.ops.rwkv_jit, f"{op}_fwd")(*forward)
-    backward = (y, final, *given, state, bounds, *options, saved)
+    backward = (*given, state, bounds, saved, y, final, *options)
     torch.library.opcheck(getattr(torch.ops.rwkv_jit, f"{op}_bwd").default, backward)
 
 

@@ -408,7 +408,7 @@ def test_opcheck(op):
     forward = (*given, state, None, *options, True, True)
     torch.library.opcheck(getattr(torch.ops.rwkv_jit, f"{op}_fwd").default, forward)
     y, final, saved = getattr(torch.ops.rwkv_jit, f"{op}_fwd")(*forward)
-    backward = (y, final, *given, state, None, *options, saved)
+    backward = (*given, state, None, saved, y, final, *options)
     torch.library.opcheck(getattr(torch.ops.rwkv_jit, f"{op}_bwd").default, backward)
 
 

@@ -171,6 +171,8 @@ def test_so_it_is_with_each_length_number_of_heads_and_purpose(op, row):
         ("", "inputs", "state"),
     )  # fmt: skip
     for tokens, multiprocessors, (is_packed, state), leaves in several:
+        if state is None and leaves == "state":
+            continue  # a call of which nothing is wanted, as without leaves
         call = {"T": tokens, "multiprocessors": multiprocessors, "is_packed": is_packed, "state": state}
         check(ONE_HEAD | row | call | {"op": op, "leaves": leaves})
 

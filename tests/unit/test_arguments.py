@@ -16,7 +16,7 @@ from rwkv_jit.call import checks, tensors
 from rwkv_jit.compat.fla.functions import chunk_gla
 from rwkv_jit.kernels import compiler, identity, kernel
 from rwkv_jit.ops import gla, linear_attention, wkv5, wkv6, wkv7
-from rwkv_jit.schedules import build_command, derived_table
+from rwkv_jit.schedules import build_command, table
 
 NAN, INF = float("nan"), float("inf")
 ARRAY = "a torch.Tensor or an array with __dlpack__"
@@ -265,7 +265,7 @@ def test_missing_argument():
 
 # ---- specialize --------------------------------------------------------------------------------------------------
 
-OP_NAMES = f"one of {', '.join(derived_table.ALL)}"
+OP_NAMES = f"one of {', '.join(table.ALL)}"
 BUILT_NAMES = f"one of {', '.join(build_command.OPS)}"
 SIZE, ARCH = "an int of at least 1", "sm_NN, sm_NNa or compute_NN"
 NO_ARCHS = [

@@ -9,12 +9,15 @@ import torch
 
 from bench import __main__ as program
 from bench import cases, layers, measure, timing
+from rwkv_jit.call import rule, tensors
 from rwkv_jit.desk import bench, figures, inputs, versions
 from rwkv_jit.desk.inputs import REFERENCES, Case
 from rwkv_jit.kernels.errors import UnsupportedConfigError
+from rwkv_jit.kernels.gpu import Gpu
 from rwkv_jit.plain import reference
-from rwkv_jit.schedules.derived_table import ALL as OPS
-from rwkv_jit.schedules.derived_table import OPS as DERIVED
+from rwkv_jit.schedules import table
+from rwkv_jit.schedules.table import ALL as OPS
+from rwkv_jit.schedules.table import DERIVED
 
 SMALL = (2, 6, 2, 4, 3)
 OPTIONAL = ("A_log", "dt_bias", "D", "z")
@@ -235,6 +238,43 @@ def test_the_folder_judges_the_call_that_was_timed():
     assert found["other_error"] > 0.1
 
 
+# ---- backends ----------------------------------------------------------------------------------------------------
+
+BOTH = "forward+backward"
+
+
+@pytest.mark.parametrize(
+    ("op", "shape", "phase", "arch", "backends"),
+    [
+        ("wkv7", (8, 4096, 64, 64, 64), BOTH, "sm_90", ("chunked", "recurrent", "chunked", "split")),
+        ("wkv7", (1, 32768, 16, 64, 64), BOTH, "sm_90", ("split", "recurrent", "chunked", "split")),
+        ("wkv7", (1, 1, 32, 64, 64), "decode", "sm_90", ("recurrent", "recurrent", "chunked", None)),
+        ("wkv7", (1, 1, 32, 64, 64), "update", "sm_90", ("update",) * 4),
+        ("gla", (8, 4096, 4, 512, 512), "forward", "sm_80", ("split", "recurrent", None, "split")),
+        ("kda", (8, 4096, 32, 128, 128), BOTH, "sm_90", ("dedicated", "recurrent", "chunked", "split")),
+        ("kda", (8, 4096, 32, 128, 128), BOTH, "sm_80", ("chunked", "recurrent", "chunked", "split")),
+        ("kda", (1, 4096, 4, 128, 128), BOTH, "sm_90", ("split", "recurrent", "chunked", "split")),
+        ("ssd", (8, 4096, 32, 128, 64), "forward", "sm_90", ("dedicated", "recurrent", "chunked", "split")),
+        ("hgrn2", (8, 4096, 32, 128, 128), "forward", "sm_90", ("chunked", "recurrent", "chunked", "split")),
+        ("gated_delta_rule2", (8, 4096, 32, 128, 128), BOTH, "sm_90", ("chunked", "recurrent", "chunked", "split")),
+        ("wkv4", (1, 4096, 1, 2048, 2048), "forward", "sm_90", ("split", "recurrent", None, "split")),
+        ("timex", (32, 768, 1, 768, 768), BOTH, "sm_90", ("tiles", None, None, None)),
+    ],
+)
+def test_backends_are_those_that_the_rule_of_the_call_chooses(op, shape, phase, arch, backends, monkeypatch):
+    monkeypatch.setattr(tensors, "gpu", lambda device: Gpu(arch, (), 132))
+    monkeypatch.setattr(rule, "known", lambda device: rule.Known((), lambda place: True))
+    case = cases.Case(op, shape, torch.bfloat16, phase)
+    given = cases.given_for(case, "meta")
+    for asked, backend in zip(("auto", "recurrent", "chunked", "split"), backends, strict=True):
+        if phase == "update" or asked in OPS[op].backends:
+            try:
+                found = measure.backend_of(case, given, asked)
+            except UnsupportedConfigError:
+                found = None
+            assert found == backend, asked
+
+
 # ---- the command -------------------------------------------------------------------------------------------------
 
 ENVIRONMENT = {"gpus": ["a GPU"], "torch": "2.13", "nvrtc": "12.9 0123abcd"}
@@ -290,13 +330,13 @@ def test_a_case_that_fails_hides_no_other_and_an_interrupt_none_before_it(measur
         (["--backend", "tiles"], {"timex"}),
         (["--inputs", "one-strong", "--phase", "forward"], {"wkv5", "wkv6", "wkv7", "gla"}),
         (["--inputs", "packed"], {"wkv5", "wkv6", "wkv7", "gla", "linear_attention"}),
-        (["--phase", "decode"], {*cases.OPS} - {"timex"}),
+        (["--phase", "decode"], {*table.OPS} - {"timex"}),
         (["--phase", "update", "--inputs", "vk-states"], {"gla", "linear_attention"}),
     ],
 )
 def test_ops_are_those_that_can(arguments, ops):
     asked = program._parser().parse_args(["ops", *arguments])
-    assert {entry.case.op for entry in program._entries(asked)} & {*cases.OPS} == ops
+    assert {entry.case.op for entry in program._entries(asked)} & {*table.OPS} == ops
 
 
 @pytest.mark.parametrize(

@@ -3,19 +3,20 @@
 import csv
 import functools
 import json
-import subprocess
-import sys
+import multiprocessing
+import os
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import rwkv_jit
-from bench import cases, measure, peers, processes, record, service, suites
+from bench import cases, measure, peers, processes, record, service, suites, tuners
 from bench.__main__ import main
 from bench.cases import Case
 from bench.measure import Entry
-from rwkv_jit.desk import bench, versions
+from rwkv_jit.desk import bench, figures, versions
 
 SMALL = (2, 6, 2, 4, 3)
 
@@ -73,55 +74,116 @@ def test_peers_of_ops_made_of_others_compute_the_same(op, kind, monkeypatch):
     assert peers._mamba(case._replace(op="kda")) == []
 
 
-# ---- processes ---------------------------------------------------------------------------------------------------
+# ---- rows --------------------------------------------------------------------------------------------------------
 
-CHILD = """
-import json, os, sys, time
-for number, line in enumerate(sys.stdin):
-    asked = json.loads(line)
-    what = asked.get("what")
-    if what == "dies":
-        os._exit(7)
-    if what == "hangs":
-        time.sleep(600)
-    known = {"cannot": "ValueError: no", "counts": str(number), "breaks": None, "finds no memory": MEMORY}
-    answer = known.get(what) if "peers" not in asked else [{"peers": asked["peers"], "copy": asked["copy_tb_per_s"]}]
-    print(json.dumps([answer, what != "breaks"]), flush=True)
-""".replace("MEMORY", "None if number else 'OutOfMemoryError: CUDA out of memory'")
+
+@pytest.mark.parametrize(
+    ("op", "phase", "kind", "names"),
+    [
+        ("wkv6", "forward", "usual", ["y"]), ("wkv7", "forward", "packed", ["y"]),
+        ("wkv6", "forward+backward", "usual", ["y", "dr", "dk", "dv", "dw", "du"]), ("wkv5", "prefill", "usual", ["y"]),
+        ("gla", "backward", "one-strong", ["y", "dq", "dk", "dv", "dg"]), ("wkv5", "decode", "usual", ["y"]),
+        ("ssd", "forward+backward", "usual", ["y", "dx", "ddt", "dB", "dC"]),
+        ("timex", "backward", "usual", ["y", "dw", "dk"]),
+        ("wkv7", "update", "usual", ["y", "state"]), ("wkv6", "update", "bf16-kv-states", ["y", "state"]),
+    ],
+)  # fmt: skip
+def test_everyone_of_a_case_has_figures_and_errors(op, phase, kind, names, monkeypatch):
+    """CPU tensors stand in for those of a GPU, whose times are made up: ours, torch's, and what cannot do it."""
+    torch.manual_seed(0)
+    given_for, (tokens, heads) = (
+        cases.given_for,
+        (40, 1) if kind == "packed" else (1 if phase in ("decode", "update") else 6, 2),
+    )
+    batch = 1 if kind == "packed" else 3
+    case = Case(op, (batch, tokens, heads, 4, 4), torch.float32, phase, kind=kind).check()
+    monkeypatch.setattr(cases, "given_for", lambda case: given_for(case, "cpu"))
+    monkeypatch.setattr(measure, "backend_of", lambda case, given, asked: asked)
+    properties = SimpleNamespace(L2_cache_size=1000)
+    for name in ("synchronize", "current_device", "get_device_properties"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: properties)
+    monkeypatch.setattr(figures, "peak_bytes", lambda call: call() and 0)
+
+    def turns(calls, small, flush):
+        return SimpleNamespace(ms=lambda: [call() for call in calls] and 2.0, calls=calls, in_graph=small, host_us=1.0)
+
+    monkeypatch.setattr(measure.timing, "Turns", turns)
+    broken = measure.Contestant("fla", "broken", lambda *_: {}["no"])
+    own = None if phase == "update" else ["auto", "reference"]
+    rows = measure.rows_of(Entry("gla", case, own), 1.0, [*measure.torch_peers(case), broken])
+    *measured, last = rows
+    assert (last["who"], last["skipped"], last["median_ms"]) == ("fla", "KeyError: 'no'", None)
+    assert [row["skipped"] for row in measured] == [None] * len(measured)
+    assert len(measured) == (4 if op == "timex" else 3) - (op in ("wkv7", "gla", "ssd") and phase != "update")
+    for row in measured:
+        assert list(row) == list(measure.COLUMNS)
+        assert (row["suite"], row["median_ms"], row["host_us"]) == ("gla", 2.0, 1.0)
+        assert row["fraction"] == pytest.approx(row["floor_ms"] / 2)
+        if row["what"] != "copy":
+            assert list(row["errors"]) == names
+            assert 0 < row["error"] < (5e-2 if "bf16" in kind else 5e-5), row
+            assert row["other_error"] is None or row["other_error"] < 5e-2, row
+
+
+# ---- processes ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def children(monkeypatch):
-    """Lets processes run another program, for peers of made-up names."""
+    """Lets processes do what peers of made-up names say, without a GPU."""
+    tried = {
+        "dies": lambda: os._exit(7), "hangs": lambda: time.sleep(600), "cannot": lambda: {}["no"],
+        "says why": lambda: os.write(2, b"no such kernel\n") and os._exit(3),
+    }  # fmt: skip
 
-    command = subprocess.Popen
-
-    def use(*names, program=CHILD, op="wkv6", memory=64 << 30, who="fla"):
-        monkeypatch.setattr(
-            processes.subprocess, "Popen",
-            lambda given, **more: command([sys.executable, "-c", program], **more),
-        )  # fmt: skip
+    def use(*names, op="wkv6", who="fla"):
         found = [measure.Contestant(who, name, None, is_foreign=name != "of torch") for name in names]
+        monkeypatch.setattr(processes, "_CONTEXT", multiprocessing.get_context("fork"))
         monkeypatch.setattr(peers, "peers_of", lambda case: found)
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        properties = SimpleNamespace(total_memory=memory)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        monkeypatch.setattr(tuners, "time_briefly", lambda *_: (_ for _ in ()).throw(ImportError))
+        monkeypatch.setattr(cases, "given_for", lambda case: None)
+        monkeypatch.setattr(measure, "run_once", lambda case, peer, given: tried.get(peer.what, lambda: None))
+        properties = SimpleNamespace(total_memory=16 << 30)
+        for name in ("synchronize", "empty_cache", "current_device", "get_device_properties"):
+            monkeypatch.setattr(torch.cuda, name, lambda *_: properties)
         return Entry(None, small(op))
 
     return use
 
 
 def test_what_ends_a_process_hides_nobody(children):
-    entry = children("works", "dies", "cannot", "of torch", "works too")
+    entry = children("works", "dies", "cannot", "of torch", "says why", "works too")
     known = processes.obstacles([entry, entry])
     assert {what: why for (_, _, what), why in known.items()} == {
-        "dies": "ended its process with 7", "cannot": "ValueError: no",
+        "dies": "ended its process with 7", "cannot": "KeyError: 'no'",
+        "says why": "ended its process with 3: no such kernel",
     }  # fmt: skip
+
+
+def test_a_case_without_its_peers_is_measured_where_one_of_them_ends_the_process(children, monkeypatch):
+    entry = children("works", "dies", "of torch")
+    row = functools.partial(measure.row, entry)
+    measured = {"dies": lambda: os._exit(7)}
+    monkeypatch.setattr(
+        measure, "rows_of", lambda entry, copy, known: [measured.get(x.what, dict)() for x in known] + [row()]
+    )
+    with processes.helping() as helper:
+        rows = processes.rows_of(helper, entry, 1.0, True, {(entry.case, "fla", "of torch"): "no"})
+        assert [(each["what"], each["skipped"]) for each in rows] == [
+            ("-", None), ("works", "one of these peers: ended its process with 7"),
+            ("dies", "one of these peers: ended its process with 7"), ("of torch", "no"),
+        ]  # fmt: skip
+        known = {(entry.case, "fla", "dies"): "it dies"}
+        assert len(processes.rows_of(helper, entry, 1.0, True, known)) == 4
 
 
 def test_silence_ends_a_process(children, monkeypatch):
     monkeypatch.setattr(processes, "PATIENCE", 2)
     assert set(processes.obstacles([children("hangs", "works")]).values()) == {"did not end in 2 s"}
+    late = processes.obstacles([children("hangs", "works")], 0.02)
+    assert {what: why for (_, _, what), why in late.items()} == dict.fromkeys(
+        ("hangs", "works"), "was not tried in 0.02 min"
+    )
 
 
 # ---- suites ------------------------------------------------------------------------------------------------------
@@ -246,7 +308,7 @@ def test_arguments_that_do_not_go_together(gpu, program, arguments, message):
 )
 def test_what_needs_a_gpu_says_so(program, arguments, message, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(service, "run", lambda: pytest.fail("it was measured"))
+    monkeypatch.setattr(service, "measured", lambda: pytest.fail("it was measured"))
     code, printed, said = program(*arguments)
     assert (code, printed) == (2, "")
     assert message in said

@@ -18,7 +18,7 @@ from rwkv_jit.desk import cli, commands
 from rwkv_jit.kernels import compiler, identity, kernel, signatures
 from rwkv_jit.kernels.errors import CompileError, UnsupportedConfigError
 from rwkv_jit.schedules.build_command import OPS
-from rwkv_jit.schedules.derived_table import ALL
+from rwkv_jit.schedules.table import ALL
 
 HEADS, HEAD_SIZE, CHANNELS, TOKENS = 16, 64, 96, 256
 WITH_PACKED = [name for name, op in ALL.items() if op.has_heads]

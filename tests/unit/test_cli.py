@@ -21,7 +21,7 @@ from rwkv_jit.kernels import cache, env, sass
 from rwkv_jit.kernels.cache import Compiled, Resources, bundle
 from rwkv_jit.kernels.errors import RwkvJitError
 from rwkv_jit.schedules.build_command import OPS as BUILT
-from rwkv_jit.schedules.derived_table import ALL as OPS
+from rwkv_jit.schedules.table import ALL as OPS
 
 
 def put(head_size=48, arch="sm_90", name="wkv7_recurrent_forward", **parameters):

@@ -261,7 +261,7 @@ def test_torch_accepts_the_ops(packed):
         plain = [None if x is None else x.detach() for x in given]
         grad = torch.randn(1, 5, C)
         for wanted in ("", "x weight", "weight"):
-            given = grad, *plain, bounds, 0.0, [activation]
+            given = *plain, bounds, grad, 0.0, [activation]
             torch.library.opcheck(OPS.causal_conv1d_bwd.default, given, {"wanted": wanted})
     slots, active = torch.tensor([5, 0, -1]), torch.tensor([2], dtype=torch.int32)
     own = make_update((B, 2, C))

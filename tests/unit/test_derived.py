@@ -17,13 +17,13 @@ from derived_cases import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from problems import ROWS as OPS
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import rwkv_jit
 from rwkv_jit.call import tensors
 from rwkv_jit.schedules import channel_decay
 from rwkv_jit.schedules import head_decay as head_steps
-from rwkv_jit.schedules.derived_table import ROWS as OPS
 
 CASES = pytest.mark.parametrize(("op", "how"), derived_cases.ALL)
 EACH = pytest.mark.parametrize(("op", "how"), [(op, several[-1]) for op, several in WAYS.items()])

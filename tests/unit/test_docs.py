@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import warm
+from problems import ROWS
 
 import rwkv_jit
 import rwkv_jit.compat.fla
@@ -24,7 +25,6 @@ import rwkv_jit.compat.megatron
 from bench import __main__ as bench_program
 from rwkv_jit.desk import cli
 from rwkv_jit.kernels import env
-from rwkv_jit.schedules import derived_table as derived
 from rwkv_jit.schedules import recurrent
 from rwkv_jit.schedules.table import OPS
 
@@ -258,8 +258,8 @@ def test_api_page_has_every_public_name():
 def test_defaults_in_the_tables_are_those_of_the_ops():
     lines = re.findall(r"^\| `(\w+)\(([^)]*?)(?:, \.\.\.)?\)`.*\| (.*) \|$", read("docs/ops.md"), re.MULTILINE)
     found = {name: (inputs.split(", "), re.findall(r"`(\w+)`|\b(1|K\^\(-1/2\))", said)) for name, inputs, said in lines}
-    for name in ("wkv5", "wkv6", "wkv7", "gla", "linear_attention", *derived.ROWS):
-        op, parameters = (OPS | derived.ROWS)[name], inspect.signature(getattr(rwkv_jit, name)).parameters
+    for name in ("wkv5", "wkv6", "wkv7", "gla", "linear_attention", *ROWS):
+        op, parameters = (OPS | ROWS)[name], inspect.signature(getattr(rwkv_jit, name)).parameters
         inputs, said = found[name]
         assert inputs == list(parameters)[: len(inputs)]
         said = [word or number for word, number in said]
@@ -369,7 +369,7 @@ def test_readme_has_a_row_of_every_op():
     """A model with its page, the op, the layer, and what it stands for."""
     table = read("README.md").partition("## What it has")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| \[[^\]]+\]\([^)]+\) \| `(\w+)` \| (?:`(\w+)` )?\| .*\|$", table, re.MULTILINE)
-    assert sorted(op for op, _ in rows) == sorted({*OPS, *derived.ROWS})
+    assert sorted(op for op, _ in rows) == sorted({*OPS, *ROWS})
     assert {layer for _, layer in rows if layer} <= set(rwkv_jit.nn.__all__)
 
 

@@ -7,20 +7,20 @@ from typing import is_typeddict
 
 import pytest
 import torch
+from problems import ROWS
 
 import rwkv_jit
 from rwkv_jit import nn, parallel
 from rwkv_jit.call.options import CallOptions, DecayOptions, complete
 from rwkv_jit.kernels import errors
 from rwkv_jit.pool import options as pooled
-from rwkv_jit.schedules import derived_table as derived
 from rwkv_jit.schedules import table
 
 FUNCTIONS = [name for name in rwkv_jit.__all__ if inspect.isfunction(getattr(rwkv_jit, name))]
 OPS = ["wkv5", "wkv6", "wkv7", "gla", "linear_attention"]
 WITHOUT_HEADS = ["timex", "wkv4", "wkv4_update"]  # their arguments are their own
 UPDATES = [f"{op}_{kind}" for kind in ("update", "varlen", "replay", "verify") for op in OPS]
-DERIVED = [*derived.ROWS]
+DERIVED = [*ROWS]
 DERIVED_POOLED = [f"{op}_{kind}" for kind in ("update", "varlen") for op in DERIVED]
 COMMITTING = ["replay_commit", "replay_flush"]
 DIFFERENTIABLE = ["prepare_keys", "gated_norm", "activate", "gated", "token_shift", "norm_shift"]
@@ -166,7 +166,7 @@ def test_compiling_in_the_background_takes_what_compiling_takes():
 @pytest.mark.parametrize("name", [*OPS, *DERIVED])
 def test_options_have_the_defaults_that_are_documented(name):
     """Each has a line of its own where all options are said, and the op names those that it has."""
-    op = (table.OPS | derived.ROWS)[name]
+    op = (table.OPS | ROWS)[name]
     tail = complete(op, {}, torch.ones(1, 1, 1, 16))
     assert {option: tail[option] for option in options(name)} == options(name) | (
         {"scale": 0.25} if options(name)["scale"] is None else {}

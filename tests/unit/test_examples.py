@@ -116,7 +116,7 @@ def test_what_the_trainer_made_is_sampled_and_served_by_the_commands_that_it_pri
     said = {}
     for what, command in commands:
         whole = [*warm.python("torch"), *shlex.split(command), *more[what]]
-        said[what] = subprocess.run(whole, capture_output=True, text=True, check=True, timeout=120).stdout
+        said[what] = subprocess.run(whole, capture_output=True, text=True, check=True, timeout=300).stdout
     model = RWKV7.from_checkpoint(trained.folder / "model.pth")
     written = model.generate(torch.tensor([list(b"The cat")]), 9, temperature=0)[0].tolist()
     text = bytes(written).decode(errors="replace")

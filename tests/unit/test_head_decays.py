@@ -142,7 +142,7 @@ def test_sums_over_slots_that_belong_to_no_chunk_begin_with_zeros():
     for has_own in (True, False):
         p = head_decays(Core(False, has_own=has_own), "sm_90", (128, 64), training=True)
         firsts = [steps.backward(p._replace(is_packed=is_packed)).steps[0] for is_packed in (False, True)]
-        assert [first == Zero("own_chunks") for first in firsts] == [False, has_own]
+        assert [first == Zero("down_rows") for first in firsts] == [False, has_own]
 
 
 # ---- calls -----------------------------------------------------------------------------------------------------------
@@ -203,9 +203,11 @@ def test_what_outputs_have_of_values_is_summed_over_chunks(here, bounds):
     taken = here.take()
     of_keys = taken[2]
     assert [x.parameters["HAS_OWN"] for x in taken[:3]] == [True] * 3
-    assert [x.entry for x in taken[3:]] == ["sum_rows"] * 2
-    (sums,) = (x for x in taken[3:] if x.named["rows"] == of_keys.named["own_chunks"] != 0)
-    assert (sums.named["group_rows"], sums.named["width"]) == (4 if bounds is None else 3, 4 * 32)
+    assert [x.entry for x in taken[3:]] == ["sum_buffers"]
+    sums = taken[3].named
+    (place,) = (place for place in range(5) if sums[f"rows{place}"] == of_keys.named["own_chunks"] != 0)
+    assert (sums[f"group_rows{place}"], sums[f"width{place}"]) == (4 if bounds is None else 3, 4 * 32)
+    assert sorted(sums[f"width{place}"] for place in range(5)) == [0, 0, 0, 4, 4 * 32]
     alone = case.parameters["D"].requires_grad_()
     y, _ = case.run()
     assert torch.autograd.grad(y.sum(), alone)[0].shape == alone.shape

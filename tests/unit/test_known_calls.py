@@ -25,6 +25,7 @@ from rwkv_jit.call.tuned import CHUNKS
 from rwkv_jit.kernels import kernel, signatures
 from rwkv_jit.kernels.errors import RwkvJitError, UnsupportedConfigError
 from rwkv_jit.kernels.gpu import Gpu
+from rwkv_jit.kernels.template import STORAGE_TYPES
 from rwkv_jit.schedules import delta_large
 from rwkv_jit.schedules.common import Candidate
 from rwkv_jit.schedules.problem import LARGEST_DECAY
@@ -420,11 +421,11 @@ def test_op_that_has_chosen_nothing_chooses_when_it_runs(dtype, tokens, algorith
         fake = run(*[mode.from_tensor(x) for x in given], None, None, *options, False, True, **bound)
     assert fake[2].shape == saved.shape
     assert saved.numel() > 0
-    back(torch.ones_like(y), None, *given, None, None, *options, saved, **bound)
+    back(*given, None, None, saved, torch.ones_like(y), None, *options, **bound)
     wanted = [f"wkv7_{algorithm}_{direction}" for direction in ("forward", "backward")]
     assert names(on_gpu.take()) == wanted
     with pytest.raises(RwkvJitError, match=r"wkv7: the backward takes \d+ numbers of what the forward saved, got 1"):
-        back(torch.ones_like(y), None, *given, None, None, *options, saved[:1], **bound)
+        back(*given, None, None, saved[:1], torch.ones_like(y), None, *options, **bound)
     leaves = [x.requires_grad_() for x in given]
     torch.autograd.grad(run(*leaves, None, None, *options, False, False, **bound)[0].sum(), leaves)
     assert names(on_gpu.launches) == wanted
@@ -448,7 +449,7 @@ def test_sequences_of_a_compiled_graph_are_cut(op, sequences, tokens, auto, spli
             fake = run(*[mode.from_tensor(x) for x in given], None, None, *options, False, True)
         assert fake[2].shape == saved.shape
         of_forward = on_gpu.take()
-        back(torch.ones_like(y), None, *given, None, None, *options, saved)
+        back(*given, None, None, saved, torch.ones_like(y), None, *options)
         for launches in (of_forward, on_gpu.take()):
             assert (f"{OPS[op].stem}_segment" in names(launches)) == is_cut
 
@@ -478,7 +479,7 @@ def test_few_large_heads_are_cut(tokens, sizes, on_gpu):
     assert (from_unit.parameters["VALUE_SIZE"], from_unit.named["input_strides"]) == (head_size, (0, 0, 0))
     assert (from_unit.named["output"] == scan.named["output"]) == (head_size <= value_size)
     assert scan.named["solved"] * scan.named["states"] != 0
-    back(torch.ones_like(y), torch.ones_like(final), *given, None, None, *options, saved)
+    back(*given, None, None, saved, torch.ones_like(y), torch.ones_like(final), *options)
     backwards = on_gpu.take()
     assert names(backwards)[:3] == ["wkv7_scan", "wkv7_join", "wkv7_scan"]
     from_zero, of_gradients, scan = backwards[:3]
@@ -608,7 +609,7 @@ CASES = [
     for case in ALGORITHMS[OPS[op].stem]
     for packed in (False, *([True] if case[4].get("backend") != "split" else []))
 ]
-HOUSEKEEPING = ("sum_rows", "copy_states")  # before and after the kernels of an algorithm
+HOUSEKEEPING = ("sum_rows", "sum_buffers", "copy_states")  # before and after the kernels of an algorithm
 # What kernels call the tensors of a call in both directions, where they have names of their own.
 ALIASES = {
     True: {"q": "r", "dq": "dr", "input": "v", "output": "y", "keys": "k", "values": "v"},
@@ -997,19 +998,23 @@ def test_gradients_of_inputs_without_tokens_are_added_up(op, arch, tokens, size,
     for name in OPS[op].fixed:
         address = grads[name].data_ptr()
         for piece in reversed(rows):
+            if piece == "sequences":
+                sums = launches[-1].named
+                (place,) = (place for place in range(5) if sums[f"sums{place}"] == address)
+                assert (sums[f"group_rows{place}"], sums[f"width{place}"]) == (sequences, H * size)
+                assert STORAGE_TYPES[sums[f"storage{place}"]] == tensors.STORAGE[given[name].dtype]
+                address = sums[f"rows{place}"]
+                continue
             (step,) = (launch for launch in launches if launch.addresses.get("sums") == address)
             length = tokens // 5 if piece == "segments" else options.get("chunk_len", 64)
             wanted = {"width": H * size, "chunk_len": 0}
-            if piece == "sequences":
-                wanted |= {"group_rows": sequences}
-            elif bounds:
+            if bounds:
                 wanted |= {"chunk_len": length, "cu_seqlens": cu_seqlens.data_ptr(), "tokens": tokens}
             else:
                 wanted |= {"group_rows": -(-tokens // length)}
             assert of_tensors(step, wanted) == wanted
-            assert step.grid[1] == (1 if piece == "sequences" else sequences)
-            storage = tensors.STORAGE[given[name].dtype] if piece == "sequences" else "fp32"
-            assert step.parameters["T_OUT"] == storage
+            assert step.grid[1] == sequences
+            assert step.parameters["T_OUT"] == "fp32"
             address = step.named["rows"]
         assert address in [as_of_call(launch, False).get(f"d{name}") for launch in launches]
         assert (address in zeros) == ("chunks" in rows)

@@ -270,7 +270,7 @@ def test_torch_accepts_the_ops(l2_wrap):
     logits, targets = make_logits((6, V)), make_targets((6,), ignored=1)
     torch.library.opcheck(OPS.cross_entropy_fwd.default, (logits, targets, -100, l2_wrap, False))
     _, lse, argmax = OPS.cross_entropy_fwd(logits, targets, -100, l2_wrap, False)
-    arguments = torch.ones(6), logits.detach(), targets, lse, argmax, -100, l2_wrap
+    arguments = logits.detach(), targets, lse, argmax, torch.ones(6), -100, l2_wrap
     torch.library.opcheck(OPS.cross_entropy_bwd.default, arguments)
     linear = make_linear(shape=(6,))
     hidden, weight, bias = linear.values()
@@ -279,7 +279,7 @@ def test_torch_accepts_the_ops(l2_wrap):
         torch.library.opcheck(OPS.linear_cross_entropy_fwd.default, (*given, targets, -100, l2_wrap, 4, *wanted, False))
         _, *made = OPS.linear_cross_entropy_fwd(*given, targets, -100, l2_wrap, 0, *wanted, False)
         made = [x.detach() for x in made]
-        torch.library.opcheck(OPS.linear_cross_entropy_bwd.default, (torch.tensor(2.0), *made))
+        torch.library.opcheck(OPS.linear_cross_entropy_bwd.default, (*made, torch.tensor(2.0)))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -95,11 +95,12 @@ def test_torch_accepts_the_op(bounds):
     given = made_up.make_inputs((B if bounds is None else 1, *SIZES[1:]), torch.float32, grad=True)
     cu_seqlens = None if bounds is None else torch.tensor(bounds)
     state = made_up.make_state(given, 2, torch.float32, grad=True)
-    arguments = (*given.values(), state, cu_seqlens, *OPTIONS)
+    arrays = (*given.values(), state, cu_seqlens)
+    arguments = (*arrays, *OPTIONS)
     torch.library.opcheck(FORWARD, (*arguments, True, False))
     made = FORWARD(*arguments, True, False)
     dy, grad_final, saved = (torch.ones_like(x).requires_grad_() for x in made)
-    torch.library.opcheck(BACKWARD, (dy, grad_final, *arguments, saved))
+    torch.library.opcheck(BACKWARD, (*arrays, saved, dy, grad_final, *OPTIONS))
 
 
 def test_fake_promises_what_the_forward_keeps():
@@ -203,7 +204,11 @@ def test_every_argument_of_a_call_is_bound(bounds, on_gpu):
     assert backward.named["batch"] == batch
 
     of_heads = {"group_rows": H // G, "width": batch * tokens * G * K}
-    wanted = {"dq": of_heads, "dk": of_heads, "dd": {"group_rows": sequences, "width": H}}
+    *sums, of_sequences = sums
+    assert of_sequences.template == "sum_buffers"
+    numbers = {"rows0": backward.named["dd"], "sums0": results["dd"].data_ptr(), "group_rows0": sequences, "width0": H}
+    assert taken(of_sequences, numbers) == numbers
+    wanted = {"dq": of_heads, "dk": of_heads}
     assert [launch.template for launch in sums] == ["sum_rows"] * len(wanted)
     for launch, (name, numbers) in zip(sums, wanted.items(), strict=True):
         assert launch.named["rows"] == backward.named[name] != 0
@@ -222,8 +227,8 @@ def test_call_without_tokens_has_gradients(on_gpu):
     y, final = run(given, None, True)
     torch.autograd.grad([y, final], [*given.values()], [torch.ones_like(y), torch.ones_like(final)])
     *_, total = on_gpu.launches
-    assert [x.entry for x in on_gpu.launches] == ["made_up_forward", "made_up_backward", "sum_rows"]
-    assert total.named["width"] == H  # those of q and k have no elements
+    assert [x.entry for x in on_gpu.launches] == ["made_up_forward", "made_up_backward", "sum_buffers"]
+    assert total.named["width0"] == H  # those of q and k have no elements
 
 
 def test_algorithms_of_other_ops_are_refused(on_gpu):

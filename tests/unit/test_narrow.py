@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import rwkv_jit
+from rwkv_jit.kernels.template import STORAGE_TYPES
 from rwkv_jit.schedules import delta_large, segments
 from rwkv_jit.schedules.table import OPS
 
@@ -55,12 +56,14 @@ def play(launch):
     narrow = {"narrow_rows", "narrow_as_they_are", "narrow_again", "find_largest"}
     if launch.entry in narrow:
         play_narrow(launch)
-    elif launch.template == "sum_rows":
-        given = launch.named
-        assert given["cu_seqlens"] == 0  # of calls whose sequences have one row
-        rows = memory(given["rows"], torch.float32, (given["group_rows"], given["width"]))
-        sums = memory(given["sums"], DTYPES[launch.parameters["T_OUT"]], (given["width"],))
-        sums.copy_(rows.sum(0))
+    elif launch.template == "sum_buffers":
+        for place in range(5):
+            address, target, count, width, storage = (
+                launch.named[f"{name}{place}"] for name in ("rows", "sums", "group_rows", "width", "storage")
+            )
+            if width:
+                rows = memory(address, torch.float32, (count, width))
+                memory(target, DTYPES[STORAGE_TYPES[storage]], (width,)).copy_(rows.sum(0))
     elif launch.template == "copy_states":
         play_copy(launch)
     elif "largest" not in launch.named and not launch.parameters.get("BY_HALVES"):

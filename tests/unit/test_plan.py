@@ -450,7 +450,7 @@ def test_threads_that_run_a_plan_at_once_do_not_mix_values(on_gpu):
     count, ys = 6, {}
     plan = plan_of(schedule(step(f"{MIX}, float* scratch"), scratch={"scratch": 64}), make())
     inputs = [make() for _ in range(count)]
-    all_written = threading.Barrier(count, timeout=30)
+    all_written = threading.Barrier(count, timeout=60)
     on_gpu.before_reading = all_written.wait
 
     def work(n):
@@ -652,7 +652,7 @@ def test_nobody_waits_for_a_kernel_that_may_be_idle_while_another_call_compiles_
 
     def compile_once(request, rendered):
         is_compiling.set()
-        assert may_compile.wait(10)
+        assert may_compile.wait(60)
         return stored(request, rendered, None)
 
     monkeypatch.setattr(
@@ -660,7 +660,7 @@ def test_nobody_waits_for_a_kernel_that_may_be_idle_while_another_call_compiles_
     )
     monkeypatch.setattr(kernel, "_compile_once", compile_once)
     kernel.get_async(REST.request(Gpu("sm_80")))
-    assert is_compiling.wait(10)
+    assert is_compiling.wait(60)
     arrays = make()
     made = plan_of(schedule(COUNTS, REST, scratch={"counts": 12}), arrays)
     on_gpu.while_running = lambda launch: ctypes.memmove(launch.named["counts"], struct.pack("=3i", 5, 5, 5), 12)
@@ -674,7 +674,7 @@ def test_what_another_call_compiles_is_waited_for_and_nothing_that_is_queued_beh
     events, compiled, stored = {"mix": threading.Event(), "rest": threading.Event()}, [], kernel._stored
 
     def compile_once(request, rendered):
-        events[request.template.name].wait(5)
+        events[request.template.name].wait(60)
         compiled.append(request.template.name)
         return stored(request, rendered, None)
 

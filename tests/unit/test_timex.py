@@ -163,9 +163,9 @@ def test_any_strides_and_arrays_of_other_libraries():
 @pytest.mark.parametrize("backend", ["fft", "reference"])
 def test_torch_ops_pass_opcheck(backend):
     w, k, g = (x.detach() for x in make(2, 3, 6, torch.float32))
-    torch.library.opcheck(op._forward_op, (w, k, 0.5, backend, True))
-    for want_w, want_k in ((True, True), (True, False), (False, True)):
-        torch.library.opcheck(op._backward_op, (g, w, k, backend, want_w, want_k))
+    torch.library.opcheck(torch.ops.rwkv_jit.timex_fwd.default, (w, k, 0.5, backend, True))
+    for wanted in ("", "w", "k"):
+        torch.library.opcheck(torch.ops.rwkv_jit.timex_bwd.default, (w, k, g, 0.5, backend), {"wanted": wanted})
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -490,7 +490,7 @@ def test_known_calls_are_not_prepared_again(driver, backend, monkeypatch):
 
     count = len(train(0.0))
     with monkeypatch.context() as known:
-        for module, name in ((kernel, "get_most"), (op, "_check"), (op, "_find_backward")):
+        for module, name in ((kernel, "get_most"), (op, "_check"), (op, "_plan_backward")):
             known.setattr(module, name, lambda *_, name=name: pytest.fail(f"{name} was called"))
         assert len(train(0.0)) == count
         with pytest.raises(pytest.fail.Exception, match="_check was called"):
@@ -522,7 +522,10 @@ def test_kernels_of_a_gradient_that_is_not_wanted_are_not_launched(driver, backe
 
 def test_torch_op_launches_the_same(driver):
     w, k = leaves(2, 3, 64)
-    for run in (lambda: rwkv_jit.timex(w, k, 0.5, "tiles"), lambda: op._forward_op(w, k, 0.5, "tiles", False)):
+    for run in (
+        lambda: rwkv_jit.timex(w, k, 0.5, "tiles"),
+        lambda: torch.ops.rwkv_jit.timex_fwd.default(w, k, 0.5, "tiles", False),
+    ):
         out = run()
         grads = torch.autograd.grad(out, (w, k), torch.ones_like(out))
         assert [launch.entry for launch in driver.take()] == [

@@ -72,6 +72,15 @@ def test_a_fork_ends_with_who_asked_for_it(start):
     pytest.fail("the fork goes on")
 
 
+def test_who_is_gone_before_it_is_served_harms_nobody(both):
+    before = both("-c", "print(1)")
+    for name, said in (("start", b"torch"), ("start", b""), ("torch", b""), ("torch", b"\n[")):
+        with warm._connection(os.environ[warm.VARIABLE], name) as gone:
+            gone.sendall(said)
+    after = both("-c", "print(1)")
+    assert [x.stdout for x in (*before, *after)] == ["1\n"] * 4
+
+
 def test_without_a_process_that_forks_python_begins(both, monkeypatch):
     monkeypatch.delenv(warm.VARIABLE)
     _, fork = both("-c", "import sys; print('torch' in sys.modules)")

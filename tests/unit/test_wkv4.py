@@ -15,6 +15,7 @@ from rwkv_jit.call import checks, prepared
 from rwkv_jit.kernels import kernel
 from rwkv_jit.kernels.errors import UnsupportedConfigError
 from rwkv_jit.kernels.gpu import Gpu
+from rwkv_jit.kernels.template import STORAGE_TYPES
 from rwkv_jit.schedules import wkv4 as schedules
 
 B, T, C = 2, 7, 5
@@ -171,10 +172,10 @@ def test_compiled_whole(dynamic):
 
 def test_torch_accepts_the_ops_with_a_state():
     given, state = make(torch.float32, grad=False), make_state(torch.float32)
-    asked = (*given, state, None, 1.0, "raw", "vk", 64, None, None, "auto", None, None, False, False, False)
-    torch.library.opcheck(torch.ops.rwkv_jit.wkv4_fwd.default, (*asked, True, True))
+    options = (1.0, "raw", "vk", 64, None, None, "auto", None, None, False, False, False)
+    torch.library.opcheck(torch.ops.rwkv_jit.wkv4_fwd.default, (*given, state, None, *options, True, True))
     grads = torch.randn(B, T, C), make_state(torch.float32)
-    torch.library.opcheck(torch.ops.rwkv_jit.wkv4_bwd.default, (*grads, *asked, torch.empty(0)))
+    torch.library.opcheck(torch.ops.rwkv_jit.wkv4_bwd.default, (*given, state, None, torch.empty(0), *grads, *options))
 
 
 # ---- one token ---------------------------------------------------------------------------------------------------
@@ -284,7 +285,7 @@ def test_length_of_a_part(backend, walks, tokens, length):
 
 def walks(gpus):
     """Launches of wkv4's own kernels since the last time."""
-    return [launch for launch in gpus.take() if launch.entry != "sum_rows"]
+    return [launch for launch in gpus.take() if launch.entry != "sum_buffers"]
 
 
 def asked(gpus):
@@ -315,11 +316,12 @@ def test_a_call_launches_its_tensors_in_their_places(on_gpu):
 def test_gradients_compile_beside_the_forward_and_take_what_it_saves(on_gpu):
     given = make(torch.float32)
     y, _ = rwkv_jit.wkv4(*given)
-    assert sorted(asked(on_gpu)[:3], key=str) == [("sum_rows", None), ("wkv4_backward", True), ("wkv4_forward", True)]
+    compiled = sorted(asked(on_gpu)[:3], key=str)
+    assert compiled == [("sum_buffers", None), ("wkv4_backward", True), ("wkv4_forward", True)]
     dy = torch.randn_like(y)
     dw, du, dk, dv = torch.autograd.grad(y, given, dy)
     assert len(on_gpu.asked) == 3
-    forward, backward, *sums = on_gpu.take()
+    forward, backward, sums = on_gpu.take()
     assert forward.named["checkpoints"]
     found = backward.addresses
     rows = [found.pop("dw"), found.pop("du")]
@@ -329,9 +331,9 @@ def test_gradients_compile_beside_the_forward_and_take_what_it_saves(on_gpu):
     assert found == {
         **addresses, "checkpoints": forward.named["checkpoints"], "grad_final": 0, "grad_initial": 0, "summaries": 0,
     }  # fmt: skip
-    for launch, row, grad in zip(sums, rows, (dw, du), strict=True):
-        wanted = {"rows": row, "cu_seqlens": 0, "sums": grad.data_ptr(), "group_rows": B, "width": C}
-        assert wanted.items() <= launch.named.items()
+    for place, (row, grad) in enumerate(zip(rows, (dw, du), strict=True)):
+        wanted = {"rows": row, "sums": grad.data_ptr(), "group_rows": B, "width": C}
+        assert {name: sums.named[f"{name}{place}"] for name in wanted} == wanted
 
 
 @pytest.mark.parametrize("with_w", ["float32", "bfloat16"])
@@ -340,8 +342,9 @@ def test_gradients_of_w_and_u_have_their_dtypes(on_gpu, with_w):
     w = w.detach().to(getattr(torch, with_w)).requires_grad_()
     y, _ = rwkv_jit.wkv4(w, u, k, v)
     assert [x.dtype for x in torch.autograd.grad(y.sum(), (w, u))] == [w.dtype, u.dtype]
-    *_, of_w, of_u = on_gpu.take()
-    assert [x.parameters["T_OUT"] for x in (of_w, of_u)] == [{"float32": "fp32", "bfloat16": "bf16"}[with_w], "bf16"]
+    *_, sums = on_gpu.take()
+    storage = [STORAGE_TYPES[sums.named[f"storage{place}"]] for place in range(2)]
+    assert storage == [{"float32": "fp32", "bfloat16": "bf16"}[with_w], "bf16"]
 
 
 def test_parts_are_launched_on_their_own_first(on_gpu):
@@ -349,7 +352,7 @@ def test_parts_are_launched_on_their_own_first(on_gpu):
     given = make(torch.float32, tokens=300)
     y, _ = rwkv_jit.wkv4(*given, backend="split")
     torch.autograd.grad(y.sum(), given)
-    *launches, of_w, _ = on_gpu.take()
+    *launches, sums = on_gpu.take()
     length = schedules.part_length(problem("wkv4", B=B, C=C, T=300, backend="split", gpu=Gpu("", multiprocessors=1)))
     parts = math.ceil(300 / length)
     assert parts == 4
@@ -360,7 +363,7 @@ def test_parts_are_launched_on_their_own_first(on_gpu):
     ]
     one, other = (launch.named["summaries"] for launch in launches[:2])
     assert one == other != 0
-    assert of_w.named["group_rows"] == parts * B
+    assert [sums.named[f"group_rows{place}"] for place in range(2)] == [parts * B] * 2
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 132])
@@ -420,14 +423,15 @@ def test_without_tokens_the_gradient_of_the_final_state_passes_through(on_gpu, w
     outputs = [y, final] if with_grad else [y]
     grads = [torch.ones_like(x) for x in outputs]
     found = torch.autograd.grad(outputs, [*given, state], grads)
-    forward, *sums = on_gpu.take()
+    forward, of_state, sums = on_gpu.take()
     assert (forward.named["initial_state"], forward.named["final_state"]) == (state.data_ptr(), final.data_ptr())
-    assert [launch.entry for launch in sums] == ["sum_rows"] * 3
-    assert sums[0].named["rows"] == (grads[1].data_ptr() if with_grad else 0)
-    assert [launch.named["sums"] for launch in sums] == [x.data_ptr() for x in (found[4], *found[:2])]
+    assert (of_state.entry, sums.entry) == ("sum_rows", "sum_buffers")
+    assert of_state.named["rows"] == (grads[1].data_ptr() if with_grad else 0)
+    assert of_state.named["sums"] == found[4].data_ptr()
+    assert [sums.named[f"sums{place}"] for place in range(3)] == [*(x.data_ptr() for x in found[:2]), 0]
     # A sum of one row, or of none: a copy, or zeros.
-    sizes = [(launch.named["group_rows"], launch.named["width"]) for launch in sums]
-    assert sizes == [(int(with_grad), B * 3 * C), (0, C), (0, C)]
+    assert (of_state.named["group_rows"], of_state.named["width"]) == (int(with_grad), B * 3 * C)
+    assert [(sums.named[f"group_rows{place}"], sums.named[f"width{place}"]) for place in range(2)] == [(0, C)] * 2
 
 
 def test_other_strides_are_read_in_place_and_only_the_last_one_makes_a_copy(on_gpu):
@@ -449,12 +453,13 @@ def test_results_have_the_strides_of_their_shapes(on_gpu):
         assert x.stride() == (T * C, C, 1)
 
 
-@pytest.mark.parametrize(("sizes", "launched"), [({"channels": 0}, []), ({"batch": 0}, [("sum_rows", 0)] * 2)])
+@pytest.mark.parametrize(("sizes", "launched"), [({"channels": 0}, []), ({"batch": 0}, [("sum_buffers", 0, 0)])])
 def test_without_channels_nothing_is_launched_and_without_rows_sums_of_nothing(on_gpu, sizes, launched):
     given = make(torch.float32, **sizes)
     y, _ = rwkv_jit.wkv4(*given)
     torch.autograd.grad(y.sum(), given)
-    assert [(each.entry, each.named["group_rows"]) for each in on_gpu.take()] == launched
+    found = [(each.entry, each.named["group_rows0"], each.named["group_rows1"]) for each in on_gpu.take()]
+    assert found == launched
 
 
 # ---- compiling without a call ------------------------------------------------------------------------------------
@@ -481,12 +486,13 @@ def test_what_calls_need_is_warmed(monkeypatch):
     wanted = []
     monkeypatch.setattr(warm, "compile_all", lambda requests, progress: wanted.extend(requests))
     rwkv_jit.warm("wkv4", dtypes=[torch.float16], arch="sm_80", w_dtype=torch.float32, decay="log")
-    walks = [each for each in wanted if each.template.name != "sum_rows"]
+    walks = [each for each in wanted if "RESULTS" in each.parameters]
     assert {(each.template.name, each.parameters["RESULTS"]) for each in walks} == {
         (f"wkv4_{way}", results) for way in ("forward", "backward") for results in (True, False)
     }
     types = {"T_IO": "fp16", "T_W": "fp32", "T_U": "fp32", "DECAY": "log"}
     assert all(types.items() <= each.parameters.items() for each in walks)
-    assert {each.parameters["T_OUT"] for each in wanted if each not in walks} == {"fp32"}  # of dw and du
+    # Of dw and du, and of a state's gradient that passes through.
+    assert {each.template.name for each in wanted if each not in walks} == {"sum_buffers", "sum_rows"}
     with pytest.raises(TypeError, match="head_sizes: wkv7 needs some, got None"):
         rwkv_jit.warm("wkv7", arch="sm_80")

@@ -133,8 +133,8 @@ def test_compiled_whole():
 def test_torch_accepts_the_op():
     w, u, k, v = make()
     slots = torch.tensor([5, 2, 0])
-    arguments = "wkv4", make_pool(), torch.empty(B, T, C), k, v, w, u, slots, None, -1, "raw"
-    torch.library.opcheck(torch.ops.rwkv_jit.wkv4_states.default, arguments)
+    given = [w, u, k, v], None, slots, None, None, -1, 1.0, "raw", "vk"
+    torch.library.opcheck(torch.ops.rwkv_jit.update_states.default, ("wkv4", make_pool(), torch.empty(B, T, C), *given))
 
 
 def test_flops_are_those_of_the_op():

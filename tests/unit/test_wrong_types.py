@@ -8,11 +8,11 @@ import inspect
 import numpy as np
 import pytest
 import torch
+from problems import ROWS
 
 import rwkv_jit
 from rwkv_jit import ReplayRing, StatePool, StateSpec, nn
 from rwkv_jit.kernels import kernel
-from rwkv_jit.schedules import derived_table as derived
 from rwkv_jit.schedules.table import OPS
 
 SIZES = {"B": 1, "T": 4, "H": 2, "G": 2, "K": 8, "V": 8, "C": 16}
@@ -46,7 +46,7 @@ def ring_of(op):
 
 def calls():
     """Yield the name of every function, and arguments that it takes, all that it has."""
-    inputs = {name: inputs_of(op) for name, op in (OPS | derived.ROWS).items()}
+    inputs = {name: inputs_of(op) for name, op in (OPS | ROWS).items()}
     inputs["ssd"] = {**inputs["ssd"], "A": -torch.rand(2), "D": torch.rand(2), "z": inputs["ssd"]["x"].clone(),
                      "dt_bias": torch.rand(2), "dt_softplus": True, "dt_limit": (0.0, 1.0)}  # fmt: skip
     for name in ("kda", "gated_delta_rule", "gated_delta_rule2"):
@@ -69,7 +69,7 @@ def calls():
         "checkpoint_offsets": torch.tensor([[2]]), "checkpoint_indices": torch.tensor([[0]]),
     }  # fmt: skip
     pool = torch.zeros(3, 2, 8, 8)
-    for name in (*derived.ROWS, "wkv5", "wkv6", "wkv7", "gla", "linear_attention"):
+    for name in (*ROWS, "wkv5", "wkv6", "wkv7", "gla", "linear_attention"):
         own, has_decay = inputs[name], name in OPS and name != "linear_attention"
         decay = {"decay": "log"} if has_decay else {}
         own_varlen = {x: y[0] if isinstance(y, torch.Tensor) and y.dim() > 2 else y for x, y in own.items()}
