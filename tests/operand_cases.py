@@ -314,7 +314,7 @@ def check_delta(words, sizes, dtype=BF16, wide=FP32):
     wanted_grads = torch.autograd.grad(wanted, [*leaves.values()], [x.double() for x in grads.values()])
     for x, want in zip((*written, *found), (*wanted, *wanted_grads), strict=True):
         # A gradient of few heads is a few sums of both signs, which may all be small.
-        least = (1e-5 if dtype == FP32 else 1e-3) if x.dim() == 1 else 0.0
+        least = 1e-3 if x.dim() == 1 and dtype != FP32 else 0.0
         error, limit = relative(x, want), max(LIMITS[dtype], LIMITS[x.dtype], least)
         assert error < limit, (x.shape, error, limit)
 

@@ -8,7 +8,7 @@
 //
 // D dy is there with HAS_SKIP: what the gradient of v has of a part of the output that is D v (skip_gate.cu). The order
 // of all sums is fixed: float32 in a thread, then by lanes, and sums over tokens of the rows of a block first, which
-// sum_rows adds up.
+// a launch behind this one adds up.
 //
 //   v, g, A, dt_bias             as diagonal_operands
 //   grad_r, grad_new_k, grad_w, grad_new_v   like r, new_k, w and new_v  in

@@ -4,7 +4,7 @@
 //     d(step) = grad_step + A grad_w;   ddt = d(step) by its slope;   dA = sum step grad_w;   ddt_bias = sum ddt
 //
 // with the maps and slopes of state_steps.cuh. float32, as all of it is; sums over tokens are of the rows of a block, in
-// their order, and sum_rows adds them up.
+// their order, and a launch behind this one adds them up.
 //
 //   dt          [batch, tokens, H]  T_G  in, by strides;   A, dt_bias  [H]  T_A, T_DT_BIAS  in
 //   step, w, grad_step, grad_w  [batch, tokens, H]  fp32  out, out, in, in;   ddt  the same  T_G  out

@@ -2,8 +2,8 @@
 //
 //     dy = gate(z) grad;   dz = gate'(z) (y + D x) grad;   dx = D gate(z) grad;   dD = sum over tokens of x gate(z) grad
 //
-// float32, rounded where a gradient is written. dD is a sum over the rows of a block, in their order, which sum_rows
-// adds up; where D is one number for a head, over its channels too.
+// float32, rounded where a gradient is written. dD is a sum over the rows of a block, in their order, which a launch
+// behind this one adds up; where D is one number for a head, over its channels too.
 //
 //   y, x, z, D  as skip_gate;   grad  the gradient of out, like y, by strides  T_IO  in
 //   dy, dx, dz  [batch, tokens, H, VALUE_SIZE]  T_IO  out, without gaps

@@ -36,10 +36,9 @@ def check(op, given, state=None, launched=None, **options):
     want_y, want_final = getattr(rwkv_jit, f"{op}_ref")(
         *exact.values(), initial_state=exact_state, output_final_state=True, **exact_options
     )
-    gate = 2 * GATE if given["k"].shape[-1] == 1 else GATE  # a state of few numbers, whose errors do not average out
     of_rows = comparing.digits(given["v"].dtype, y.dtype)
-    assert relative(y, want_y) <= gate / of_rows
-    assert relative(final, want_final) <= gate / comparing.digits(given["v"].dtype, final.dtype)
+    assert relative(y, want_y) <= GATE / of_rows
+    assert relative(final, want_final) <= GATE / comparing.digits(given["v"].dtype, final.dtype)
     return y, final
 
 
@@ -48,7 +47,8 @@ def check(op, given, state=None, launched=None, **options):
 @pytest.mark.parametrize("tokens", [192, 200, 256, 333])
 @pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (40, 40), (100, 72), (37, 128), (96, 33), (1, 8)], ids=str)
 def test_every_size(op, sizes, tokens, dtype, launched):
-    given = make_inputs(op, DTYPES[dtype], 2, tokens, 3, *sizes)
+    heads = 24 if sizes[0] == 1 else 3  # as many as few are: states of one key are few numbers, and errors average out
+    given = make_inputs(op, DTYPES[dtype], 2, tokens, heads, *sizes)
     check(op, given, comparing.make_state(given, 2), launched, state_layout="vk")
 
 
