@@ -113,6 +113,7 @@ def backward(p: Problem, inner: Schedule) -> Around:
         if last.z:
             dy = names["dy"] = INNER_DY
     before.append(operands.operands(p, how, _BUFFERS))
+    vectors = _joined(vectors, operands.operand_vectors(p, how))
     flows = {name: buffer for name, buffer in _flows(p).items() if f"d{_INNER[name]}" in inner.results}
     if flows:
         share = last if last is not None and last.D and how.source == "steps" else None

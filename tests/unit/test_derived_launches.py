@@ -172,6 +172,29 @@ def test_a_graph_has_one_op_of_the_package(op, how):
 
 
 @EACH
+@pytest.mark.parametrize("offset", [1, 2, 4])
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_no_launch_reads_more_at_once_than_an_address_allows(op, how, tokens, offset, on_gpu):
+    """Whatever gradients are wanted: launches that remain read what those of other gradients may not."""
+    on_gpu.use("sm_90")
+    case = derived_cases.make(op, how, (1, tokens, 2, 2, 96, 96), torch.float16, has_state=False)
+    moved = {}
+    for name, x in case.tensors.items():
+        memory = torch.zeros(x.numel() + offset, dtype=x.dtype)
+        moved[name] = memory[offset:].view(x.shape)
+    rows = {x.data_ptr(): name for name, x in moved.items() if x.dim() > 1 and x.shape[-1] == 96}
+    for wanted in moved:
+        leaves = {name: x.detach().requires_grad_(name == wanted) for name, x in moved.items()}
+        y, _ = case.replaced(leaves).run()
+        torch.autograd.grad(y, leaves[wanted], torch.ones_like(y), allow_unused=True)
+        for launch in on_gpu.take():
+            read = [x for x in launch.named.values() if isinstance(x, int) and x in rows]
+            for address in read:
+                width = 2 * launch.parameters.get("VECTOR", 1)
+                assert address % width == 0, (wanted, launch.template, rows[address])
+
+
+@EACH
 @pytest.mark.parametrize("model", ["many heads", "few heads"])
 def test_a_known_call_enters_few_functions(op, how, model, on_gpu):
     on_gpu.use("sm_90")
