@@ -187,13 +187,11 @@ def without(schedule: Schedule, unwanted: Collection[str]) -> Schedule:
         # A launch may read what it writes, and leave parts of it as they are.
         needed.update(read.values(), (name for argument, name in written.items() if argument not in spared))
     left.reverse()
-    # What is written in vain has a name of its own: a schedule around this one may have such a result, of another size.
-    in_vain = {name: f"{name}_in_vain" for name in schedule.results if name in unwanted and name in needed}
+    in_vain = {name: result for name, result in schedule.results.items() if name in unwanted and name in needed}
     scratch = {name: size for name, size in schedule.scratch.items() if name in needed}
-    for name, buffer in in_vain.items():
-        scratch[buffer] = math.prod(schedule.results[name].shape) * BYTES[schedule.results[name].dtype]
+    scratch |= {name: math.prod(result.shape) * BYTES[result.dtype] for name, result in in_vain.items()}
     results = {name: result for name, result in schedule.results.items() if name not in unwanted}
-    steps = tuple(renamed(_closed_up(schedule.steps, left), in_vain))
+    steps = _closed_up(schedule.steps, left)
     # What comes before the launch that does most of the work serves it.
     main = schedule.main if schedule.main < sum(isinstance(step, Step) for step in steps) else 0
     return replace(schedule, steps=steps, results=results, scratch=scratch, main=main)

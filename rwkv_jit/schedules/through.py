@@ -58,12 +58,15 @@ def backward(p: Problem, inner: Schedule) -> Schedule:
 def _around(p: Problem, inner: Schedule, around: Around) -> Schedule:
     """Return the schedule of the op below with what stands before and behind it."""
     after = list(around.after)
+    # A gradient of the op below that nobody wants may be a buffer, with the name of a result here of another size.
+    in_vain = {name: f"{name}_in_vain" for name in inner.scratch if name in {f"d{x}" for x in p.op.names}}
+    scratch = {in_vain.get(name, name): size for name, size in inner.scratch.items()}
     if after and isinstance(after[0], Step):
         after[0] = after[0]._replace(waits=any(step.is_beside for step in inner.launches))
     vectors = {name: width for name, width in around.vectors.items() if name in p.types or name == "dy"}
     return replace(
-        inner, steps=(*around.before, *renamed(inner.steps, around.names), *after), vectors=vectors,
-        scratch={**inner.scratch, **around.scratch}, rows={**inner.rows, **around.rows}, dense=around.dense,
+        inner, steps=(*around.before, *renamed(inner.steps, {**in_vain, **around.names}), *after), vectors=vectors,
+        scratch={**scratch, **around.scratch}, rows={**inner.rows, **around.rows}, dense=around.dense,
         main=inner.main + sum(isinstance(each, Step) for each in around.before),
     )  # fmt: skip
 
