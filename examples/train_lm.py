@@ -19,6 +19,7 @@ import pickle
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import is_dataclass
 from enum import Enum
@@ -56,6 +57,7 @@ DEFAULTS = {
     "cpu": {"steps": 100, "batch": 8, "length": 64, "width": 64, "layers": 2},
 }
 SMALL = 256  # the width up to which threads of a CPU wait for each other longer than they compute
+SHORT = 4096  # tokens of a pass up to which graphs are faster
 GATHERED = 64_000_000  # parameters at least that --fsdp gathers at once: each time takes the host about a millisecond
 # What may be in a checkpoint's description of itself.
 DESCRIPTIONS = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
@@ -358,6 +360,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--weight-decay", type=limited(float, 0), default=0.1)
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations in the backward")
     parser.add_argument("--compile", action="store_true", help="train through torch.compile")
+    parser.add_argument("--graph", choices=["auto", "on", "off"], default="auto", help="repeat steps from CUDA graphs")
     parser.add_argument("--cpu", action="store_true", help="do not use the GPU")
     parser.add_argument("--dp", action="store_true", help="the model on every rank (DistributedDataParallel)")
     parser.add_argument("--fsdp", action="store_true", help="a part of the model on every rank (FSDP2)")
@@ -373,6 +376,13 @@ def read_options() -> argparse.Namespace:
         torch.set_num_threads(1)
     if options.dp and (options.fsdp or options.tp > 1):
         parser.error("--dp goes neither with --fsdp nor with --tp")
+    several = options.dp or options.fsdp or options.tp > 1 or options.cp > 1
+    if several and options.graph == "on":
+        parser.error("--graph on is for one process: not with --dp, --fsdp, --tp and --cp")
+    # Where a pass has few tokens the host takes longer than the GPU.
+    is_short = options.batch * options.length <= SHORT * options.accumulate
+    if options.graph == "auto" and (several or options.compile or options.device == "cpu" or not is_short):
+        options.graph = "off"
     if options.width % options.head_size:
         parser.error(f"--width {options.width} is no multiple of --head-size {options.head_size}")
     if options.length % options.cp:
@@ -416,9 +426,9 @@ def main() -> int | str:
         model.checkpointing = options.checkpointing
         flops, size = flops_of_token(model), sum(x.numel() for x in model.parameters())
         training = spread(model, options, ranks)
-        optimizer = torch.optim.AdamW(
-            model.param_groups(lr=options.lr, weight_decay=options.weight_decay), betas=(0.9, 0.99), eps=1e-18
-        )
+        is_graphed = options.graph != "off" and ranks.world == 1
+        groups = model.param_groups(lr=options.lr, weight_decay=options.weight_decay)
+        optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.99), eps=1e-18, fused=is_graphed or None)
         rates = [group["lr"] for group in optimizer.param_groups]
         folder = None if options.out is None else options.out / "checkpoints"
         step = 0 if folder is None else resume(folder, model, optimizer, ranks.rank)
@@ -431,7 +441,7 @@ def main() -> int | str:
         if step >= options.steps:
             print(f"{options.out} is already at step {step}: --steps {options.steps} trains no further")
 
-    def loss_of(tokens: numpy.ndarray, number: int) -> Tensor:
+    def loss_of(tokens: numpy.ndarray, number: int, training: Callable[..., Tensor] = training) -> Tensor:
         inputs, targets = rows(tokens, options.length, number + ranks.place * count, count, device)
         more = {}
         if options.cp > 1:
@@ -440,19 +450,28 @@ def main() -> int | str:
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             return training(inputs, targets, **more)
 
+    if is_graphed:
+        graphed = rwkv_jit.nn.graphed_step(model, optimizer, max_norm=1.0, accumulate=options.accumulate)
     losses, started, tokens = [], time.perf_counter(), 0
     progress = tqdm(total=max(options.steps, step), initial=step, unit="step", disable=ranks.rank > 0)
     while step < options.steps:
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * factor_at(step, options)
         for turn in range(options.accumulate):
+            number = step * options.batch + turn * count * ranks.count
+            if is_graphed:  # which does all that follows, too
+                losses.append(loss_of(learned, number, graphed) / options.accumulate)
+                continue
             with averaged(training, model, turn == options.accumulate - 1):
-                loss = loss_of(learned, step * options.batch + turn * count * ranks.count) / options.accumulate
+                loss = loss_of(learned, number) / options.accumulate
                 loss.backward()
             losses.append(loss.detach())
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        if is_graphed:
+            norm = graphed.norm
+        else:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
         step, tokens = step + 1, tokens + options.batch * options.length
         progress.update()
         if step % options.log_every == 0 or step == options.steps:

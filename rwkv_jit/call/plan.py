@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,6 +27,19 @@ from rwkv_jit.schedules.schedule import Pause, Schedule, Step, Stride, aligned, 
 DTYPES = {name: dtype for dtype, name in tensors.STORAGE.items()}
 # The dimensions that kernels take strides of, by the type of the argument. Key heads stand in the place of heads.
 _STRIDES = {"Strides": ("B", "T", "HG"), "DecayStrides": ("B", "T", "HG"), "RowStrides": ("B", "T")}
+
+
+_watch = threading.local()
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[list[tuple[Plan, Sequence[Tensor | None], list[Tensor]]]]:
+    """Give a list that gets each plan that this thread runs meanwhile, with its arrays and its results."""
+    before, _watch.runs = getattr(_watch, "runs", None), list[Any]()
+    try:
+        yield _watch.runs
+    finally:
+        _watch.runs = before
 
 
 class _Zeros(NamedTuple):
@@ -176,7 +192,16 @@ class Plan:
                 step.launch(stream, values)
         if self._copies:
             self._write_back(given, arrays)
+        runs = getattr(_watch, "runs", None)
+        if runs is not None:
+            runs.append((self, given, results))
         return results
+
+    def with_results(self, results: Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]) -> Plan:
+        """Return the same plan, whose results have other dimensions of the same memory."""
+        plan = copy.copy(self)
+        plan._results = [tensors.Memory(*x) for x in results]
+        return plan
 
     def _write_back(self, given: Sequence[Tensor | None], copies: Sequence[Tensor | None]) -> None:
         """Write what kernels have changed in copies to the tensors of the caller."""

@@ -175,13 +175,55 @@ def _row_by_row(
     run: Callable[..., Sequence[Tensor]], arguments: Sequence[Any], batched: Sequence[bool]
 ) -> list[Tensor]:  # fmt: skip
     """Run a backward inside of `torch.autograd.grad(is_grads_batched=True)`, whose vmap knows no ops of lists."""
-    # The level of the batch is what its tensors have: the threads that run backwards of a GPU know of no vmap.
+    several, level = _unbatched(arguments, batched)
+    made = torch.vmap(run, tuple([0 if is_batched else None for is_batched in batched]))(*several)
+    return [torch._add_batch_dim(x, 0, level) for x in made]
+
+
+def is_one_of_rows(x: Any) -> bool:
+    """Return whether a gradient stands for several: under `is_grads_batched=True`, or in a vmap of `torch.func`."""
+    return x is not None and (tensors.is_batched(x) or torch._C._functorch.is_batchedtensor(x))
+
+
+def each_row(run: Callable[..., Sequence[Tensor | None]], arguments: Sequence[Any]) -> Sequence[Tensor | None]:
+    """Run a backward that no vmap can look into, once for each row where arguments stand for several."""
+    batched = [x is not None and tensors.is_batched(x) for x in arguments]
+    if any(batched):
+        several, level = _unbatched(arguments, batched)
+        return [None if x is None else torch._add_batch_dim(x, 0, level) for x in _stacked(run, several, batched)]
+    of_torch, vmap = torch._C._functorch, torch._C._functorch.peek_interpreter_stack()
+    if vmap is None or not any(map(is_one_of_rows, arguments)):
+        return run(*arguments)
+    from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
+
+    level = vmap.level()
+    batched = [is_one_of_rows(x) and of_torch.maybe_get_level(x) == level for x in arguments]
+    pairs = [*zip(arguments, batched, strict=True)]
+    with temporarily_pop_interpreter_stack():
+        several = [of_torch.get_unwrapped(x).movedim(of_torch.maybe_get_bdim(x), 0) if y else x for x, y in pairs]
+        made = _stacked(lambda *row: each_row(run, row), several, batched) if any(batched) else each_row(run, several)
+    if not any(batched):
+        return made
+    return [None if x is None else of_torch._add_batch_dim(x, 0, level) for x in made]
+
+
+def _stacked(
+    run: Callable[..., Sequence[Tensor | None]], several: Sequence[Any], batched: Sequence[bool]
+) -> list[Tensor | None]:  # fmt: skip
+    """Return what is made of each row."""
+    pairs = [*zip(several, batched, strict=True)]
+    rows = range(len(several[batched.index(True)]))
+    made = [run(*[x[row] if is_batched else x for x, is_batched in pairs]) for row in rows]
+    return [None if x[0] is None else torch.stack(x) for x in zip(*made, strict=True)]
+
+
+def _unbatched(arguments: Sequence[Any], batched: Sequence[bool]) -> tuple[list[Any], int]:
+    """Return arguments whose batch is their first dimension, and its level."""
+    # The level is what the tensors have: the threads that run backwards of a GPU know of no vmap.
     first = arguments[batched.index(True)]
     level = next(n for n in range(1, 65) if not tensors.is_batched(torch._remove_batch_dim(first, n, 1, 0)))
     pairs = zip(arguments, batched, strict=True)
-    several = [torch._remove_batch_dim(x, level, 1, 0) if is_batched else x for x, is_batched in pairs]
-    made = torch.vmap(run, tuple([0 if is_batched else None for is_batched in batched]))(*several)
-    return [torch._add_batch_dim(x, 0, level) for x in made]
+    return [torch._remove_batch_dim(x, level, 1, 0) if is_batched else x for x, is_batched in pairs], level
 
 
 def _is_transformed() -> bool:

@@ -15,6 +15,7 @@ from rwkv_jit.schedules.legal import Precision
 # the batch. A call looks at it once, as another thread may change it meanwhile.
 Modes = tuple[tuple[str, ...], bool]
 USUAL: Modes = (), False
+HIGH: Modes = ("fp32", "bf16"), False  # both switches of precision at "high"
 
 # There are two switches for products of float32 numbers on a GPU: the older one sets the newer one too, and refuses to
 # answer where both were used.
@@ -40,11 +41,11 @@ current._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
-def high() -> Iterator[None]:
-    """Have both switches of precision at "high"."""
+def at(modes: Modes) -> Iterator[None]:
+    """Have all calls go by these switches."""
     global _exact, _fast
     before = _exact, _fast
-    _exact = _fast = ("fp32", "bf16"), False
+    _exact = _fast = modes
     try:
         yield
     finally:

@@ -233,6 +233,11 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
         return None
 
 
+def casting(x: Tensor, dtype: torch.dtype | None) -> torch.autocast:
+    """Do what follows on the device of `x` under autocast to a dtype, None for without; each cast is new."""
+    return torch.autocast(x.device.type, dtype, dtype is not None, cache_enabled=False)
+
+
 def exactly(x: Tensor) -> torch.autocast:
     """Do what follows on the device of `x` without autocast, in the dtypes that are there."""
     return torch.autocast(x.device.type, enabled=False)

@@ -110,7 +110,7 @@ def build(parsed: argparse.Namespace) -> Outcome:
     from rwkv_jit.call import switches  # with torch, which takes seconds
     from rwkv_jit.kernels import compiler, identity
 
-    with switches.high() if parsed.precision else contextlib.nullcontext():
+    with switches.at(switches.HIGH) if parsed.precision else contextlib.nullcontext():
         requests = [request._replace(also=()) for request in _asked_for(parsed)]  # exactly what was asked for
     if not requests:
         if parsed.op == ["timex"]:

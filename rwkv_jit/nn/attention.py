@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rwkv_jit.nn.common import check_tokens, is_plain_norm, norm_heads, under_autocast
+from rwkv_jit.nn.node import as_node
 from rwkv_jit.ops.gla import gla
 from rwkv_jit.ops.linear_attention import linear_attention
 from rwkv_jit.pool.arguments import count
@@ -41,6 +42,7 @@ class _Attention(nn.Module):
         return x.view(*x.shape[:-1], self.heads, x.shape[-1] // self.heads)
 
 
+@as_node
 class GatedLinearAttention(_Attention):
     r"""Gated linear attention, with a norm of each head and a gate behind it.
 
@@ -122,6 +124,7 @@ class GatedLinearAttention(_Attention):
         return self.o_proj(norm_heads(self.g_norm_swish_gate, nn.RMSNorm, y, self.g_proj(x), "silu")), final
 
 
+@as_node
 class LinearAttention(_Attention):
     r"""Linear attention, with a norm of each head behind it.
 

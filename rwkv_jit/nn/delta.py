@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from rwkv_jit.call.checks import check_lower_bound
 from rwkv_jit.nn import common
+from rwkv_jit.nn.node import as_node
 from rwkv_jit.ops.delta import gated_delta_rule, kda
 from rwkv_jit.pool.arguments import count
 
@@ -57,6 +58,7 @@ class _DeltaNet(nn.Module):
         )
 
 
+@as_node
 class KimiDeltaAttention(_DeltaNet):
     r"""Kimi Delta Attention: a short convolution, the delta rule with a decay of each channel, a norm and a gate.
 
@@ -192,6 +194,7 @@ class KimiDeltaAttention(_DeltaNet):
         return self.o_proj(common.norm_heads(self.o_norm, nn.RMSNorm, y, self.g_proj(x), "sigmoid")), (last, final)
 
 
+@as_node
 class GatedDeltaNet(_DeltaNet):
     r"""Gated delta net: a short convolution, the delta rule with a decay of each head, a norm and a gate.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -15,11 +15,14 @@ from torch.utils.checkpoint import checkpoint
 from rwkv_jit.call import checks
 from rwkv_jit.kernels.errors import brief
 from rwkv_jit.layers.loss import cross_entropy, linear_cross_entropy
-from rwkv_jit.nn import checkpoints, common
+from rwkv_jit.nn import checkpoints, common, sampling
+from rwkv_jit.nn.graphs import Decoder
+from rwkv_jit.nn.sampling import Sampler
 from rwkv_jit.pool import arguments
 from rwkv_jit.pool.state_pool import StatePool
 
 Model = TypeVar("Model", bound="LanguageModel")
+_ENDED_EVERY = 16  # steps after which the host looks whether all sequences have stopped
 
 
 class LanguageModel(nn.Module):
@@ -48,6 +51,7 @@ class LanguageModel(nn.Module):
         arguments.count("width", width, 1)
         arguments.count("layers", layers, 1)
         self.checkpointing, self.head_size = checkpointing, head_size
+        self._decoder = Decoder()
         self.emb = nn.Embedding(vocabulary, width, **place)
         self.blocks = nn.ModuleList(
             self._Block(width, layer, layers, head_size, **sizes, **place) for layer in range(layers)
@@ -235,8 +239,11 @@ class LanguageModel(nn.Module):
 
         Notes
         -----
-        It runs `shift_mix`, an update such as `wkv7_update` and the rest of each layer, without gradients. After a
-        first call it can be captured in a CUDA graph.
+        It runs `shift_mix`, an update such as `wkv7_update` and the rest of each layer, without gradients. On a GPU a
+        second call with this pool and batch size is captured in a CUDA graph, which later calls replay. A model keeps
+        up to 32 graphs, which share the memory of the largest step, and 4 bytes or 8 for each token and slot; pools are
+        not kept. With hooks, or in a capture of the caller's, each call runs as it is. Parameters may change in place;
+        if they or modules are replaced, graphs are captured anew.
 
         Examples
         --------
@@ -254,26 +261,46 @@ class LanguageModel(nn.Module):
         slots, null_index = arguments.indices("slots", slots, len(tokens), tokens), pool.reserved - 1
         if arguments.may_look_at([slots]):
             arguments.check_slots({"slots": slots}, len(pool), null_index)
+        return self._step(tokens, pool, slots, self._decoder.is_ready(self))
+
+    def _step(self, tokens: Tensor, pool: StatePool, slots: Tensor | None, has_graphs: bool) -> Tensor:
+        """Return the logits of `step` for arguments that were checked, from a graph where there may be one."""
+        states, null_index = [pool[name] for name in self._State._fields], pool.reserved - 1
+        if has_graphs:
+            arrays = [x for x in (tokens, slots) if x is not None]
+            logits: Tensor | None = self._decoder.run(
+                partial(self._stepped, states, null_index), states, arrays, null_index
+            )
+            if logits is not None:
+                return logits
+        return self._stepped(states, null_index, tokens, slots)
+
+    def _stepped(
+        self, states: Sequence[Tensor], null_index: int, tokens: Tensor, slots: Tensor | None = None
+    ) -> Tensor:  # fmt: skip
+        """Return the logits of a step, layer by layer; states, of all layers, change in place."""
         between: tuple[Any, ...] = (self.emb(tokens), *self._begin)
         for layer, block in enumerate(self.blocks):
             own: Any = getattr(block, "_orig_mod", block)  # of one that is compiled
-            states = self._State(*(pool[name][layer] for name in self._State._fields))
+            of_layer = self._State(*(x[layer] for x in states))
             step = own.step if common.is_plain(own, self._Block) and common.is_plain_block(own) else partial(_step, own)
-            made = step(*between, states, slots, null_index)
+            made = step(*between, of_layer, slots, null_index)
             between = made if isinstance(made, tuple) else (made,)
         return self.head(self.ln_out(between[0]))  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def generate(
-        self, tokens: Tensor, count: int, *, temperature: float = 1.0, top_p: float = 1.0,
-        generator: torch.Generator | None = None,
+        self, tokens: Tensor | Sequence[Tensor], count: int, *, temperature: float = 1.0, top_p: float = 1.0,
+        generator: torch.Generator | None = None, lengths: Any = None, top_k: int | None = None, stop: Any = None,
+        repetition_penalty: float = 1.0, presence_penalty: float = 0.0, frequency_penalty: float = 0.0,
+        stream: Callable[[Tensor], object] | None = None,
     ) -> Tensor:  # fmt: skip
         """Continue sequences.
 
         Parameters
         ----------
-        tokens : torch.Tensor, shape (B, T), int64 or int32
-            Prompts of one length, of at least one token.
+        tokens : torch.Tensor, shape (B, T), int64 or int32, or sequence of torch.Tensor, shape (T,)
+            Prompts, of at least one token each.
         count : int
             How many tokens to write.
         temperature : float, default 1.0
@@ -282,32 +309,94 @@ class LanguageModel(nn.Module):
             Tokens are drawn from the most likely ones that have this probability together.
         generator : torch.Generator, optional
             Source of random numbers, on the device of the model.
+        lengths : sequence of int or torch.Tensor, shape (B,), optional
+            How many tokens at the front of each row are its prompt; by default all.
+        top_k : int, optional
+            Tokens are drawn from so many of the most likely ones, before `top_p`.
+        stop : int or sequence of int, optional
+            Tokens that end a sequence, which then repeats its stop token.
+        repetition_penalty : float, default 1.0
+            Positive logits of tokens that are in the sequence, prompt included, are divided by it, others multiplied.
+        presence_penalty : float, default 0.0
+            It is subtracted from the logits of tokens that were written before.
+        frequency_penalty : float, default 0.0
+            The same, as often as they were written.
+        stream : callable, optional
+            Takes the tokens of each step, [B], as soon as they are queued on the GPU.
 
         Returns
         -------
         torch.Tensor, shape (B, count), dtype of tokens
+
+        Notes
+        -----
+        Prompts of different lengths are packed into one row, without padding. Each token is a `step`. When every
+        sequence has stopped, it may return before all random numbers are drawn.
         """
-        arguments.count("count", count)
-        checks.check_number("temperature", temperature)
-        checks.check_number("top_p", top_p)
-        if temperature < 0:
-            raise ValueError(f"temperature: expected at least 0, got {temperature}")
-        if not 0 < top_p <= 1:
-            raise ValueError(f"top_p: expected more than 0 and at most 1, got {top_p}")
-        _check_tokens(tokens, "batch", "tokens")
-        if not tokens.numel():
-            raise ValueError(f"tokens: expected at least one token, got shape {list(tokens.shape)}")
-        hidden, state = self._hidden(tokens)
-        pool = self.new_pool(len(tokens))
+        options = {
+            "temperature": temperature, "top_p": top_p, "generator": generator, "top_k": top_k, "stop": stop,
+            "repetition_penalty": repetition_penalty, "presence_penalty": presence_penalty,
+            "frequency_penalty": frequency_penalty,
+        }  # fmt: skip
+        prompts, sampler = _prompts(tokens, count, lengths), Sampler(**options)
+        written = prompts[0].new_empty(sum(map(len, prompts)), count)
+        place = 0
+        for drawn in self._continued(prompts, count, sampler, stream is not None):
+            written[:, place], place = drawn, place + 1
+            if stream is not None:
+                stream(drawn)
+        if place < count:
+            written[:, place:] = written[:, place - 1 : place]
+        return written
+
+    def generate_stream(
+        self, tokens: Tensor | Sequence[Tensor], count: int, *, lengths: Any = None, **options: Any
+    ) -> Iterator[Tensor]:  # fmt: skip
+        """Continue sequences, and yield the tokens of each step as soon as they are queued on the GPU.
+
+        Parameters
+        ----------
+        tokens, count, lengths, **options
+            As `generate` takes them, but for `stream`.
+
+        Yields
+        ------
+        torch.Tensor, shape (B,), dtype of tokens
+            It ends early when every sequence has stopped.
+
+        Examples
+        --------
+        >>> for token in model.generate_stream(torch.tensor([[72, 105]], device="cuda"), 3, temperature=0):
+        ...     print(token.tolist())
+        """
+        return self._continued(_prompts(tokens, count, lengths), count, Sampler(**options), True)
+
+    @torch.no_grad()
+    def _continued(self, prompts: Sequence[Tensor], count: int, sampler: Sampler, is_watched: bool) -> Iterator[Tensor]:
+        """Yield the tokens that continue prompts: one [B, T], or several [1, T] of different lengths."""
+        sequences = sum(map(len, prompts))
+        pool = self.new_pool(sequences)  # first, so that it lies where that of the last call lay, which graphs know
+        if len(prompts) == 1:
+            hidden, state = self._hidden(prompts[0])
+            last = hidden[:, -1]
+        else:
+            ends = torch.tensor([x.shape[1] for x in prompts]).cumsum(0)
+            bounds = nn.functional.pad(ends, (1, 0)).to(prompts[0].device)
+            hidden, state = self._hidden(torch.cat([*prompts], 1), cu_seqlens=bounds)
+            last = hidden[0, bounds[1:] - 1]
         for layer, own in enumerate(state):
             for name, x in own._asdict().items():
                 pool[name][layer].copy_(x)
-        logits, written = self.head(hidden[:, -1]), tokens.new_empty(len(tokens), count)
+        logits, has_graphs = self.head(last), self._decoder.is_ready(self)
+        sampler.begin(logits, [row for x in prompts for row in x])
         for place in range(count):
-            written[:, place] = _drawn(logits, temperature, top_p, generator)
-            if place + 1 < count:
-                logits = self.step(written[:, place], pool)
-        return written
+            drawn = sampler.draw(logits).to(prompts[0].dtype)
+            yield drawn
+            if place + 1 == count or ((is_watched or place % _ENDED_EVERY == 0) and sampler.has_ended()):
+                return
+            if is_watched:  # by somebody who may have changed the model
+                has_graphs = self._decoder.is_ready(self)
+            logits = self._step(drawn, pool, None, has_graphs)
 
     # ---- files ---------------------------------------------------------------------------------------------------
 
@@ -386,6 +475,19 @@ def _check_tokens(tokens: Any, *dims: str) -> None:
         raise TypeError(f"tokens: expected torch.int64 or torch.int32, got {tokens.dtype}")
 
 
+def _prompts(tokens: Any, count: Any, lengths: Any) -> list[Tensor]:
+    """Return prompts once they are checked: one tensor [B, T], or several [1, T] of different lengths."""
+    arguments.count("count", count)
+    several = sampling.prompts_of(tokens, lengths)
+    if several is not None and len({*map(len, several)}) > 1:
+        return [x.unsqueeze(0) for x in several]
+    tokens = tokens if several is None else torch.stack(several)
+    _check_tokens(tokens, "batch", "tokens")
+    if not tokens.numel():
+        raise ValueError(f"tokens: expected at least one token, got shape {list(tokens.shape)}")
+    return [tokens]
+
+
 def _step(block: Any, *given: Any) -> tuple[Tensor, ...]:
     """Return what `step` of a layer does, by a call of it for one token: hooks, adapters and wrappers are in that."""
     *between, states, slots, null_index = given
@@ -403,12 +505,3 @@ def _step(block: Any, *given: Any) -> tuple[Tensor, ...]:
 def _layers(names: Iterable[str]) -> int:
     found = (re.match(r"blocks\.(\d{1,9})\.", name) for name in names)
     return 1 + max((int(match[1]) for match in found if match), default=0)
-
-
-def _drawn(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator | None) -> Tensor:
-    """Return the next token of every sequence."""
-    if temperature == 0:
-        return logits.argmax(-1)
-    chances, order = torch.softmax(logits.float() / temperature, -1).sort(-1, descending=True)
-    kept = chances * (chances.cumsum(-1) - chances < top_p)  # the most likely token always is
-    return order.gather(-1, torch.multinomial(kept, 1, generator=generator)).squeeze(-1)

@@ -10,11 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rwkv_jit.nn import common
+from rwkv_jit.nn.node import as_node
 from rwkv_jit.ops.diagonal import ssd
 from rwkv_jit.plain.reference import STRONGEST_RAW
 from rwkv_jit.pool.arguments import count
 
 
+@as_node
 class Mamba2(nn.Module):
     r"""Mamba-2: a short convolution, a state space, a gate and a norm behind it.
 

@@ -13,11 +13,13 @@ from rwkv_jit.layers.gated import gated
 from rwkv_jit.layers.token_shift import token_shift
 from rwkv_jit.nn.common import before_texts, fill_orthogonal, tensors_of
 from rwkv_jit.nn.mixing import ChannelMix, Mix
+from rwkv_jit.nn.node import as_node
 from rwkv_jit.ops.wkv4 import wkv4
 from rwkv_jit.plain.layers import last_tokens
 from rwkv_jit.pool.arguments import count
 
 
+@as_node
 class RWKV4TimeMix(Mix):
     r"""Time mixing of RWKV-4.
 
@@ -112,6 +114,7 @@ class RWKV4TimeMix(Mix):
         return torch.cat(outputs, 1), torch.cat(finals)
 
 
+@as_node
 class RWKV4ChannelMix(ChannelMix):
     r"""Channel mixing of RWKV-4.
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from rwkv_jit.layers.token_shift import token_shift
 from rwkv_jit.nn.common import in_files
 from rwkv_jit.nn.mixing import Block, ChannelMix, TimeMixOfHeads
+from rwkv_jit.nn.node import as_node
 from rwkv_jit.ops.wkv5 import wkv5
 from rwkv_jit.pool.functions import wkv5_update
 
@@ -28,6 +29,7 @@ class RWKV5State(NamedTuple):
         return RWKV5State(*(x.detach() for x in self))
 
 
+@as_node
 class RWKV5TimeMix(TimeMixOfHeads):
     r"""Time mixing of RWKV-5.2.
 
@@ -104,6 +106,7 @@ class RWKV5TimeMix(TimeMixOfHeads):
         return (*map(self.of_heads, (r, k, v)), self.time_decay, self.time_faaaa), g
 
 
+@as_node
 class RWKV5ChannelMix(ChannelMix):
     r"""Channel mixing of RWKV-5: that of RWKV-4 with another hidden size and initial value of `key`.
 
@@ -137,6 +140,7 @@ class RWKV5ChannelMix(ChannelMix):
     """
 
 
+@as_node
 class RWKV5Block(Block):
     """A layer of RWKV-5: time mixing, then channel mixing, each behind a norm and added to the residual.
 

@@ -11,6 +11,7 @@ from rwkv_jit.layers.activate import activate
 from rwkv_jit.layers.token_shift import token_shift
 from rwkv_jit.nn.common import in_files, under_autocast
 from rwkv_jit.nn.mixing import Block, ChannelMix, TimeMixOfHeads
+from rwkv_jit.nn.node import as_node
 from rwkv_jit.ops.wkv6 import wkv6
 from rwkv_jit.pool.functions import wkv6_update
 
@@ -30,6 +31,7 @@ class RWKV6State(NamedTuple):
         return RWKV6State(*(x.detach() for x in self))
 
 
+@as_node
 class RWKV6TimeMix(TimeMixOfHeads):
     r"""Time mixing of RWKV-6.
 
@@ -135,6 +137,7 @@ class RWKV6TimeMix(TimeMixOfHeads):
         return torch.bmm(low_rank, self.time_maa_w2).view(parts, *mixed.shape)
 
 
+@as_node
 class RWKV6ChannelMix(ChannelMix):
     r"""Channel mixing of RWKV-6.
 
@@ -170,6 +173,7 @@ class RWKV6ChannelMix(ChannelMix):
     prefix = "time_maa"
 
 
+@as_node
 class RWKV6Block(Block):
     """A layer of RWKV-6: time mixing, then channel mixing, each behind a norm and added to the residual.
 

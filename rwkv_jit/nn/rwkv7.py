@@ -15,6 +15,7 @@ from rwkv_jit.layers.prepare_keys import prepare_keys
 from rwkv_jit.layers.token_shift import token_shift
 from rwkv_jit.nn import common
 from rwkv_jit.nn.mixing import Channels, Layer
+from rwkv_jit.nn.node import as_node
 from rwkv_jit.ops.wkv7 import wkv7
 from rwkv_jit.plain.layers import last_tokens
 from rwkv_jit.pool import arguments
@@ -48,6 +49,7 @@ class RWKV7State(NamedTuple):
         return RWKV7State(*(x.detach() for x in self))
 
 
+@as_node
 class RWKV7TimeMix(nn.Module):
     """Time mixing of RWKV-7, with the names, shapes and initial values of the official parameters.
 
@@ -263,6 +265,7 @@ class RWKV7TimeMix(nn.Module):
         return f"{self.width}, layer={self.layer}, layers={self.layers}, head_size={self.head_size}"
 
 
+@as_node
 class RWKV7ChannelMix(Channels):
     """Channel mixing of RWKV-7, with the names, shapes and initial values of the official parameters.
 
@@ -325,6 +328,7 @@ class RWKV7ChannelMix(Channels):
         return f"{self.width}, layer={self.layer}, layers={self.layers}"
 
 
+@as_node
 class RWKV7Block(Layer):
     """A layer of RWKV-7: time mixing, then channel mixing, each behind a norm and added to the residual.
 

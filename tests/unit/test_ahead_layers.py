@@ -74,6 +74,7 @@ def test_every_kernel_of_training_is_made_ahead(on_gpu, without_products, name, 
         context = torch.autocast("cpu", dtype)
         monkeypatch.setattr(tensors, "autocast_dtype", lambda x: dtype if torch.is_autocast_enabled("cpu") else None)
         monkeypatch.setattr(tensors, "exactly", lambda x: torch.autocast("cpu", enabled=False))
+        monkeypatch.setattr(tensors, "casting", lambda x, dtype: torch.autocast("cpu", dtype, dtype is not None))
     seen = set()
     for vocabulary in (64, 3000):
         model = make(name, parameters, vocabulary)

@@ -194,7 +194,7 @@ def check(call):
     training = call["leaves"] in ("inputs", "v") or (call["leaves"] == "state" and state is not None)
     decays = {} if op.decay == "none" else {name: call[name] for name in DECAYS}
     several = tuned.on_arch(call["arch"])
-    with modes.high() if call["is_high"] else contextlib.nullcontext():
+    with modes.at(modes.HIGH) if call["is_high"] else contextlib.nullcontext():
         asked = called(
             call["arch"], call["multiprocessors"], several[0] if several and call["is_tuned"] else (), call["is_eager"],
             lambda: getattr(rwkv_jit, op.name)(
@@ -240,7 +240,7 @@ def check_part(call):
     wide = torch.float32 if call["has_wide_decay"] else dtype
     arrays = [make([call[dim] for dim in dims], wide if name in op.wide else dtype) for name, dims in op.inputs.items()]
     decays = {} if op.decay == "none" else {name: call[name] for name in DECAYS}
-    with pytest.MonkeyPatch.context() as patch, modes.high() if call["is_high"] else contextlib.nullcontext():
+    with pytest.MonkeyPatch.context() as patch, modes.at(modes.HIGH) if call["is_high"] else contextlib.nullcontext():
         as_on_gpu(patch, call["arch"], call["multiprocessors"], ())
         of_part = paused.Call(op, options.complete(op, decays, arrays[0]))
         p = paused._problem(of_part, arrays, call["training"])
@@ -350,7 +350,7 @@ def check_pool(gpu, call):
     state = torch.empty(2 * len(lengths), *of_slot, dtype=DTYPES[call["state"]])
     gpu.use(call["arch"])
     gpu.multiprocessors = call["multiprocessors"]
-    with modes.high() if call["is_high"] else contextlib.nullcontext():
+    with modes.at(modes.HIGH) if call["is_high"] else contextlib.nullcontext():
         signatures.forget()
         getattr(rwkv_jit, f"{op.name}_{'update' if call['is_update'] else 'varlen'}")(state, *inputs, **options)
         listed = warmed(

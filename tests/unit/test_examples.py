@@ -124,6 +124,22 @@ def test_what_the_trainer_made_is_sampled_and_served_by_the_commands_that_it_pri
     assert json.loads(said["serve"])["finished"] == 2
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_steps_that_may_be_graphed_are_those_that_are_not(accumulate, example, tmp_path):
+    pytest.importorskip("tqdm")
+    small = (*TINY, "--batch", 2, "--steps", 4, "--log-every", 1, "--accumulate", accumulate)
+    said = []
+    for graph in ("off", "on"):
+        try:
+            assert example("train_lm", *small, "--graph", graph, "--out", tmp_path / graph) == 0
+        finally:
+            torch.distributed.destroy_process_group() if torch.distributed.is_initialized() else None
+        lines = [json.loads(line) for line in (tmp_path / graph / "log.jsonl").read_text().splitlines()]
+        said.append([(x.get("loss", 0), x.get("gradient_norm", 0), x.get("held_back", 0)) for x in lines])
+    torch.testing.assert_close(torch.tensor(said[1]), torch.tensor(said[0]), rtol=1e-4, atol=1e-4)
+    assert len({x for x, *_ in said[0]}) == 5
+
+
 class Planted:
     """Writes a file when it is unpickled."""
 

@@ -1,0 +1,502 @@
+"""Calls that a GPU repeats by itself, from CUDA graphs: steps of training, and steps of decoding."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from itertools import chain
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from rwkv_jit.call import checks, switches, tensors
+from rwkv_jit.kernels import env, stats
+from rwkv_jit.kernels.errors import brief
+from rwkv_jit.kernels.signatures import forget_with
+from rwkv_jit.nn import common, node
+from rwkv_jit.pool import arguments
+
+_MOST_SEEN = 4096  # calls that are counted before they are captured
+_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+_HOOKS = [name for name, x in nn.Module().__dict__.items() if name.endswith("hooks") and "state_dict" not in name]
+_GLOBAL = "there are global hooks"
+devices = {"cuda"}  # elsewhere every call runs as it is
+
+
+# ---- the engine --------------------------------------------------------------------------------------------------
+
+
+class Graph:
+    """A call that was captured on a stream: each replay writes its `results` again."""
+
+    def __init__(self, function: Callable[[], Any], device: torch.device, pool: Any, stream: torch.cuda.Stream):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)):
+            try:
+                with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                    self.results = function()
+            except BaseException:
+                with suppress(Exception):  # torch leaves it open where the capture was invalid
+                    torch._C._cuda_endAllocateToPool(device.index, pool)
+                raise
+        self.replay = graph.replay
+
+
+class _Captured(NamedTuple):
+    arrays: list[Tensor]  # where a replay reads its inputs
+    graph: Any
+
+
+class Calls:
+    """Calls by key: each runs as it is a few times, then from a graph. Of these at most `most` are kept.
+
+    All graphs share one pool of memory and one lock: they run one after another, whatever threads and streams call.
+    """
+
+    def __init__(self, what: str, most: int, warm: int = 1):
+        self._what, self._most, self._warm, self._lock = what, most, warm, threading.RLock()
+        self.forget()
+        forget_with(self)
+
+    def forget(self) -> None:
+        """Drop all graphs, as in a process that was forked, and begin anew."""
+        self.graphs: OrderedDict[Any, _Captured] = OrderedDict()
+        self._seen: dict[Any, int] = {}
+        self._memory: Any = None
+        self._stream: Any = None  # of the last replay
+        self._has_failed = False
+
+    def run(self, key: Any, function: Callable[..., Any], arrays: Sequence[Tensor]) -> list[Any] | None:
+        """Return copies of the results, which are None or tensors; None for a call that has to run as it is."""
+        with self._lock:
+            call = self.graphs.get(key) or self._captured(key, function, arrays)
+            if call is None:
+                return None
+            self.graphs.move_to_end(key)
+            if arrays[0].is_cuda:
+                now = torch.cuda.current_stream(arrays[0].device)
+                if self._stream is not None and self._stream != now:
+                    now.wait_stream(self._stream)
+                self._stream = now
+            with torch.no_grad():
+                for own, x in zip(call.arrays, arrays, strict=True):
+                    own.copy_(x)
+                call.graph.replay()
+                return [None if x is None else x.clone() for x in call.graph.results]
+
+    def _captured(self, key: Any, function: Callable[..., Any], arrays: Sequence[Tensor]) -> _Captured | None:
+        """Return a graph of a call that has come often enough; one that was dropped is not captured again."""
+        if len(self._seen) >= _MOST_SEEN:
+            self._seen.clear()
+        count = self._seen[key] = self._seen.get(key, 0) + 1
+        if self._has_failed or count != self._warm + 1:
+            return None
+        device = arrays[0].device
+        with torch.inference_mode(False):  # or else nothing could be copied into its inputs outside of that mode
+            own = [torch.empty_like(x, requires_grad=False).copy_(x) for x in arrays]
+            try:
+                if self._memory is None:
+                    is_cuda = device.type == "cuda"
+                    self._memory = (torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)) if is_cuda else (0, None)
+                graph = Graph(lambda: function(*own), device, *self._memory)
+            except Exception as error:
+                self._has_failed, self._memory = True, None
+                say(self._what, f"it cannot be captured: {str(error).partition(chr(10))[0]}")
+                return None
+        self.graphs[key] = call = _Captured(own, graph)
+        if len(self.graphs) > self._most:
+            self.graphs.popitem(last=False)
+            stats.say_once(f"{self._what}: more than {self._most} kinds of calls; the oldest run without CUDA graphs")
+        return call
+
+
+def say(what: str, why: str) -> None:
+    """Say once why something runs without graphs."""
+    stats.say_once(f"{what} runs without CUDA graphs: {why}")
+
+
+class Held:
+    """What graphs hold of a model: its modules as they are, and where its parameters and buffers lie."""
+
+    def __init__(self, model: nn.Module):
+        self.snapshot = node.Snapshot.of(model)
+        modules = self.snapshot.modules
+        self._holders: list[Any] = [own for module in modules for own in (module._parameters, module._buffers)]
+        self._tensors: list[Any] = [*chain.from_iterable(map(dict.values, self._holders))]
+        self.present: list[Tensor] = [*{id(x): x for x in self._tensors if x is not None}.values()]
+        self.why = self._obstacle(modules)
+        self._addresses = [] if self.why else [*map(Tensor.data_ptr, self.present)]
+
+    def is_same(self) -> bool:
+        """Return whether all of these are what they were, but for values. It takes 0.4 ms for 24 layers."""
+        now = [*chain.from_iterable(map(dict.values, self._holders))]
+        if len(now) != len(self._tensors) or not all(map(is_, now, self._tensors)) or not self.snapshot.is_alike():
+            return False
+        if any(common._GLOBAL_HOOKS) != (self.why == _GLOBAL):
+            return False
+        return bool(self.why) or [*map(Tensor.data_ptr, self.present)] == self._addresses
+
+    def _obstacle(self, modules: Sequence[nn.Module]) -> str:
+        """Return why no graph can hold the model, empty where one can."""
+        if any(common._GLOBAL_HOOKS):
+            return _GLOBAL
+        for module in modules:
+            if not _WRAPPERS.isdisjoint([kind.__name__ for kind in type(module).__mro__]):
+                return f"{type(module).__name__} talks to other processes"
+            if any([module.__dict__.get(name) for name in _HOOKS]):
+                return f"{type(module).__name__} has hooks"
+        if not self.present or not tensors.are_plain(self.present):
+            return "the parameters are no plain tensors"
+        if {x.device.type for x in self.present} - devices or len({x.device for x in self.present}) > 1:
+            return "the model is not on one GPU"
+        return ""
+
+
+# ---- decoding ----------------------------------------------------------------------------------------------------
+
+
+class Decoder:
+    """The graphs of a model's steps, among its attributes; a copy of the model has none yet."""
+
+    def __init__(self) -> None:
+        self.calls = Calls("decoding", most=32)
+        self._held: Held | None = None
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return Decoder, ()
+
+    def is_ready(self, model: Any) -> bool:
+        """Return whether graphs can hold the model; those of a model that was changed are dropped."""
+        if model.emb.weight.device.type not in devices or not tensors.is_eager():
+            return False
+        if self._held is None or self._held.snapshot.modules[0] is not model or not self._held.is_same():
+            self.calls.forget()
+            self._held = Held(model)
+            if self._held.why:
+                say("decoding", self._held.why)
+        return not self._held.why
+
+    def run(
+        self, function: Callable[..., Tensor], states: Sequence[Tensor], arrays: Sequence[Tensor], *more: Any
+    ) -> Any:
+        """Return what a function of arrays does to states, from a graph; None where it has to run as it is."""
+        lead = arrays[0]
+        if lead.is_cuda and tensors.capturing() or not tensors.are_plain([*states, *arrays]) or not lead.numel():
+            return None
+        where = tuple([(x.data_ptr(), x.shape, x.stride(), x.dtype) for x in states])
+        if any(x.device != states[0].device for x in arrays):
+            return None
+        key = (where, tensors.signature(arrays), more, tensors.autocast_dtype(lead), _modes())
+
+        @torch.no_grad()
+        def captured(*own: Tensor) -> list[Tensor]:
+            return [function(*own)]
+
+        found = self.calls.run(key, captured, arrays)
+        return None if found is None else found[0]
+
+
+def _modes() -> tuple[Any, ...]:
+    """Return what changes the kernels of torch or ours."""
+    return (
+        switches.current(), switches.is_batch_invariant(), torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+
+
+# ---- training ----------------------------------------------------------------------------------------------------
+
+
+class GraphedStep:
+    """What `graphed_step` returns: a step of training, whose `norm` is that of the last update's gradients."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None, accumulate: int,
+        autocast: torch.dtype | None, loss: Callable[..., Tensor],
+    ):  # fmt: skip
+        self._model, self._optimizer, self._loss = model, optimizer, loss
+        self._max_norm, self._accumulate, self._autocast = max_norm, accumulate, autocast
+        self._calls, self._turn = Calls("graphed_step", most=24), 0
+        self.norm: Tensor | None = None
+        self._held: Held | None = None
+        self._world: Any = None  # what graphs hold beside the model
+        self._kept: Any = ()  # everything whose identity is in the world
+        self._why = ""
+        self._filled: dict[int, float] = {}
+        self._rates: dict[int, Tensor] = {}  # which graphs read, by the groups of the optimizer
+        self._grads: list[Tensor | None] | None = None  # where graphs add up those of several calls
+        self._has_grad: list[bool] | None = None
+        optimizer._warned_capturable_if_run_uncaptured = True
+
+    def __call__(self, *inputs: Any, **options: Any) -> Tensor:
+        """Do a step, or with `accumulate` a part of one, and return its loss."""
+        is_first, is_last = self._turn == 0, self._turn == self._accumulate - 1
+        leaves, spec = pytree.tree_flatten((inputs, options))
+        arrays = [x for x in leaves if isinstance(x, Tensor)]
+        rest = [(type(x), x) for x in leaves if not isinstance(x, Tensor)]
+
+        def work(*own: Tensor, expected: list[Tensor | None] | None = None) -> list[Tensor | None]:
+            values = iter(own)
+            whole = [next(values) if isinstance(x, Tensor) else x for x in leaves]
+            given, named = pytree.tree_unflatten(whole, spec)
+            return self._pass(given, named, is_last, expected)
+
+        found: Any = None
+        why = self._look() or self._obstacle_of(arrays, rest)
+        if why:
+            say("graphed_step", why)
+        elif self._has_own_gradients(is_first, is_last):
+            key = repr(spec), tuple(rest), tensors.signature(arrays), is_first, is_last
+            if is_last:
+                self._fill_rates()
+            found = self._calls.run(key, lambda *own: self._capture(work, own, is_first, is_last), arrays)
+            if found is not None:
+                self._follow(is_first, is_last)
+        if found is None:
+            with self._at_rates(self._rounded()):
+                found = work(*arrays)
+        loss: Tensor = found[0]
+        self._turn = (self._turn + 1) % self._accumulate
+        self.norm = found[1] if is_last else self.norm
+        return loss
+
+    def _pass(self, inputs: Any, options: Any, is_last: bool, expected: Any) -> list[Tensor | None]:
+        """Return the loss of one call and the norm of an update, after both. Gradients lie as `expected`."""
+        lead = next(self._model.parameters())
+        dtype = tensors.autocast_dtype(lead) if self._autocast is None else self._autocast
+        with tensors.casting(lead, dtype):
+            loss = self._loss(*inputs, **options)
+        (loss if self._accumulate == 1 else loss / self._accumulate).backward()
+        if self._held is not None:
+            grads = [x.grad for x in self._held.present]
+            self._has_grad = [x is not None for x in grads]
+            if expected is not None and not all(map(is_, grads, expected)):
+                raise RuntimeError("other parameters have gradients than before")
+        norm = None
+        if is_last:
+            if self._max_norm is not None:
+                norm = nn.utils.clip_grad_norm_(self._model.parameters(), self._max_norm)
+            self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
+        return [loss.detach().to(torch.float32, copy=True), norm]
+
+    # ---- what graphs hold ----------------------------------------------------------------------------------------
+
+    def _look(self) -> str:
+        """Return why no graph can hold what there is now. Graphs that hold something that has changed are dropped."""
+        if not tensors.is_eager():
+            return "a mode, a trace or a compiler looks on"
+        if torch.cuda.is_initialized() and tensors.capturing():
+            return "the caller captures it"
+        if self._held is None or not self._held.is_same():
+            self._held = Held(self._model)
+        held, state, groups = self._held, self._optimizer.state, self._optimizer.param_groups
+        of_groups, of_state = [x for group in groups for x in group["params"]], map(dict.values, state.values())
+        kept = [held, state, *of_groups, *chain.from_iterable(of_state)]
+        world = [*map(id, kept)], [(x.requires_grad, _has_hooks(x)) for x in held.present], self._settings()
+        if world != self._world:
+            self._calls.forget()
+            self._filled.clear()
+            read = {} if held.why else self._rounded()
+            self._rates = {i: torch.full((), math.nan, device=held.present[0].device) for i in read}
+            self._world, self._kept = (*world[:2], self._settings()), kept
+            self._grads = self._has_grad = None
+            self._why = held.why or self._obstacle(held, groups)
+        return self._why
+
+    def _settings(self) -> list[Any]:
+        """Return all numbers and switches that graphs hold: those of the optimizer, but for rates that they read."""
+        optimizer, more = self._optimizer, [tensors.autocast_dtype(next(self._model.parameters())), *_modes()]
+        for i, group in enumerate(optimizer.param_groups):
+            held = {"params", *(["lr"] if i in self._rates and isinstance(group["lr"], float) else [])}
+            more += [(name, id(x) if isinstance(x, Tensor) else x) for name, x in group.items() if name not in held]
+        hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+        return [*more, *map(bool, hooks), hasattr(optimizer, "grad_scale"), env.checks_indices()]
+
+    def _obstacle(self, held: Held, groups: Sequence[dict[str, Any]]) -> str:
+        """Return why no graph can hold a step, empty where one can."""
+        kind, optimizer = type(self._optimizer).__name__, self._optimizer
+        trained = {id(x) for group in groups for x in group["params"] if x.requires_grad}
+        values = [x for own in (*optimizer.state.values(), *groups) for name, x in own.items() if name != "params"]
+        several = [x for value in values for x in (value if isinstance(value, (tuple, list)) else (value,))]
+        numbers = [x for own in optimizer.state.values() for x in own.values() if not isinstance(x, Tensor)]
+        outside = [x for x in several if isinstance(x, Tensor) and x.device.type not in devices]
+        for is_there, why in (
+            (not all(x.get("capturable") or x.get("fused") for x in groups), f"{kind} is neither capturable nor fused"),
+            (any(x.get("differentiable") for x in groups), f"{kind} is differentiable"),
+            (hasattr(optimizer, "grad_scale"), f"a GradScaler has changed {kind}"),
+            (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks, f"{kind} has hooks"),
+            (any(map(_has_hooks, held.present)), "a parameter has hooks"),
+            (trained != {id(x) for x in held.present if x.requires_grad}, f"{kind} has not the model's parameters"),
+            (numbers or outside, f"{kind} has numbers outside of the GPU"),
+            (env.checks_indices(), "RWKVJIT_CHECK=1 looks at values"),
+        ):
+            if is_there:
+                return why
+        return ""
+
+    def _obstacle_of(self, arrays: Sequence[Tensor], rest: Sequence[tuple[type, Any]]) -> str:
+        """Return why no graph can hold inputs."""
+        device = next(self._model.parameters()).device
+        if not arrays or not tensors.are_plain(arrays) or any(x.device != device or x.requires_grad for x in arrays):
+            return f"expected inputs on {device} without gradients"
+        others = [brief(x) for kind, x in rest if kind not in (int, float, bool, str, type(None))]
+        return f"expected tensors and numbers, got {others[0]}" if others else ""
+
+    # ---- rates ---------------------------------------------------------------------------------------------------
+
+    def _rounded(self) -> dict[int, float]:
+        """Return the rates of fused Adam and AdamW as a graph reads them, so that every step has the same bits."""
+        if type(self._optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+            return {}
+        several = enumerate(self._optimizer.param_groups)
+        return {i: ctypes.c_float(x["lr"]).value for i, x in several if x["fused"] and isinstance(x["lr"], float)}
+
+    def _fill_rates(self) -> None:
+        """Write the rates of now where graphs read them."""
+        for i, now in self._rounded().items():
+            if self._filled.get(i) != now:
+                self._filled[i] = now
+                self._rates[i].fill_(now)
+
+    @contextmanager
+    def _at_rates(self, rates: Mapping[int, Any], is_captured: bool = False) -> Iterator[None]:
+        """Let the optimizer's groups have other rates; in a capture a fused one has to be capturable too."""
+        groups = self._optimizer.param_groups
+        names = "lr", "capturable"
+        before: list[dict[str, Any]] = [{x: group[x] for x in names if x in group} for group in groups]
+        try:
+            for i, rate in rates.items():
+                groups[i]["lr"] = rate
+            for group in groups if is_captured else ():
+                group["capturable"] = True
+            yield
+        finally:
+            for group, own in zip(groups, before, strict=True):
+                group.update(own)
+
+    # ---- gradients -----------------------------------------------------------------------------------------------
+
+    def _has_own_gradients(self, is_first: bool, is_last: bool) -> bool:
+        """Return whether gradients are where graphs expect them: none before an update, then in static memory."""
+        assert self._held is not None
+        present = self._held.present
+        grads = [x.grad for x in present]
+        if not is_first:
+            return self._grads is not None and all(map(is_, grads, self._grads))
+        if not is_last and self._grads is None and self._has_grad is not None and self._optimizer.state:
+            self._grads = [
+                torch.empty_like(x) if there else None for x, there in zip(present, self._has_grad, strict=True)
+            ]
+        return all([x is None for x in grads]) and (is_last or self._grads is not None)
+
+    def _capture(
+        self, work: Callable[..., Any], own: Sequence[Tensor], is_first: bool, is_last: bool
+    ) -> list[Tensor | None]:  # fmt: skip
+        """Return the results of a call that is being captured. Gradients and rates stay as they are."""
+        assert self._held is not None
+        before = [x.grad for x in self._held.present]
+        expected = None if is_first and is_last else self._grads
+        try:
+            if is_first and expected is not None:
+                self._give(expected)
+                torch._foreach_zero_([x for x in expected if x is not None])
+            with self._at_rates(self._rates, is_captured=True):
+                results: list[Tensor | None] = work(*own, expected=expected)
+                return results
+        finally:
+            self._give(before)
+
+    def _follow(self, is_first: bool, is_last: bool) -> None:
+        """Do what a replay leaves out, as it writes memory alone."""
+        assert self._held is not None
+        if is_first != is_last:
+            self._give([None] * len(self._held.present) if is_last else self._grads or ())
+        if is_last:
+            torch.autograd.graph.increment_version([x for x in self._held.present if x.requires_grad])
+
+    def _give(self, grads: Sequence[Tensor | None]) -> None:
+        assert self._held is not None
+        for x, grad in zip(self._held.present, grads, strict=True):
+            x.grad = grad
+
+
+def _has_hooks(x: Tensor) -> bool:
+    return bool(x._backward_hooks or x._post_accumulate_grad_hooks)
+
+
+def graphed_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, max_norm: float | None = None, accumulate: int = 1,
+    autocast: torch.dtype | None = None, loss: Callable[..., Tensor] | None = None,
+) -> GraphedStep:  # fmt: skip
+    """Return a function that does a step of training, which a GPU repeats from a CUDA graph.
+
+    Each call does a forward and a backward. Every `accumulate`-th one clips the gradients, does a step of the optimizer
+    and sets the gradients to None. The first calls for new shapes run as they are and count; later ones cost the host
+    about one launch. Bits are those of the same steps without graphs.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The model, on one GPU.
+    optimizer : torch.optim.Optimizer
+        Of all parameters of the model that require gradients; with `fused=True` or `capturable=True`. Fused Adam and
+        AdamW read rates that schedulers write from memory, as float32 in every step. If any other number changes, or a
+        rate of another optimizer, graphs are captured anew once it stays.
+    max_norm : float, optional
+        To what `torch.nn.utils.clip_grad_norm_` clips.
+    accumulate : int, default 1
+        How many calls add up their gradients before an update; the loss of each is divided by it for its backward.
+    autocast : torch.dtype, optional
+        Of `torch.autocast` around the loss, each cast anew. By default that around the call.
+    loss : callable, optional
+        Returns the loss of the inputs; `model.loss` by default. It has to be a function of tensors and numbers: what it
+        does in Python beside that, a graph does not repeat.
+
+    Returns
+    -------
+    callable
+        `step(*inputs, **options)` returns the loss, a new float32 tensor. `step.norm` is the norm of the gradients
+        before the last update clipped them, None without `max_norm`.
+
+    Notes
+    -----
+    Up to 24 kinds of calls have graphs, which share the memory of the largest. Between the calls of an update the
+    gradients lie in memory that stays, and `p.grad` shows them; behind an update it is None.
+
+    A call runs without graphs, and a line of the log says why, where a graph cannot hold it: on a CPU, with hooks on
+    modules, parameters or the optimizer, under DDP or FSDP, in modes and compilers, with a loss that waits for the GPU.
+    Where modules, settings, memory of parameters or states of the optimizer change, also by `load_state_dict`, the
+    graphs of what was are dropped. There is no GradScaler: train in bfloat16.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit.
+
+    Examples
+    --------
+    >>> step = rwkv_jit.nn.graphed_step(model, optimizer, max_norm=1.0, autocast=torch.bfloat16)
+    >>> for tokens in batches:
+    ...     loss = step(tokens[:, :-1], tokens[:, 1:])
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if max_norm is not None:
+        checks.check_number("max_norm", max_norm)
+    arguments.count("accumulate", accumulate, 1)
+    if autocast is not None and not isinstance(autocast, torch.dtype):
+        raise TypeError(f"autocast: expected a torch.dtype, got {brief(autocast)}")
+    if loss is None and not hasattr(model, "loss"):
+        raise ValueError(f"loss: expected a function, as {type(model).__name__} has no method loss")
+    function: Any = model.loss if loss is None else loss
+    return GraphedStep(model, optimizer, max_norm, accumulate, autocast, function)
