@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bench import cases, curves, layers, measure, plot, processes, record, service, suites, training, warm_fla
+from bench import cases, curves, decode, layers, measure, plot, processes, record, service, suites, training, warm_fla
 from bench.cases import Case
 from rwkv_jit.desk import bench, cli
 from rwkv_jit.kernels import stats
@@ -54,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         (layers, "layers", "measure the small operations of a layer and the loss, beside torch"),
         (service, "service", "measure the cost of the service: imports, first calls, host time of a call"),
         (training, "training", "measure how fast models of RWKV-7 train, and their time mixing, with FLA's"),
+        (decode, "decode", "measure how fast models of RWKV-5, 6 and 7 decode tokens and read prompts"),
         (curves, "curves", "compare the loss curves of RWKV-7 and FLA's RWKV-7 from the same parameters"),
         (warm_fla, "warm-fla", "compile ahead the choices of FLA's tuners for RWKV-7, in many processes"),
     ):

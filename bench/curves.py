@@ -16,7 +16,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from bench import rwkv7_models, training
+from bench import models, rwkv7_models, training
 from bench.rwkv7_models import Loss, Sizes
 from rwkv_jit.desk import bench, terminal
 from rwkv_jit.nn import RWKV7
@@ -149,14 +149,14 @@ def draw(curves: Mapping[str, Sequence[float]], path: Path) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Give the command its options."""
-    training.add_sizes(parser, SIZES)
+    models.add_sizes(parser, SIZES, training.SMALL, Sizes._fields)
     parser.add_argument("--steps", type=int, default=300, metavar="N", help="default: 300")
     parser.add_argument("--out", metavar="FOLDER", help="write curves.json, after each training, and curves.png there")
 
 
 def run(parsed: argparse.Namespace) -> dict[str, Any]:
     """Train all that can be, and return curves, differences and what was left out."""
-    sizes, device = training.sizes_of(parsed, SIZES)
+    sizes, device = models.sizes_of(parsed, SIZES, training.SMALL)
     if sizes.vocabulary < _BYTES:
         raise ValueError(f"--vocabulary: bytes are the tokens, expected at least {_BYTES}, got {sizes.vocabulary}")
     if parsed.steps < 1:
@@ -170,7 +170,7 @@ def run(parsed: argparse.Namespace) -> dict[str, Any]:
         "logits_apart": None, "skipped": {},
     }  # fmt: skip
     for name, each in RUNS.items():
-        training.free()
+        models.free()
         if not each.is_ours and not has_fla:
             result["skipped"][name] = "needs a GPU and an installed FLA"
             continue

@@ -15,7 +15,7 @@ from typing import Any
 
 from bench import ROOT, plot
 from bench.cases import DERIVED
-from bench.tables import PICTURE, Row, blocks, contestant, gpu_of, machine, milliseconds, shape_of
+from bench.tables import PICTURE, RWKV7, Row, blocks, contestant, gpu_of, machine, milliseconds, shape_of
 from rwkv_jit.desk import terminal
 from rwkv_jit.desk.inputs import UPDATE
 
@@ -25,9 +25,9 @@ PAGES = ("README.md", "docs/speed.md", "docs/guides/precision.md")  # those that
 _WRITTEN = ("bench.json", *PAGES, PICTURE)
 _OPENING = re.compile(r"<!-- bench:(\w+) -->")
 _BLOCK = re.compile(r"<!-- bench:(\w+) -->\n((?:(?!<!-- bench:).)*?)<!-- /bench -->", re.DOTALL)
-_PARTS = ("rows", "training")
+_PARTS = ("rows", "training", "decode")
 _KEY = ("suite", "op", "shape", "dtype", "phase", "inputs", "who", "what")
-_KEY_OF_MODEL = ("part", "by", "ranks", "layers", "width", "batch", "tokens", "vocabulary")
+_KEY_OF_MODEL = ("part", "model", "by", "ranks", "layers", "width", "batch", "tokens", "vocabulary")
 # Quartiles are those of one machine: medians of the same kernels were up to so far apart on another H200, 71 of 72.
 _BETWEEN_RUNS = 1.02
 _VERSIONS = ("gpus", "torch", "torch_cuda", "cupy", "nvrtc", "rwkv_jit", "python")
@@ -65,11 +65,11 @@ def sources_of(row: Row) -> str:
 
     Those of ops that are made of others, and of whole models, are made of layers' too, updates of inference's.
     """
-    op = str(row.get("op", "wkv7"))  # that of a model
+    op = str(row.get("op", row.get("model", RWKV7).replace("RWKV", "wkv")))
     parts = {DERIVED.get(op, op)}
     if op in DERIVED or "op" not in row:
         parts.add("layers")
-    if row.get("phase") == UPDATE:
+    if row.get("phase") == UPDATE or row.get("part") == "token":
         parts.add("inference")
     return _digest(*sorted(parts))
 
@@ -104,7 +104,7 @@ def read(path: Path | str) -> dict[str, Any]:
 
 
 def write(result: Mapping[str, Any], part: str = "rows") -> None:
-    """Write rows of cases to bench.json, or those of "training", and what pages show of them.
+    """Write rows of cases to bench.json, or those of "training" or "decode", and what pages show of them.
 
     The file is written first, so that no fault of a page costs a measurement. Rows of other cases stay as they are, and
     so do those of the same cases on another kind of GPU: a record may be made in parts.
@@ -125,7 +125,7 @@ def write(result: Mapping[str, Any], part: str = "rows") -> None:
 
 def _case(row: Row) -> tuple[object, ...]:
     """Return what a row is measured on; who does it is another row."""
-    names = _KEY[:-2] if "op" in row else _KEY_OF_MODEL
+    names, row = _KEY[:-2] if "op" in row else _KEY_OF_MODEL, {"model": RWKV7, **row}
     return gpu_of(row), *(json.dumps(row.get(name)) for name in names)
 
 
@@ -152,8 +152,8 @@ def _write(path: Path, text: str) -> None:
 def stale(result: Mapping[str, Any]) -> dict[str, Any]:
     """Return how many rows there are of each suite, GPU and commit, and how many are of other sources than today's."""
     groups: dict[tuple[str, str, str | None], list[bool]] = {}
-    for row in (row for part in _PARTS for row in result.get(part, ())):
-        group = row.get("suite", "training"), gpu_of(row), row["commit"]
+    for part, row in ((name, row) for name in _PARTS for row in result.get(name, ())):
+        group = row.get("suite", part), gpu_of(row), row["commit"]
         groups.setdefault(group, []).append(row["sources"] != sources_of(row))
     names = ("suite", "gpu", "commit", "rows", "stale")
     return {"suites": [dict(zip(names, (*group, len(x), sum(x)), strict=True)) for group, x in groups.items()]}

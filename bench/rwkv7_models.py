@@ -37,10 +37,10 @@ class Sizes(NamedTuple):
     vocabulary: int
 
 
-def our_model(sizes: Sizes, device: str, dtype: torch.dtype) -> RWKV7:
+def our_model(sizes: Sizes, device: str, dtype: torch.dtype, kind: Any = RWKV7) -> Any:
     """Return a model with its initial values, the same ones in every call."""
     torch.manual_seed(0)
-    return RWKV7(sizes.vocabulary, sizes.width, sizes.layers, HEAD_SIZE, device=device, dtype=dtype)
+    return kind(sizes.vocabulary, sizes.width, sizes.layers, HEAD_SIZE, device=device, dtype=dtype)
 
 
 # ---- FLA's -------------------------------------------------------------------------------------------------------

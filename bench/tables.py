@@ -12,6 +12,7 @@ from rwkv_jit.desk.inputs import OURS, UPDATE
 
 Row = Mapping[str, Any]
 Case = tuple[Any, ...]
+RWKV7 = "RWKV7"  # the model of rows that name none, as of earlier versions
 CPU = "CPU reference; not the speed of the kernels"
 PICTURE = "docs/speedups.png"
 FRONT, FLOAT32 = "front", "float32"  # suites
@@ -243,9 +244,9 @@ def blocks(result: Mapping[str, Any]) -> dict[str, str]:
     """Return what pages show of a result, by the names of their markers.
 
     Returns machine : how its tables read, and what was measured where; picture : the picture's line, and which calls
-    are slower; speedups : the table of the first page; float32 : how much slower float32 is; training : steps of whole
-    models; service : a table of what the service costs; errors : a table of errors by result; inference : a table of
-    updates; and a table of all else for each op, by its name.
+    are slower; speedups : the table of the first page; float32 : how much slower float32 is; training, decode : steps
+    of whole models; service : a table of what the service costs; errors : a table of errors by result; inference : a
+    table of updates; and a table of all else for each op, by its name.
     """
     rows = result["rows"]
     shown = {
@@ -255,6 +256,7 @@ def blocks(result: Mapping[str, Any]) -> dict[str, str]:
         "speedups": _first_page(front(rows)),
         "float32": _float32(rows),
         "training": _training(result.get("training", ())),
+        "decode": _decode(result.get("decode", ())),
         "service": _service(result.get("service")),
         "errors": _errors(rows),
         "inference": _table(
@@ -286,19 +288,51 @@ def _float32(rows: Sequence[Row]) -> str:
 
 
 def _training(rows: Sequence[Row]) -> str:
-    """Return a table of steps of whole models, which says the dtype of their parameters."""
+    """Return a table of steps of whole models in training."""
     lines = [
-        (
-            f"{row['layers']} x {row['width']}, {row['batch']} x {row['tokens']} tokens", row["by"], row["parameters"],
-            f"{row['median_ms']:.0f}", f"{row['tokens_per_s']:,.0f}",
-            "" if row["flops_use"] is None else percent(row["flops_use"]), f"{row['peak_mib'] / 1024:.0f}",
-            f"{gpu_of(row)}, {row['commit'][:10]}",
-        )
+        (_model_of(row), f"{row['batch']} x {row['tokens']}", *_model_cells(row), _cell(row, "flops_use", percent),
+         *_model_ends(row))
         for row in rows
         if row["part"] == "steps" and row["skipped"] is None
     ]  # fmt: skip
-    head = ("RWKV-7", "by", "parameters", "ms a step", "tokens a second", "of the FLOPs", "peak GiB", "GPU, commit")
-    return _table_of(head, lines)
+    return _table_of(("model", "tokens", *_OF_MODEL, "of the FLOPs", *_ENDS), lines)
+
+
+def _decode(rows: Sequence[Row]) -> str:
+    """Return a table of steps of whole models in decoding: tokens of several sequences, and prompts."""
+    lines = [
+        (_model_of(row), f"{row['batch']} x 1" if row["part"] == "token" else f"a prompt of {row['tokens']}",
+         *_model_cells(row), _cell(row, "copy_use", percent), _cell(row, "flops_use", percent), *_model_ends(row))
+        for row in rows
+        if row["skipped"] is None
+    ]  # fmt: skip
+    return _table_of(("model", "tokens", *_OF_MODEL, "of a copy", "of the FLOPs", *_ENDS), lines)
+
+
+_OF_MODEL = "by", "parameters", "ms a step", "host alone ms", "GPU busy", "tokens a second"
+_ENDS = "peak GiB", "GPU, commit"
+
+
+def _model_of(row: Row) -> str:
+    return f"{row.get('model', RWKV7).replace('RWKV', 'RWKV-')} {row['layers']} x {row['width']}"
+
+
+def _model_cells(row: Row) -> tuple[str, ...]:
+    """Return who a row is of, and its times; results of earlier versions lack some."""
+    kernels = row.get("kernel_ms")
+    return (
+        row["by"], row["parameters"], milliseconds(row["median_ms"]), _cell(row, "host_ms", milliseconds),
+        "" if kernels is None else percent(kernels / row["median_ms"]), f"{row['tokens_per_s']:,.0f}",
+    )  # fmt: skip
+
+
+def _model_ends(row: Row) -> tuple[str, str]:
+    return _cell(row, "peak_mib", lambda mib: f"{mib / 1024:.0f}"), f"{gpu_of(row)}, {row['commit'][:10]}"
+
+
+def _cell(row: Row, name: str, form: Callable[[float], str]) -> str:
+    value = row.get(name)
+    return "" if value is None else form(value)
 
 
 def _service(costs: Mapping[str, Any] | None) -> str:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import math
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,33 +23,42 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.multiprocessing.spawn import spawn
 
-from bench import record, rwkv7_models, timing, tuners
+from bench import models, record, rwkv7_models, timing, tuners
+from bench.models import GRAPHED, MODELS, NODES, PARTS, free, survived
 from bench.rwkv7_models import HEAD_SIZE, Loss, Sizes
 from rwkv_jit.desk import bench, figures, terminal
-from rwkv_jit.nn import RWKV7, RWKV7TimeMix
+from rwkv_jit.nn import RWKV7TimeMix, graphed_step
 
 LARGE, SMALL = Sizes(24, 1024, 8, 4096, 65536), Sizes(2, 64, 2, 32, 256)  # the small ones without a GPU
 LAYER_WIDTH = 2048
 RATES = {"lr": 4e-4, "weight_decay": 0.1}
 BETAS, EPS = (0.9, 0.99), 1e-18  # those of the official trainer
-PARTS = ("steps", "layer")
-_WARM_UP, _BUDGET_MS, _DEPTH = 3, 1000.0, 24
-_PEAKS = {"H100": 989e12, "H200": 989e12}  # FLOPs a second of dense bfloat16 matrices
+MEASURED = ("steps", "layer")
+_BUDGET_MS, _DEPTH, _FEW = 1000.0, 24, 64
 _PATIENCE = timedelta(minutes=2)  # for another rank
 _TUNED_MS = 2, 10  # that tuners warm a choice up, and time it
 METHODS = (
     "Median and quartiles of a step: loss, backward and fused AdamW, no clipping. Gradients and moments have the dtype "
     "of the parameters. Those of float32 are under autocast to bfloat16, where FLA's model would keep the residual and "
     "its elementwise work in float32. "
+    f"The host's time is that of a step of one sequence of at most {_FEW} tokens, for which it never waits. "
     "Passes: so many parts of the batch add up their gradients, the fewest that fit. Memory: the peak, with parameters "
     "and moments. FLOPs: six for each weight of a matrix and token, and the recurrence, of dense bfloat16. A layer: "
-    "forward and backward, with the peak beside its inputs and parameters."
+    "forward and backward, with the peak beside its inputs and parameters. "
 )
 
 
 # ---- who trains --------------------------------------------------------------------------------------------------
 
-Made = tuple[Loss, list[dict[str, Any]]]  # a model's loss, and the groups of its optimizer
+
+class Made(NamedTuple):
+    """A model's loss, the groups of its optimizer, and how it trains."""
+
+    loss: Loss
+    groups: list[dict[str, Any]]
+    model: Any = None  # for steps from graphs
+    mode: str = NODES
+    is_cast: bool = False  # under autocast to bfloat16
 
 
 def _compiled(blocks: Sequence[nn.Module], is_compiled: bool) -> None:
@@ -67,39 +74,39 @@ def _allow_graphs(count: int) -> None:
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, count)
 
 
-def _ours(sizes: Sizes, device: str, dtype: torch.dtype = torch.bfloat16, is_compiled: bool = False) -> Made:
-    model = rwkv7_models.our_model(sizes, device, dtype)
+def _ours(
+    sizes: Sizes, device: str, dtype: torch.dtype = torch.bfloat16, is_compiled: bool = False, mode: str = NODES,
+    kind: str = "RWKV7",
+) -> Made:  # fmt: skip
+    model = rwkv7_models.our_model(sizes, device, dtype, MODELS[kind])
     _compiled(list(model.blocks), is_compiled)
-    loss = torch.autocast(device, torch.bfloat16, dtype != torch.bfloat16)(model.loss)
-    return loss, model.param_groups(**RATES)
+    return Made(model.loss, model.param_groups(**RATES), model, mode, dtype != torch.bfloat16)
 
 
 def _theirs(sizes: Sizes, device: str, is_compiled: bool = False, **options: Any) -> Made:
     ours = rwkv7_models.our_model(sizes, device, torch.bfloat16)
     model: Any = rwkv7_models.fla_model(ours, **options)
     _compiled(list(model.model.layers), is_compiled)
-    return rwkv7_models.fla_loss(model), rwkv7_models.groups_in_fla(ours, model, **RATES)
+    return Made(rwkv7_models.fla_loss(model), rwkv7_models.groups_in_fla(ours, model, **RATES))
 
 
+_OF_MODES = {"rwkv_jit": NODES, "rwkv_jit as parts": PARTS, "rwkv_jit graphed": GRAPHED}
+OURS: dict[str, Callable[..., Made]] = {
+    f"{name}{of_dtype}": partial(_ours, mode=mode, dtype=dtype)
+    for of_dtype, dtype in (("", torch.bfloat16), (", float32 parameters", torch.float32))
+    for name, mode in _OF_MODES.items()
+}
+OURS["rwkv_jit compiled"] = partial(_ours, is_compiled=True)
 WHO: dict[str, Callable[[Sizes, str], Made]] = {
-    "rwkv_jit": _ours,
-    "rwkv_jit, float32 parameters": partial(_ours, dtype=torch.float32),
-    "rwkv_jit compiled": partial(_ours, is_compiled=True),
-    "fla": _theirs,
+    **OURS, "fla": _theirs,
     "fla fused loss": partial(_theirs, fuse_cross_entropy=False, fuse_linear_cross_entropy=True),
     "fla compiled": partial(_theirs, is_compiled=True),
-}
+}  # fmt: skip
 
 
-def flops_of_token(sizes: Sizes) -> float:
+def flops_of_token(sizes: Sizes, kind: str = "RWKV7") -> float:
     """Return the FLOPs of a token, forward and backward: six for each weight of a matrix, and the recurrence."""
-    model = RWKV7(sizes.vocabulary, sizes.width, sizes.layers, HEAD_SIZE, device="meta")
-    matrices = sum(
-        x.numel()
-        for name, x in model.named_parameters()
-        if x.dim() == 2 and name != "emb.weight" and not name.endswith("r_k")
-    )
-    return 6 * matrices + 3 * sizes.layers * 8 * sizes.width * HEAD_SIZE
+    return 6 * models.matrices_of(sizes, MODELS[kind]) + 3 * models.flops_of_recurrence(sizes)
 
 
 # ---- steps -------------------------------------------------------------------------------------------------------
@@ -108,109 +115,90 @@ def flops_of_token(sizes: Sizes) -> float:
 class Training:
     """A model that takes steps on one batch of random tokens, in as many passes as it must."""
 
-    def __init__(self, loss: Loss, groups: list[dict[str, Any]], sizes: Sizes, device: str) -> None:
-        self._loss, self.device, self.passes = loss, device, 1
-        self.dtype = str(groups[0]["params"][0].dtype).removeprefix("torch.")  # of the parameters
-        self.optimizer = torch.optim.AdamW(groups, betas=BETAS, eps=EPS, fused=True)
+    def __init__(self, made: Made, sizes: Sizes, device: str) -> None:
+        self._made, self.device, self.passes = made, device, 1
+        self.dtype = str(made.groups[0]["params"][0].dtype).removeprefix("torch.")  # of the parameters
+        self.optimizer = torch.optim.AdamW(made.groups, betas=BETAS, eps=EPS, fused=True)
         tokens = torch.randint(sizes.vocabulary, (sizes.batch, sizes.tokens + 1), device=device)
-        self._tokens, self._targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        self._batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        self._few = [x[:1, :_FEW].contiguous() for x in self._batch]
+        self.loss = torch.zeros((), device=device)  # of the last step
+        self._cast = partial(torch.autocast, device, torch.bfloat16, made.is_cast)
+        self._pass = self._new_pass()
 
-    def step(self) -> Tensor:
-        """Take a step, and return its loss."""
-        total = torch.zeros((), device=self.device)
-        parts = zip(self._tokens.chunk(self.passes), self._targets.chunk(self.passes), strict=True)
-        for tokens, targets in parts:
-            loss = self._loss(tokens, targets) / self.passes
-            loss.backward()
-            total += loss.detach()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return total
+    def _eager(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        with self._cast():
+            loss = self._made.loss(tokens, targets)
+        (loss / self.passes).backward()
+        return loss.detach()
+
+    def _new_pass(self) -> Any:
+        made, dtype = self._made, torch.bfloat16 if self._made.is_cast else None
+        if made.mode != GRAPHED:
+            return self._eager
+        return graphed_step(made.model, self.optimizer, loss=made.loss, accumulate=self.passes, autocast=dtype)
+
+    def step(self) -> None:
+        """Take a step."""
+        self._step(*(x.chunk(self.passes) for x in self._batch))
+
+    def short_step(self) -> None:
+        """Take a step of as many passes of few tokens, which the host queues as a whole."""
+        self._step(*([x] * self.passes for x in self._few))
+
+    def _step(self, tokens: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        losses = [self._pass(*pair) for pair in zip(tokens, targets, strict=True)]
+        self.loss = torch.stack(losses).mean()
+        if self._made.mode != GRAPHED:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
 
     def warm_up(self) -> None:
         """Take some steps that are not timed, in more passes where there is no memory for fewer."""
-        most = len(self._tokens)
         while True:
             try:
-                for _ in range(_WARM_UP):
+                for _ in range(models.WARM_UP):
                     self.step()
-                return
+                break
             except torch.OutOfMemoryError:
-                if self.passes >= most:
+                if self.passes >= len(self._batch[0]):
                     raise
             self.passes *= 2
             self.optimizer.zero_grad()
+            self._pass = self._new_pass()
             free()
-
-    def timed(self, runs: int) -> tuple[list[float], float]:
-        """Return the milliseconds of each of some steps, one behind the other, and the last loss."""
-        stamps, loss = [_stamp(self.device)], torch.zeros(())
-        for _ in range(runs):
-            loss = self.step()
-            stamps.append(_stamp(self.device))
-        if self.device == "cpu":
-            return [1e3 * (after - before) for before, after in pairwise(stamps)], loss.item()
-        torch.cuda.synchronize()
-        return [before.elapsed_time(after) for before, after in pairwise(stamps)], loss.item()
-
-
-def _stamp(device: str) -> Any:
-    if device == "cpu":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def free() -> None:
-    """Give memory back that nobody holds any more."""
-    torch.compiler.reset()  # compiled code holds models
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+        if self._made.mode == GRAPHED and self.device == "cuda" and not self._pass._calls.graphs:
+            raise ValueError("no graph holds the step")
 
 
 _EMPTY = dict[str, Any](median_ms=None, low_ms=None, high_ms=None, runs=0, peak_mib=None, skipped=None)
-_OF_STEPS = ("parameters", "passes", "first_s", *_EMPTY, "tokens_per_s", "flops_use", "loss")
-_EMPTY_STEP = dict.fromkeys(_OF_STEPS) | _EMPTY
+_EMPTY_STEP = {**dict.fromkeys(("parameters", "passes", "first_s", "loss")), **models.EMPTY}
 
 
 def step_row(
     name: str, make: Callable[[], Made], sizes: Sizes, device: str, runs: int, ranks: int = 1,
-    meet: Callable[[], None] = lambda: None,
+    meet: Callable[[], None] = lambda: None, kind: str = "RWKV7",
 ) -> dict[str, Any]:  # fmt: skip
     """Measure the steps of one model; `ranks` of them take steps together once all `meet`."""
-    row = {"part": "steps", "by": name, "ranks": ranks, **sizes._asdict(), **_EMPTY_STEP}
-    with _survived(row):
+    row = {"part": "steps", "model": kind, "by": name, "ranks": ranks, **sizes._asdict(), **_EMPTY_STEP}
+    with survived(row):
         begun = time.perf_counter()
-        training = Training(*make(), sizes, device)
-        training.warm_up()
-        if device == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-        row |= {"parameters": training.dtype, "passes": training.passes, "first_s": time.perf_counter() - begun}
-        meet()
-        times, loss = training.timed(runs)
+        made = make()
+        with models.running(made.mode):
+            training = Training(made, sizes, device)
+            training.warm_up()
+            models.wait(device)
+            row |= {"parameters": training.dtype, "passes": training.passes, "first_s": time.perf_counter() - begun}
+            meet()
+            row |= models.figures_of(training.step, device, runs, training.short_step)
+            training.step()
+        row["loss"] = loss = training.loss.item()
         if not math.isfinite(loss):
             raise ValueError(f"the loss became {loss}")
-        row |= figures.spread(times) | {"loss": loss}
         row["tokens_per_s"] = speed = ranks * sizes.batch * sizes.tokens / row["median_ms"] * 1e3
         if device == "cuda":
-            row["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
-            known = [peak for gpu, peak in _PEAKS.items() if gpu in torch.cuda.get_device_name()]
-            if known:
-                row["flops_use"] = flops_of_token(sizes) * speed / known[0] / ranks
+            row["flops_use"] = models.flops_use(flops_of_token(sizes, kind) * speed / ranks)
     return row
-
-
-@contextmanager
-def _survived(row: dict[str, Any]) -> Iterator[None]:
-    """Let what fails inside be a row that says why, and hide no other."""
-    free()  # what the row before has left
-    try:
-        yield
-    except Exception as error:
-        row["skipped"] = bench.one_line(error)
 
 
 # ---- time mixing alone -------------------------------------------------------------------------------------------
@@ -228,7 +216,7 @@ def layer_row(name: str, sizes: Sizes, width: int, device: str) -> dict[str, Any
     """Measure time mixing of a layer behind the first one, forward and backward."""
     row = {"part": "layer", "by": name, "batch": sizes.batch, "tokens": sizes.tokens, "width": width, **_EMPTY}
     options, around = LAYERS[name]
-    with _survived(row), around():
+    with survived(row), around():
         torch.manual_seed(0)
         ours = RWKV7TimeMix(width, 1, _DEPTH, HEAD_SIZE, device=device, dtype=torch.bfloat16)
         nn.init.normal_(ours.output.weight, std=0.02)  # zeros are faster
@@ -305,7 +293,7 @@ def _sharded(spread: Sharding, sizes: Sizes, device: str) -> Made:
     fully_shard(model, reshard_after_forward=spread.frees)
     register_fsdp_forward_method(model, "loss")
     torch.manual_seed(dist.get_rank())  # of the tokens
-    return model.loss, model.param_groups(**RATES)
+    return Made(model.loss, model.param_groups(**RATES))
 
 
 # ---- the command -------------------------------------------------------------------------------------------------
@@ -319,17 +307,12 @@ def has_fla(device: str) -> bool:
     return is_there
 
 
-def add_sizes(parser: argparse.ArgumentParser, large: Sizes) -> None:
-    """Give a command the options of sizes."""
-    for name, value in large._asdict().items():
-        text = f"default: {value} on a GPU, {getattr(SMALL, name)} without one"
-        parser.add_argument(f"--{name}", type=int, metavar="N", help=text)
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Give the command its options."""
-    add_sizes(parser, LARGE)
-    parser.add_argument("--part", action="append", choices=PARTS, help="only this one (default: both)")
+    models.add_sizes(parser, LARGE, SMALL, Sizes._fields)
+    text = "instead of RWKV7, of rwkv_jit alone (may be repeated)"
+    parser.add_argument("--model", action="append", choices=MODELS, help=text)
+    parser.add_argument("--part", action="append", choices=MEASURED, help="only this one (default: both)")
     text = "only this one (may be repeated; default: rwkv_jit, and FLA where it is installed)"
     parser.add_argument("--who", action="append", choices=dict.fromkeys([*WHO, *LAYERS]), help=text)
     parser.add_argument("--layer-width", type=int, metavar="N", help=f"of the layer; default: {LAYER_WIDTH} on a GPU")
@@ -338,32 +321,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, metavar="N", help="instead: the model of rwkv_jit on N GPUs, with FSDP2")
 
 
-def sizes_of(parsed: argparse.Namespace, large: Sizes) -> tuple[Sizes, str]:
-    """Return what the options say of sizes, once they are checked, and the device."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    default = large if device == "cuda" else SMALL
-    given = [getattr(parsed, name) for name in Sizes._fields]
-    sizes = Sizes(*(own if asked is None else asked for asked, own in zip(given, default, strict=True)))
-    for name, value in sizes._asdict().items():
-        if value < 1:
-            raise ValueError(f"--{name}: expected at least 1, got {value}")
-    if sizes.width % HEAD_SIZE:
-        raise ValueError(f"--width: expected a multiple of {HEAD_SIZE}, got {sizes.width}")
-    if device == "cuda":
-        bench.check_gpu()
-    return sizes, device
-
-
 def run(parsed: argparse.Namespace) -> dict[str, Any]:
     """Measure what is asked for, and return the rows with where that was."""
-    sizes, device = sizes_of(parsed, LARGE)
+    sizes, device = models.sizes_of(parsed, LARGE, SMALL)
+    bench.use_one_thread()
     layer_width = parsed.layer_width or (LAYER_WIDTH if device == "cuda" else sizes.width)
     if layer_width < 1 or layer_width % HEAD_SIZE:
         raise ValueError(f"--layer-width: expected a multiple of {HEAD_SIZE}, got {layer_width}")
-    if parsed.runs < 2:
-        raise ValueError(f"--runs: expected at least 2, got {parsed.runs}")
-    if parsed.record and device == "cpu":
-        raise ValueError("--record: keeps what was measured on a GPU, and there is none")
     is_there = has_fla(device)
     known = [name for name in dict.fromkeys([*WHO, *LAYERS]) if is_there or not name.startswith("fla")]
     for name in parsed.who or ():
@@ -377,15 +341,17 @@ def run(parsed: argparse.Namespace) -> dict[str, Any]:
             spawn(_one_rank, (parsed.ranks, sizes, device, parsed.runs, folder), parsed.ranks)
             rows = json.loads(Path(folder, "rows").read_text())
     else:
-        names, parts = parsed.who or known, parsed.part or PARTS
-        calls = {
-            "steps": {
-                name: partial(step_row, name, partial(make, sizes, device), sizes, device, parsed.runs)
-                for name, make in WHO.items()
-            },
-            "layer": {name: partial(layer_row, name, sizes, layer_width, device) for name in LAYERS},
-        }
-        rows = [told(calls[part][name]()) for part in PARTS if part in parts for name in names if name in calls[part]]
+        names, parts = parsed.who or known, parsed.part or MEASURED
+        calls = [
+            partial(step_row, name, partial(WHO[name], sizes, device, **more), sizes, device, parsed.runs, kind=kind)
+            for kind in parsed.model or ["RWKV7"]
+            for name in names if "steps" in parts and name in (WHO if kind == "RWKV7" else OURS)
+            for more in [{} if name not in OURS else {"kind": kind}]
+        ]  # fmt: skip
+        if parsed.model is None or "RWKV7" in parsed.model:
+            of_layer = [name for name in names if "layer" in parts and name in LAYERS]
+            calls += [partial(layer_row, name, sizes, layer_width, device) for name in of_layer]
+        rows = [told(call()) for call in calls]
     result = {"env": bench.environment(), "device": device, "rows": rows}
     if parsed.record:
         record.write(record.result_of(result), "training")
@@ -404,10 +370,8 @@ def tell(text: str) -> None:
 
 
 _STEPS = {
-    "by": "{by}", "ranks": "{ranks}", "parameters": "{parameters}", "passes": "{passes}",
-    "ms a step": "{median_ms:.1f}", "quartiles": "{low_ms:.1f} to {high_ms:.1f}",
-    "tokens a second": "{tokens_per_s:,.0f}", "of the FLOPs": "{flops_use:.1%}",
-    "peak GiB": "{peak_gib:.1f}", "loss": "{loss:.3f}", "first s": "{first_s:.0f}",
+    "model": "{model}", "by": "{by}", "ranks": "{ranks}", "passes": "{passes}", **models.COLUMNS,
+    "loss": "{loss:.3f}", "first s": "{first_s:.0f}",
 }  # fmt: skip
 _LAYER = {
     "by": "{by}", "ms": "{median_ms:.2f}", "quartiles": "{low_ms:.2f} to {high_ms:.2f}", "peak GiB": "{peak_gib:.2f}",
@@ -417,7 +381,7 @@ _LAYER = {
 def show(result: dict[str, Any]) -> None:
     """Print a table of each part, and what was left out."""
     terminal.say(bench.machine(result["env"]) if result["device"] == "cuda" else bench.CPU_NOTE)
-    rows = [row | {"peak_gib": row["peak_mib"] and row["peak_mib"] / 1024} for row in result["rows"]]
+    rows = [models.shown(row) for row in result["rows"]]
     for part, columns in (("steps", _STEPS), ("layer", _LAYER)):
         done = [row for row in rows if row["part"] == part and row["skipped"] is None]
         if done:
@@ -428,4 +392,4 @@ def show(result: dict[str, Any]) -> None:
     for row in rows:
         if row["skipped"] is not None:
             terminal.say(f"  skipped: {row['part']}, {row['by']}: {row['skipped']}")
-    terminal.say(f"\n{METHODS}")
+    terminal.say(f"\n{METHODS}{models.METHODS}")

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from bench import curves, training, tuners
+from bench import curves, models, training, tuners
 from bench.rwkv7_models import Sizes
 from rwkv_jit.desk import bench, terminal
 
@@ -54,7 +54,7 @@ def _steps(name: str, sizes: Sizes) -> Callable[[], Any]:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Give the command its options."""
-    training.add_sizes(parser, training.LARGE)
+    models.add_sizes(parser, training.LARGE, training.SMALL, Sizes._fields)
     width = training.LAYER_WIDTH
     parser.add_argument("--layer-width", type=int, default=width, metavar="N", help=f"of the layer; default: {width}")
     parser.add_argument("--processes", type=int, default=8, metavar="N", help="at once (default: 8)")
@@ -68,7 +68,7 @@ def run(parsed: argparse.Namespace) -> dict[str, Any]:
     bench.check_gpu()
     if parsed.processes < 1:
         raise ValueError(f"--processes: expected at least 1, got {parsed.processes}")
-    sizes, _ = training.sizes_of(parsed, training.LARGE)
+    sizes, _ = models.sizes_of(parsed, training.LARGE, training.SMALL)
     # Their results are those of a share, and nobody's to keep.
     os.environ.update(FLA_CACHE_RESULTS="0", PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
     begun, start = time.monotonic(), multiprocessing.get_context("spawn").Process

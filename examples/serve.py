@@ -6,11 +6,11 @@
                              [--seed N] [--dtype TYPE] [--cpu] [--check] [--quiet] [--json]
 
 Requests arrive at random times. In each step the server gives free slots to those that wait, reads a piece of the
-prompts that are not read yet, and writes one token of every running sequence. On a GPU, CUDA graphs do the writing. A
-live table shows tokens per second and latencies, and below it one sequence as it grows. --check then decodes every
-request again alone, and exits with 1 if a token differs. The model is that of arXiv:2503.14456. Without --checkpoint
-its weights are random and so is what it writes. --layers 24 --width 2048 --vocab 65536 is a model of 1.5 billion
-parameters.
+prompts that are not read yet, and writes one token of every running sequence. On a GPU the model does the writing from
+CUDA graphs. A live table shows tokens per second and latencies, and below it one sequence as it grows. --check then
+decodes every request again alone, and exits with 1 if a token differs. The model is that of arXiv:2503.14456. Without
+--checkpoint its weights are random and so is what it writes. --layers 24 --width 2048 --vocab 65536 is a model of 1.5
+billion parameters.
 """
 
 import argparse
@@ -24,6 +24,7 @@ import time
 from collections import deque
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -33,14 +34,17 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
-from rwkv7_model import Batch, Model, pack, random_weights, read_weights
 from torch import Tensor
 
 import rwkv_jit
+from rwkv_jit.nn import RWKV7
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MODEL = {"layers": 4, "width": 256, "head_size": 64, "vocab": 256}  # of random weights
 SMALL = 256  # the width up to which threads of a CPU wait for each other longer than they compute
+# Where random vectors lie, by the end of their names; matrices have a variance of one over their inputs.
+RANGES = {"w0": (-6, 1), "a0": (-1, 1), "v0": (-1, 1), "k_k": (0.7, 1), "k_a": (0.7, 1)}
+RANGES |= {"weight": (1, 1), "bias": (0, 0)}
 TIE = 0.3  # in 16 bits, how far a token may be from the best one, in standard deviations of the logits
 
 
@@ -128,47 +132,50 @@ def choose(logits: Tensor, requests: list[Request]) -> list[int]:
     return [x if r.temperature else y for r, x, y in zip(requests, drawn, best.tolist(), strict=True)]
 
 
-class Decoder:
-    """One more token of many texts: batches are padded to a power of two, each with a CUDA graph on a GPU."""
+def random_model(layers: int, width: int, head_size: int, vocab: int, seed: int, device: str, dtype) -> RWKV7:
+    """Return a model with random parameters; with those that training begins with, all layers would return zeros."""
+    model, generator = RWKV7(vocab, width, layers, head_size, device=device), torch.Generator(device).manual_seed(seed)
+    for name, x in model.state_dict().items():
+        if x.dim() == 2:
+            inputs = x.shape[1] if name.endswith("weight") else x.shape[0]
+            x.normal_(std=inputs**-0.5, generator=generator)
+        else:
+            x.uniform_(*RANGES.get(name.rpartition(".")[2], (0, 1)), generator=generator)
+    return model.to(dtype)
 
-    def __init__(self, model: Model, pool: rwkv_jit.StatePool):
+
+def prefill(model: RWKV7, pool: rwkv_jit.StatePool, pieces: list[tuple[int, list[int]]]) -> Tensor:
+    """Read the next tokens of several slots, one text behind another, and return the logits behind each."""
+    device, slots = model.emb.weight.device, [slot for slot, _ in pieces]
+    tokens = torch.tensor([[token for _, piece in pieces for token in piece]], device=device)
+    bounds = torch.tensor([0, *accumulate(len(piece) for _, piece in pieces)], device=device)
+    return model.prefill(tokens, pool, slots, bounds).float()
+
+
+class Decoder:
+    """One more token of many texts: batches are padded to a power of two, each with a CUDA graph of the model's."""
+
+    def __init__(self, model: RWKV7, pool: rwkv_jit.StatePool):
         self.model, self.pool = model, pool
         most = 1 << (len(pool) - 2).bit_length()
-        self.tokens = torch.zeros(most, dtype=torch.int64, device=model.device)
-        self.slots = torch.zeros(most, dtype=torch.int32, device=model.device)
-        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        if model.device != "cpu":
-            memory = torch.cuda.graph_pool_handle()  # shared, as the graphs run one after another
-            for size in reversed([1 << power for power in range(most.bit_length())]):
-                self.run(size)  # on the padding: what a capture needs is compiled and loaded
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=memory):
-                    logits = self.run(size)
-                self.graphs[size] = graph, logits
-
-    def run(self, size: int) -> Tensor:
-        """Read the first tokens of the buffers, at once."""
-        return self.model.logits(Batch(self.tokens[:size], self.slots[:size]), self.pool)
+        for size in reversed([1 << power for power in range(most.bit_length())]):  # on the padding
+            for _ in range(2):  # the first compiles and loads what it needs, the second is captured
+                self([0] * size, [0] * size)
 
     def __call__(self, tokens: list[int], slots: list[int]) -> Tensor:
         """Return the logits behind a token of each slot."""
         count, size = len(tokens), 1 << (len(tokens) - 1).bit_length()
-        padding = [0] * (size - count)
-        self.tokens[:size] = torch.tensor(tokens + padding)
-        self.slots[:size] = torch.tensor(slots + padding)
-        if size not in self.graphs:
-            return self.run(size)[:count]
-        graph, logits = self.graphs[size]
-        graph.replay()
-        return logits[:count]
+        both = torch.tensor([[*given, *[0] * (size - count)] for given in (tokens, slots)])
+        both = both.to(self.model.emb.weight.device)
+        return self.model.step(both[0], self.pool, both[1])[:count].float()
 
 
 class Server:
     """Gives slots to requests, reads their prompts piece by piece, and writes all texts side by side."""
 
-    def __init__(self, model: Model, slots: int, prefill_tokens: int, end: int | None = None):
+    def __init__(self, model: RWKV7, slots: int, prefill_tokens: int, end: int | None = None):
         self.model, self.prefill_tokens, self.end = model, prefill_tokens, end
-        self.pool = model.new_pool(slots)
+        self.pool = model.new_pool(slots + 1, reserved=1)
         self.decoder = Decoder(model, self.pool)
         self.waiting: deque[Request] = deque()
         self.reading: list[Request] = []
@@ -176,7 +183,7 @@ class Server:
         self.finished: list[Request] = []
         self.spent = {"prefill": [0, 0.0], "decode": [0, 0.0]}  # tokens and seconds
         for count in {1, prefill_tokens}:  # on the padding: kernels are there before the first request
-            model.logits(pack([(0, [0] * count)], model.device), self.pool)
+            prefill(model, self.pool, [(0, [0] * count)])
 
     @property
     def is_busy(self) -> bool:
@@ -193,7 +200,7 @@ class Server:
         for name, work in (("prefill", self.read), ("decode", self.write)):
             begin = time.perf_counter()
             count = work()
-            if self.model.device != "cpu":
+            if self.pool.wkv.is_cuda:
                 torch.cuda.synchronize()
             self.spent[name][0] += count
             self.spent[name][1] += (time.perf_counter() - begin) if count else 0.0
@@ -210,7 +217,7 @@ class Server:
                 left -= len(piece)
         if not pieces:
             return 0
-        logits = self.model.logits(pack(pieces, self.model.device), self.pool)
+        logits = prefill(self.model, self.pool, pieces)
         done = [row for row, request in enumerate(taken) if request.read == len(request.prompt)]
         if done:
             ready = [taken[row] for row in done]
@@ -240,13 +247,13 @@ class Server:
                 self.finished.append(request)
 
 
-def check(model: Model, requests: list[Request]) -> tuple[list[str], int]:
-    """Decode requests again, each alone and by `wkv7_varlen`; return what differs, and how many were near ties.
+def check(model: RWKV7, requests: list[Request]) -> tuple[list[str], int]:
+    """Decode requests again, each alone and by `prefill`; return what differs, and how many were near ties.
 
     In 16 bits the size of a batch changes the rounding, so that a token may win that is the second best alone. That is
     a near tie if the two logits are close. Drawn texts are left out there.
     """
-    problems, ties, is_exact = [], 0, model.dtype == torch.float32
+    problems, ties, is_exact = [], 0, model.emb.weight.dtype == torch.float32
     pool = model.new_pool(1)
     for request in requests:
         if request.temperature and not is_exact:
@@ -255,7 +262,7 @@ def check(model: Model, requests: list[Request]) -> tuple[list[str], int]:
         (slot,) = pool.allocate()
         piece = request.prompt
         for place, token in enumerate(request.tokens):
-            logits = model.logits(pack([(slot, piece)], model.device), pool)
+            logits = prefill(model, pool, [(slot, piece)])
             (expected,) = choose(logits, [alone])
             if token != expected:
                 if is_exact or (logits[0, expected] - logits[0, token]) > TIE * logits.std():
@@ -391,22 +398,23 @@ def main() -> int | str:
     try:
         vocabulary = Vocabulary(options.vocabulary)
         if options.checkpoint:
-            model = Model(read_weights(options.checkpoint, *kind))
+            model = RWKV7.from_checkpoint(options.checkpoint, device=kind[0], dtype=kind[1])
         else:
-            sizes = [getattr(options, name) for name in MODEL]
-            model = Model(random_weights(*sizes, options.seed, *kind))
+            model = random_model(*[getattr(options, name) for name in MODEL], options.seed, *kind)
     except ImportError:
         return "a .safetensors file needs safetensors: pip install safetensors"
     except (OSError, ValueError) as error:
         return str(error)
-    if max(vocabulary.pieces) >= model.vocab:
-        return f"the vocabulary goes to token {max(vocabulary.pieces)}, the model to {model.vocab - 1}"
+    known = len(model.emb.weight)
+    if max(vocabulary.pieces) >= known:
+        return f"the vocabulary goes to token {max(vocabulary.pieces)}, the model to {known - 1}"
     try:
         requests = make_requests(options, vocabulary)
     except ValueError as error:
         return f"--{error}"
     server = Server(model, options.slots, options.prefill_tokens, vocabulary.end)
-    title = f"RWKV-7, {model.parameters / 1e6:,.1f} M parameters, {options.device} {options.dtype}"
+    count = sum(x.numel() for x in model.parameters())
+    title = f"RWKV-7, {count / 1e6:,.1f} M parameters, {options.device} {options.dtype}"
     is_shown, last = not (options.quiet or options.json), 0.0
 
     with Live(auto_refresh=False) if is_shown else nullcontext() as live:

@@ -41,6 +41,7 @@ LOADS = "three blocks of the most threads have room on a multiprocessor, so that
 LIMITS = [
     ("layer_loss_forward NUM_THREADS=512", 48, 0, LOADS),
     ("layer_loss_backward", 64, 0, LOADS),
+    ("layer_loss_in_place NUM_THREADS=1024", 64, 0, SMALL),
     ("layer_convolution CHANNELS=2048 HAS_STATE=False", 128, 0, BLOCKS),
     ("layer_convolution HAS_STATE=True", 168, 0, BLOCKS),
     ("layer_convolution_backward CHANNELS=2048 HAS_STATE=False", 128, 0, BLOCKS),

@@ -439,6 +439,17 @@ def _check_vector(at, size, mask):
 def _load(machine, given):
     space, (names, dtype) = _space(given), _vector(given, given.operands[0])
     writes = [machine.target(x) for x in names]
+    if space == "param" and given.operands[1].base in machine.kernel.registers:
+        address = machine.address(given.operands[1])
+
+        def read_place(mask):
+            at = address()
+            _check_vector(at, len(writes) * dtype.itemsize, mask)
+            found = [machine.load_parameter(at + i * dtype.itemsize, dtype, mask) for i in range(len(writes))]
+            for write, value in zip(writes, found, strict=True):
+                write(value, mask)
+
+        return read_place
     if space == "param":
         name, offset = given.operands[1]
 

@@ -45,6 +45,8 @@ class Machine:
 
     # Where generic addresses begin that are not global.
     WINDOWS = {"shared": 1 << 60, "local": 1 << 61}
+    # Where the addresses of parameters begin, and how far apart they are.
+    PARAMETERS, PARAMETER_SHIFT = 1 << 59, 12
     # In addresses of 32 bits in the shared memory of a cluster: its block's number and one more.
     RANK_SHIFT = 24
 
@@ -281,6 +283,8 @@ class Machine:
 
     def _constant(self, text, dtype):
         kernel = self.kernel
+        if text in kernel.parameters:
+            return dtype.type(self.PARAMETERS + ([*kernel.parameters].index(text) << self.PARAMETER_SHIFT))
         if text in kernel.constants:
             return dtype.type(kernel.constants[text].ctypes.data)
         for places in (kernel.shared, kernel.local):
@@ -366,6 +370,18 @@ class Machine:
         view, where = self.place(space, at[threads], np.dtype(dtype).itemsize, threads)
         found = np.zeros(self.count, dtype)
         found[threads] = view[where].view(dtype)
+        return found
+
+    def load_parameter(self, at, dtype, mask):
+        """Return what the threads of a mask find at addresses in parameters of the kernel."""
+        threads, frame = self.chosen(mask), [*self.frame.values()]
+        which, offset = at - self.PARAMETERS >> self.PARAMETER_SHIFT, at & (1 << self.PARAMETER_SHIFT) - 1
+        found = np.zeros(self.count, dtype)
+        for own in np.unique(which[threads]):
+            here = threads[which[threads] == own]
+            if not 0 <= own < len(frame) or (offset[here] + dtype.itemsize > frame[own].size).any():
+                raise Fault("an address behind the parameters")
+            found[here] = frame[own][offset[here, None] + np.arange(dtype.itemsize)].view(dtype)[:, 0]
         return found
 
     def store(self, space, at, values, mask):

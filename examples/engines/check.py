@@ -15,19 +15,20 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from rwkv7_model import Model, pack, random_weights  # noqa: E402
+from serve import prefill, random_model  # noqa: E402
+
+from rwkv_jit.nn import RWKV7  # noqa: E402
 
 VOCAB, AT_ONCE, IN_A_STEP, LONGEST = 512, 4, 32, 512
 
 
-def alone(weights: dict, prompt: list[int], count: int) -> list[int]:
-    """Return the most likely tokens after a prompt, read by the model of `serve.py`."""
-    model = Model(weights)
+def alone(model: RWKV7, prompt: list[int], count: int) -> list[int]:
+    """Return the most likely tokens after a prompt, read as `serve.py` does."""
     pool = model.new_pool(1)
     (slot,) = pool.allocate()
     found, piece = [], prompt
     for _ in range(count):
-        piece = model.logits(pack([(slot, piece)], model.device), pool).argmax(-1).tolist()
+        piece = prefill(model, pool, [(slot, piece)]).argmax(-1).tolist()
         found += piece
     return found
 
@@ -75,15 +76,15 @@ def check(folder: Path, options: argparse.Namespace) -> int:
     import rwkv7_slots
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    weights = random_weights(3, 128, 32, VOCAB, 0, "cpu", torch.float32)
-    rwkv7_slots.write_folder(weights, folder, LONGEST)
+    model = random_model(3, 128, 32, VOCAB, 0, "cpu", torch.float32)
+    rwkv7_slots.write_folder(model.state_dict(), folder, LONGEST)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(1, VOCAB, (n,), generator=generator).tolist() for n in (1, 7, 70, 33, 5, 100, 2, 19, 40)]
     prompts += [[*prompts[-1], 5, 6, 7], [*prompts[-1], 9, 9]]
     counts = [6 + number for number in range(len(prompts))]
     write = {"vllm": with_vllm, "sglang": with_sglang}[options.engine](folder, options)
-    weights = {name: x.to(device) for name, x in weights.items()}
-    expected = [alone(weights, *each) for each in zip(prompts, counts, strict=True)]
+    model = model.to(device)
+    expected = [alone(model, *each) for each in zip(prompts, counts, strict=True)]
     wrong = 0
     for number in range(2):
         found, hits = write(prompts, counts)

@@ -13,7 +13,7 @@ from rwkv_jit.kernels import kernel
 from rwkv_jit.kernels.errors import UnsupportedConfigError
 from rwkv_jit.kernels.gpu import Gpu
 from rwkv_jit.layers.calls import POOLS, Kind, kind_of
-from rwkv_jit.schedules import convolution, layer_table, loss
+from rwkv_jit.schedules import convolution, layer_table, loss, products
 from rwkv_jit.schedules.layers import Given, Options, Sequences
 from rwkv_jit.schedules.problem import Op, Problem
 from rwkv_jit.schedules.schedule import Result, Schedule
@@ -113,7 +113,8 @@ def requests(p: Problem, width: int, w_type: str, direction: str) -> list[kernel
                 cut = {x: of_all[x] for x in sizes_of(op)}
                 pass_of = "forward" if is_update else direction
                 requests += requests_of(op, p.gpu, types, cut, switches, pass_of, state_type, 4)
-    return [*requests, *(request for each in _losses(p, direction) for request in each.requests(p.gpu))]
+    beside = [*_losses(p, direction), *(_products(p) if is_update else [])]
+    return [*requests, *(request for each in beside for request in each.requests(p.gpu))]
 
 
 # A function, the types of its optional inputs and of others by name, where None is the default, and its switches.
@@ -160,6 +161,16 @@ def _steps(p: Problem, w_type: str) -> Iterator[_Call]:
             yield "prepare_keys", chosen | there, {"rate_map": "sigmoid"}
 
 
+def _products(p: Problem) -> Iterator[Schedule]:
+    """Yield the schedules of products of a step: of low-rank matrices and others, of few columns and of many."""
+    own = p.types["v"]
+    if own == "fp32" or not p.gpu.has_tensor_cores:
+        return
+    for depth, columns in ((256, 2**12), (256, 2**14), (2048, 2**7), (2048, 2**12), (2048, 2**14)):
+        given = Given(p.gpu, {"x0": own, "weight0": own}, 1, (depth, columns), results={"y0": Result((1,), own)})
+        yield products.products(given, Options(kinds=("identity", "wide")))
+
+
 def _there(**has: bool) -> dict[str, str | None]:
     return {name: None for name, is_there in has.items() if is_there}
 
@@ -172,4 +183,8 @@ def _losses(p: Problem, direction: str) -> list[Schedule]:
         loss.Given(p.gpu, p.types["v"], 1, columns, target_bytes, l2_wrap=l2_wrap)
         for columns, target_bytes, l2_wrap in product(_COLUMNS, (4, 8), (0.0, 1.0))
     ]
-    return [loss.forward(each) if direction == "forward" else loss.backward(each, True) for each in several]
+    if direction == "forward":
+        return [*map(loss.forward, several)]
+    storage = p.types["v"]
+    scales = [loss.scale(p.gpu, each, (8,), storage)[0] for each in {storage, "fp32"}]
+    return [*map(loss.backward, several), *map(loss.in_place, several), *scales]

@@ -342,6 +342,8 @@ class Plan:
             if kind == "DecayStrides" and step.parameters["T_W0"] != "void":  # behind them w0 stands
                 return len(strides) * "q" + "Q", (*strides, Value(self._places["w0"]))
             return LETTERS[kind], strides
+        elif kind == "Places":  # the addresses of several tensors, which may be absent
+            return len(source) * "Q", tuple(Value(self._places[each]) for each in source)
         elif isinstance(source, Stride):
             return LETTERS[kind], self._stride(source.name, source.dim, step, arrays)
         elif source is not None and not isinstance(source, str):

@@ -87,13 +87,14 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return about | {"beside": beside}
 
 
-def kernels_of(call: Callable[[], Any], trace: str | None = None) -> list[dict[str, Any]]:
+def kernels_of(call: Callable[[], Any], trace: str | None = None, runs: int | None = None) -> list[dict[str, Any]]:
     """Return the kernels, copies and fills of some runs, and write their trace into a file.
 
     Of each name, launches and self_us of a run, and share of the time of all.
     """
+    runs = runs or RUNS
     with profile(record_shapes=True, profile_memory=True) as profiler:
-        for _ in range(RUNS):
+        for _ in range(runs):
             call()
         torch.cuda.synchronize()
     if trace:
@@ -103,7 +104,7 @@ def kernels_of(call: Callable[[], Any], trace: str | None = None) -> list[dict[s
     if not total:
         raise RwkvJitError("torch.profiler saw no kernel: another profiler may be watching, or it may not be allowed")
     times = sorted(((x.self_device_time_total, x) for x in found), key=lambda each: -each[0])
-    return [{"name": x.key, "launches": x.count / RUNS, "self_us": us / RUNS, "share": us / total} for us, x in times]
+    return [{"name": x.key, "launches": x.count / runs, "self_us": us / runs, "share": us / total} for us, x in times]
 
 
 def _ncu_command(arguments: argparse.Namespace) -> str:

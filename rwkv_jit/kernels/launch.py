@@ -19,7 +19,7 @@ _INVALID_CONTEXT = 201  # of the driver's errors
 # What arguments are passed as, by the type that the kernel declares: struct's letters.
 LETTERS = {
     "i64": "q", "int": "i", "float": "f", "bool": "?", "double": "d", "unsigned": "I", "Strides": "3q",
-    "DecayStrides": "3q", "RowStrides": "2q", "Walk": "2i",
+    "DecayStrides": "3q", "RowStrides": "2q", "Walk": "2i", "Sizes": "24i", "Firsts": "8i",
 }  # fmt: skip
 
 

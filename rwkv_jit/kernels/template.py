@@ -87,11 +87,14 @@ def _arguments(text: str, entry: str) -> tuple[Argument, ...] | None:
     return None if kernel is None else tuple(_argument(x) for x in kernel[1].split(",") if x.strip())
 
 
+_NO_TYPES = "const", "__restrict__", "__grid_constant__"  # words of an argument that are no part of its type
+
+
 def _argument(declared: str) -> Argument:
     """Return `const T_IO* __restrict__ r` as r of type T_IO*."""
     *words, name = re.findall(r"[\w:]+|\*", declared)
     is_read_alone = "*" in words and "const" in words[: words.index("*")]
-    return Argument(name, "".join(word for word in words if word not in ("const", "__restrict__")), is_read_alone)
+    return Argument(name, "".join(word for word in words if word not in _NO_TYPES), is_read_alone)
 
 
 def directory() -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, get_args
@@ -173,9 +174,9 @@ def linear_cross_entropy(
     recomputation of the forward, as in activation checkpointing, takes the time of both again.
 
     Memory of the forward, beside its inputs: chunk_rows V numbers for logits. For gradients it is that of hidden once
-    more, for weight 4 V C bytes and, in 16 bits, V C numbers. The gradients of weight and bias are sums over chunks in
-    float32, rounded to the dtype of hidden in the backward; until then they are those of the sum of all losses, as
-    those of a mean could be too small for float16. A second derivative is an error.
+    more, for weight 4 V C bytes and, in 16 bits where torch is older than 2.8, V C numbers. The gradients of weight and
+    bias are sums over chunks in float32, rounded to the dtype of hidden in the backward; until then they are those of
+    the sum of all losses, as those of a mean could be too small for float16. A second derivative is an error.
 
     Logits are rounded to the dtype of hidden, as those of torch's layer are. Precision and targets out of range are
     those of `cross_entropy`. A row's loss may differ in its last digits with `chunk_rows`, as matrix products do.
@@ -303,16 +304,14 @@ def _losses(logits: Tensor, targets: Tensor, ignore_index: int, l2_wrap: float) 
 
 def _gradient(
     scale: Tensor, logits: Tensor, targets: Tensor, lse: Tensor, argmax: Tensor, ignore_index: int, l2_wrap: float,
-    in_place: bool,
 ) -> Tensor:  # fmt: skip
-    """Return the gradient of logits, which is they themselves `in_place`, from those of the losses of rows."""
+    """Return the gradient of logits from those of the losses of rows."""
     if not logits.numel():
-        return logits if in_place else torch.empty_like(logits)
+        return torch.empty_like(logits)
     if logits.is_cuda:
         named = {"logits": logits, "targets": targets, "lse": lse, "argmax": argmax if l2_wrap else None}
         named["scale"] = scale
-        made = _plan("backward", named, ignore_index, l2_wrap, in_place).run([*named.values()])
-        return logits if in_place else made[0]
+        return _plan("backward", named, ignore_index, l2_wrap).run([*named.values()])[0]
     x, is_ignored = logits.to(lse.dtype), targets == ignore_index
     y = (x - lse.unsqueeze(-1)).exp_()
     rows = torch.arange(len(x), device=x.device)
@@ -320,12 +319,20 @@ def _gradient(
     if l2_wrap:
         y[rows, argmax.to(torch.int64)] += l2_wrap * x[rows, argmax.to(torch.int64)]
     y = (y * scale.unsqueeze(-1)).masked_fill_(is_ignored.unsqueeze(-1), 0)
-    return logits.copy_(y) if in_place else y.to(logits.dtype)
+    return y.to(logits.dtype)
 
 
-def _plan(
-    direction: str, named: Mapping[str, Tensor | None], ignore_index: int, l2_wrap: float, in_place: bool = False
-) -> Plan:
+def _differentiated(logits: Tensor, targets: Tensor, ignore_index: int, l2_wrap: float) -> Tensor:
+    """Return the losses of rows; in the place of their logits stands the gradient of the sum of these."""
+    if logits.is_cuda:
+        named = {"logits": logits, "targets": targets}
+        return _plan("in_place", named, ignore_index, l2_wrap).run([*named.values()])[0]
+    loss, lse, argmax = _losses(logits, targets, ignore_index, l2_wrap)
+    logits.copy_(_gradient(torch.ones_like(loss), logits, targets, lse, argmax, ignore_index, l2_wrap))
+    return loss
+
+
+def _plan(direction: str, named: Mapping[str, Tensor | None], ignore_index: int, l2_wrap: float) -> Plan:
     def prepare() -> Plan:
         logits, targets = named["logits"], named["targets"]
         assert logits is not None
@@ -334,10 +341,9 @@ def _plan(
             tensors.gpu(logits.device.index), tensors.STORAGE[logits.dtype], logits.shape[0], logits.shape[1],
             targets.element_size(), ignore_index, l2_wrap,
         )  # fmt: skip
-        schedule = loss_steps.forward(given) if direction == "forward" else loss_steps.backward(given, in_place)
-        return Plan(schedule, loss_steps.problem(direction, given), named)
+        return Plan(loss_steps.DIRECTIONS[direction](given), loss_steps.problem(direction, given), named)
 
-    key = "cross_entropy", direction, ignore_index, l2_wrap, in_place, tensors.signature([*named.values()])
+    key = "cross_entropy", direction, ignore_index, l2_wrap, tensors.signature([*named.values()])
     return plans.find(key, prepare)
 
 
@@ -441,7 +447,7 @@ def _forward_fake(
 def _by_hand(arrays: Values, options: Values, _: Named, names: Sequence[str]) -> dict[str, Tensor]:
     (logits, targets, lse, argmax, grad), (ignore_index, l2_wrap) = arrays, options
     with tensors.exactly(logits), torch.no_grad():
-        return {"logits": _gradient(grad, logits, targets, lse, argmax, ignore_index, l2_wrap, in_place=False)}
+        return {"logits": _gradient(grad, logits, targets, lse, argmax, ignore_index, l2_wrap)}
 
 
 # ---- the torch ops of linear_cross_entropy -----------------------------------------------------------------------
@@ -463,10 +469,10 @@ def _linear_forward(
     with tensors.exactly(hidden), torch.no_grad():
         losses = torch.empty(rows, dtype=wide, device=device)
         of_hidden, of_weight, of_bias = _memory_of_gradients(hidden, weight, want_hidden, want_weight, want_bias)
-        for made in (of_weight, of_bias):
-            made.zero_()
+        of_bias.zero_()
+        if not rows:
+            of_weight.zero_()
         memory = torch.empty(chunk_rows, classes, dtype=hidden.dtype, device=device)
-        scale = torch.ones(chunk_rows, dtype=wide, device=device)
         for begin in range(0, rows, max(chunk_rows, 1)):
             chunk = slice(begin, min(begin + chunk_rows, rows))
             own, aims = hidden[chunk], targets[chunk]
@@ -475,27 +481,45 @@ def _linear_forward(
                 torch.mm(own, weight.T, out=logits)
             else:
                 torch.addmm(bias, own, weight.T, out=logits)
-            losses[chunk], lse, argmax = _losses(logits, aims, ignore_index, l2_wrap)
             if not (want_hidden or want_weight or want_bias):
+                losses[chunk] = _losses(logits, aims, ignore_index, l2_wrap)[0]
                 continue
-            _gradient(scale[: len(own)], logits, aims, lse, argmax, ignore_index, l2_wrap, in_place=True)
+            losses[chunk] = _differentiated(logits, aims, ignore_index, l2_wrap)
             if want_hidden:
                 torch.mm(logits, weight, out=of_hidden[chunk])
             if want_weight:
-                _add_product(of_weight, logits, own)
+                _add_product(of_weight, logits, own, is_first=not begin)
             if want_bias:
                 of_bias += logits.sum(0, dtype=wide)
         return losses.sum(), of_hidden, of_weight, of_bias
 
 
-def _add_product(total: Tensor, gradient: Tensor, own: Tensor) -> None:
+def _add_product(total: Tensor, gradient: Tensor, own: Tensor, is_first: bool) -> None:
+    """Add a product to a sum, or write it there if it `is_first`."""
     if total.dtype == own.dtype:
-        total.addmm_(gradient.T, own)
-    elif own.dtype == torch.float16:  # whose range a sum of many rows may leave: random ones grow with the root
+        torch.addmm(total, gradient.T, own, beta=int(not is_first), out=total)
+        return
+    if total.is_cuda and _adds_in_float32(total.device, own.dtype):
+        torch.addmm(total, gradient.T, own, total.dtype, beta=int(not is_first), out=total)
+        return
+    if is_first:
+        total.zero_()
+    if own.dtype == torch.float16:  # whose range a sum of many rows may leave: random ones grow with the root
         share = 2.0 ** (len(own).bit_length() // 2)
         total.add_(gradient.T @ (own / share), alpha=share)
     else:
         total += gradient.T @ own
+
+
+@functools.cache
+def _adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether torch adds products of a dtype to sums in float32: from 2.8 on, on GPUs."""
+    total, x = (torch.zeros(8, 8, dtype=each, device=device) for each in (torch.float32, dtype))
+    try:
+        torch.addmm(total, x, x, torch.float32, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return True
 
 
 def _memory_of_gradients(
@@ -542,11 +566,22 @@ def _linear_backward(
     of_hidden: Tensor, of_weight: Tensor, of_bias: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradients of the sum times that of the sum, all in the dtype of hidden."""
-    made = _linear_backward_fake(of_hidden, of_weight, of_bias, grad)
-    with torch.no_grad():
-        for x, target in zip((of_hidden, of_weight, of_bias), made, strict=True):
-            torch.mul(x, grad, out=target)
-    return made
+    made = [_times(x, grad, of_hidden.dtype) for x in (of_hidden, of_weight, of_bias)]
+    return made[0], made[1], made[2]
+
+
+def _times(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x times a number, which torch would round to the dtype of x."""
+    if not x.is_cuda or not x.numel():
+        with torch.no_grad():
+            return (x * scale.expand_as(x)).to(dtype)
+
+    def prepare() -> Plan:
+        storages = tensors.STORAGE[x.dtype], x.shape, tensors.STORAGE[dtype]
+        return Plan(*loss_steps.scale(tensors.gpu(x.device.index), *storages), {"x": x, "scale": scale})
+
+    key = "linear_cross_entropy_bwd", dtype, tensors.signature([x, scale])
+    return plans.find(key, prepare).run((x, scale))[0]
 
 
 def _linear_backward_fake(

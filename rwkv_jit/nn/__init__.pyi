@@ -9,6 +9,7 @@ from rwkv_jit.nn.attention import LinearAttention as LinearAttention
 from rwkv_jit.nn.convolution import TimeX as TimeX
 from rwkv_jit.nn.delta import GatedDeltaNet as GatedDeltaNet
 from rwkv_jit.nn.delta import KimiDeltaAttention as KimiDeltaAttention
+from rwkv_jit.nn.graphs import graphed_decode as graphed_decode
 from rwkv_jit.nn.graphs import graphed_step as graphed_step
 from rwkv_jit.nn.mamba2 import Mamba2 as Mamba2
 from rwkv_jit.nn.model import RWKV5 as RWKV5
@@ -33,5 +34,5 @@ __all__ = [
     "GatedDeltaNet", "GatedLinearAttention", "KimiDeltaAttention", "LinearAttention", "Mamba2", "RWKV4ChannelMix",
     "RWKV4TimeMix", "RWKV5", "RWKV5Block", "RWKV5ChannelMix", "RWKV5State", "RWKV5TimeMix", "RWKV6", "RWKV6Block",
     "RWKV6ChannelMix", "RWKV6State", "RWKV6TimeMix", "RWKV7", "RWKV7Block", "RWKV7ChannelMix", "RWKV7State",
-    "RWKV7TimeMix", "TimeX", "graphed_step"
+    "RWKV7TimeMix", "TimeX", "graphed_decode", "graphed_step"
 ]

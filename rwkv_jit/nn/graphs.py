@@ -55,13 +55,13 @@ class _Captured(NamedTuple):
 
 
 class Calls:
-    """Calls by key: each runs as it is a few times, then from a graph. Of these at most `most` are kept.
+    """Calls by key: each runs as it is once, then from a graph. Of these at most `most` are kept.
 
     All graphs share one pool of memory and one lock: they run one after another, whatever threads and streams call.
     """
 
-    def __init__(self, what: str, most: int, warm: int = 1):
-        self._what, self._most, self._warm, self._lock = what, most, warm, threading.RLock()
+    def __init__(self, what: str, most: int):
+        self._what, self._most, self._lock = what, most, threading.RLock()
         self.forget()
         forget_with(self)
 
@@ -92,11 +92,11 @@ class Calls:
                 return [None if x is None else x.clone() for x in call.graph.results]
 
     def _captured(self, key: Any, function: Callable[..., Any], arrays: Sequence[Tensor]) -> _Captured | None:
-        """Return a graph of a call that has come often enough; one that was dropped is not captured again."""
+        """Return a graph of a call that comes for the second time; one that was dropped is not captured again."""
         if len(self._seen) >= _MOST_SEEN:
             self._seen.clear()
         count = self._seen[key] = self._seen.get(key, 0) + 1
-        if self._has_failed or count != self._warm + 1:
+        if self._has_failed or count != 2:
             return None
         device = arrays[0].device
         with torch.inference_mode(False):  # or else nothing could be copied into its inputs outside of that mode
@@ -128,16 +128,24 @@ class Held:
     def __init__(self, model: nn.Module):
         self.snapshot = node.Snapshot.of(model)
         modules = self.snapshot.modules
-        self._holders: list[Any] = [own for module in modules for own in (module._parameters, module._buffers)]
-        self._tensors: list[Any] = [*chain.from_iterable(map(dict.values, self._holders))]
-        self.present: list[Tensor] = [*{id(x): x for x in self._tensors if x is not None}.values()]
+        for module, attributes in zip(modules, self.snapshot.attributes, strict=True):
+            attributes["_parameters"] = dict(module._parameters)
+        held = [(own, name, x) for m in modules for own in (m._parameters, m._buffers) for name, x in own.items()]
+        self.present: list[Tensor] = [*{id(x): x for _, _, x in held if x is not None}.values()]
+        # Dicts that are compared tell tensors apart by identity, but for these of one number, which would be read.
+        self._numbers = [place for place in held if place[2] is not None and place[2].numel() == 1]
         self.why = self._obstacle(modules)
         self._addresses = [] if self.why else [*map(Tensor.data_ptr, self.present)]
 
+    @classmethod
+    def of(cls, model: nn.Module, before: Held | None) -> Held:
+        """Return what graphs would hold now: what was `before`, where that has not changed."""
+        is_same = before is not None and before.snapshot.modules[0] is model and before.is_same()
+        return before if before is not None and is_same else cls(model)
+
     def is_same(self) -> bool:
-        """Return whether all of these are what they were, but for values. It takes 0.4 ms for 24 layers."""
-        now = [*chain.from_iterable(map(dict.values, self._holders))]
-        if len(now) != len(self._tensors) or not all(map(is_, now, self._tensors)) or not self.snapshot.is_alike():
+        """Return whether all of these are what they were, but for values."""
+        if not all([own.get(name) is x for own, name, x in self._numbers]) or not self.snapshot.is_alike():
             return False
         if any(common._GLOBAL_HOOKS) != (self.why == _GLOBAL):
             return False
@@ -172,35 +180,118 @@ class Decoder:
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return Decoder, ()
 
-    def is_ready(self, model: Any) -> bool:
-        """Return whether graphs can hold the model; those of a model that was changed are dropped."""
-        if model.emb.weight.device.type not in devices or not tensors.is_eager():
+    def is_ready(self, model: nn.Module, like: Tensor) -> bool:
+        """Return whether graphs can hold a model, which lies where `like` does; those of what it was are dropped."""
+        if like.device.type not in devices or not tensors.is_eager():
             return False
-        if self._held is None or self._held.snapshot.modules[0] is not model or not self._held.is_same():
+        held = Held.of(model, self._held)
+        if held is not self._held:
             self.calls.forget()
-            self._held = Held(model)
-            if self._held.why:
-                say("decoding", self._held.why)
-        return not self._held.why
+            self._held = held
+            if held.why:
+                say("decoding", held.why)
+        return not held.why
 
     def run(
         self, function: Callable[..., Tensor], states: Sequence[Tensor], arrays: Sequence[Tensor], *more: Any
-    ) -> Any:
-        """Return what a function of arrays does to states, from a graph; None where it has to run as it is."""
-        lead = arrays[0]
-        if lead.is_cuda and tensors.capturing() or not tensors.are_plain([*states, *arrays]) or not lead.numel():
-            return None
-        where = tuple([(x.data_ptr(), x.shape, x.stride(), x.dtype) for x in states])
-        if any(x.device != states[0].device for x in arrays):
-            return None
-        key = (where, tensors.signature(arrays), more, tensors.autocast_dtype(lead), _modes())
+    ) -> Tensor:  # fmt: skip
+        """Return what a function of arrays does, which may change states: from a graph, where one can hold it."""
+        lead, found = arrays[0], None
+        is_held = tensors.are_plain([*states, *arrays]) and lead.numel() and not (lead.is_cuda and tensors.capturing())
+        if is_held and all(x.device == lead.device for x in (*states, *arrays)):
+            where = tuple([(x.data_ptr(), x.shape, x.stride(), x.dtype) for x in states])
+            key = where, tensors.signature(arrays), more, tensors.autocast_dtype(lead), _modes()
+            found = self.calls.run(key, torch.no_grad()(lambda *own: [function(*own)]), arrays)
+        return function(*arrays) if found is None else found[0]
 
-        @torch.no_grad()
-        def captured(*own: Tensor) -> list[Tensor]:
-            return [function(*own)]
 
-        found = self.calls.run(key, captured, arrays)
-        return None if found is None else found[0]
+class GraphedDecode:
+    """What `graphed_decode` returns: a step of decoding, and the state that it has come to."""
+
+    def __init__(self, model: nn.Module, state: Any, function: Callable[..., tuple[Tensor, Any]]):
+        held, self._form = pytree.tree_flatten(state)
+        self._model, self._function, self._decoder = model, function, Decoder()
+        self._held = [common.tensor_of("state", x).detach().clone() for x in held]
+
+    @property
+    def state(self) -> Any:
+        """The state, in memory that stays. Another one of the same shapes can be assigned, which is copied."""
+        return pytree.tree_unflatten(self._held, self._form)
+
+    @state.setter
+    @torch.no_grad()
+    def state(self, state: Any) -> None:
+        several = pytree.tree_leaves(state)
+        if [x.shape for x in several] != [x.shape for x in self._held]:
+            shapes = [[list(x.shape) for x in each] for each in (self._held, several)]
+            raise ValueError(f"state: expected tensors of shapes {shapes[0]}, got {shapes[1]}")
+        for own, x in zip(self._held, several, strict=True):
+            own.copy_(x)
+
+    @torch.no_grad()
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        """Return the result of a step, a new tensor; the state changes in place."""
+        arrays = [common.tensor_of("inputs", x) for x in inputs]
+        if arrays and self._decoder.is_ready(self._model, arrays[0]):
+            return self._decoder.run(self._step, self._held, arrays)
+        return self._step(*arrays)
+
+    def _step(self, *inputs: Tensor) -> Tensor:
+        result, self.state = self._function(*inputs, self.state)
+        return common.tensor_of("the first result", result)
+
+
+def graphed_decode(
+    model: nn.Module, state: Any, step: Callable[..., tuple[Tensor, Any]] | None = None
+) -> GraphedDecode:  # fmt: skip
+    """Return a function that does a step of decoding, which a GPU repeats from CUDA graphs.
+
+    It is for models of layers that return their states, such as `KimiDeltaAttention`, `GatedDeltaNet` and `Mamba2`.
+    `step` and `generate` of RWKV5, RWKV6 and RWKV7 have graphs by themselves.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        What a step runs, on one GPU.
+    state : tree of torch.Tensor
+        Of tuples, lists and dicts: what the step begins with, of all sequences and layers. It is copied.
+    step : callable, optional
+        `step(*inputs, state)` returns a tensor and the state after it; `model` by default. It has to be a function of
+        tensors: what it does in Python beside that, a graph does not repeat.
+
+    Returns
+    -------
+    callable
+        `decode(*inputs)` takes tensors and returns the first result of the step, a new tensor without gradients.
+        `decode.state` is the state then. It lies in the same memory after every step, and another one of these shapes
+        may be assigned, as for the next prompt.
+
+    Notes
+    -----
+    The first call with inputs of a shape runs as it is, the second one is captured, later ones cost the host about one
+    launch. Up to 32 shapes have graphs, which share the memory of the largest step. Beside that there are the state,
+    once, and inputs and result of each graph. Each call looks whether modules, hooks or memory of parameters have
+    changed: graphs of what was are dropped. Where no graph can hold the step, it runs as it is, and a line of the log
+    says why.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit, or a step returns a state of other shapes.
+
+    Examples
+    --------
+    >>> layer = rwkv_jit.nn.Mamba2(96, head_size=32, state_size=16, device="cuda")
+    >>> y, state = layer(torch.randn(2, 10, 96, device="cuda"))
+    >>> decode = rwkv_jit.nn.graphed_decode(layer, state)
+    >>> for _ in range(5):
+    ...     y = decode(torch.randn(2, 1, 96, device="cuda"))
+    >>> y.shape, [each.shape for each in decode.state]
+    (torch.Size([2, 1, 96]), [torch.Size([2, 224, 3]), torch.Size([2, 6, 32, 16])])
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    return GraphedDecode(model, state, model if step is None else step)
 
 
 def _modes() -> tuple[Any, ...]:
@@ -295,18 +386,16 @@ class GraphedStep:
             return "a mode, a trace or a compiler looks on"
         if torch.cuda.is_initialized() and tensors.capturing():
             return "the caller captures it"
-        if self._held is None or not self._held.is_same():
-            self._held = Held(self._model)
-        held, state, groups = self._held, self._optimizer.state, self._optimizer.param_groups
+        held = self._held = Held.of(self._model, self._held)
+        state, groups = self._optimizer.state, self._optimizer.param_groups
         of_groups, of_state = [x for group in groups for x in group["params"]], map(dict.values, state.values())
         kept = [held, state, *of_groups, *chain.from_iterable(of_state)]
         world = [*map(id, kept)], [(x.requires_grad, _has_hooks(x)) for x in held.present], self._settings()
         if world != self._world:
             self._calls.forget()
-            self._filled.clear()
-            read = {} if held.why else self._rounded()
-            self._rates = {i: torch.full((), math.nan, device=held.present[0].device) for i in read}
-            self._world, self._kept = (*world[:2], self._settings()), kept
+            self._world, self._kept, self._filled = world, kept, {}
+            device = next(self._model.parameters()).device
+            self._rates = {i: torch.full((), math.nan, device=device) for i in self._rounded()}
             self._grads = self._has_grad = None
             self._why = held.why or self._obstacle(held, groups)
         return self._why
@@ -314,8 +403,9 @@ class GraphedStep:
     def _settings(self) -> list[Any]:
         """Return all numbers and switches that graphs hold: those of the optimizer, but for rates that they read."""
         optimizer, more = self._optimizer, [tensors.autocast_dtype(next(self._model.parameters())), *_modes()]
+        rates = self._rounded()
         for i, group in enumerate(optimizer.param_groups):
-            held = {"params", *(["lr"] if i in self._rates and isinstance(group["lr"], float) else [])}
+            held = {"params", "lr"} if i in rates else {"params"}
             more += [(name, id(x) if isinstance(x, Tensor) else x) for name, x in group.items() if name not in held]
         hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
         return [*more, *map(bool, hooks), hasattr(optimizer, "grad_scale"), env.checks_indices()]
@@ -361,10 +451,10 @@ class GraphedStep:
 
     def _fill_rates(self) -> None:
         """Write the rates of now where graphs read them."""
-        for i, now in self._rounded().items():
-            if self._filled.get(i) != now:
-                self._filled[i] = now
-                self._rates[i].fill_(now)
+        rates = self._rounded()
+        for i, now in rates.items() if rates != self._filled else ():
+            self._rates[i].fill_(now)
+        self._filled = rates
 
     @contextmanager
     def _at_rates(self, rates: Mapping[int, Any], is_captured: bool = False) -> Iterator[None]:

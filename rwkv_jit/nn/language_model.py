@@ -17,6 +17,8 @@ from rwkv_jit.kernels.errors import brief
 from rwkv_jit.layers.loss import cross_entropy, linear_cross_entropy
 from rwkv_jit.nn import checkpoints, common, sampling
 from rwkv_jit.nn.graphs import Decoder
+from rwkv_jit.nn.mixing import mixes_of
+from rwkv_jit.nn.products import Product, products
 from rwkv_jit.nn.sampling import Sampler
 from rwkv_jit.pool import arguments
 from rwkv_jit.pool.state_pool import StatePool
@@ -239,11 +241,13 @@ class LanguageModel(nn.Module):
 
         Notes
         -----
-        It runs `shift_mix`, an update such as `wkv7_update` and the rest of each layer, without gradients. On a GPU a
+        It runs `shift_mix`, an update such as `wkv7_update` and the rest of each layer, without gradients. With up to
+        eight sequences, or any number after `set_batch_invariant(True)`, products of float16 and bfloat16 are made by a
+        kernel that reads each weight once, and in which a sequence has the same bits in any batch. On a GPU a
         second call with this pool and batch size is captured in a CUDA graph, which later calls replay. A model keeps
-        up to 32 graphs, which share the memory of the largest step, and 4 bytes or 8 for each token and slot; pools are
-        not kept. With hooks, or in a capture of the caller's, each call runs as it is. Parameters may change in place;
-        if they or modules are replaced, graphs are captured anew.
+        up to 32 graphs, which share the memory of the largest step. Beside that each graph has its logits, and 4 bytes
+        or 8 for each token and slot; pools are not kept. With hooks, or in a capture of the caller's, each call runs as
+        it is. Parameters may change in place; if they or modules are replaced, graphs are captured anew.
 
         Examples
         --------
@@ -253,40 +257,97 @@ class LanguageModel(nn.Module):
         torch.Size([2, 256])
         """
         _check_tokens(tokens, "batch")
+        slots = self._slots(pool, slots, len(tokens), tokens)
+        return self._step(tokens, pool, slots, self._decoder.is_ready(self, self.emb.weight))
+
+    @torch.no_grad()
+    def prefill(self, tokens: Tensor, pool: StatePool, slots: Any = None, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Read a prompt of each sequence, or the next part of one, and return the logits of the next token.
+
+        Parameters
+        ----------
+        tokens : torch.Tensor, shape (B, T), int64 or int32
+            The tokens.
+        pool : StatePool
+            The states, from `new_pool`, which each sequence continues. They change in place.
+        slots : optional
+            As `step` takes them, one for each sequence.
+        cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
+            Bounds of N packed sequences, of at least one token each: where each begins, and where the last one ends. B
+            is then 1.
+
+        Returns
+        -------
+        logits : torch.Tensor, shape (B, vocabulary) or (N, vocabulary)
+
+        Examples
+        --------
+        >>> pool = model.new_pool(8)
+        >>> slots = pool.allocate(2)
+        >>> bounds = torch.tensor([0, 2, 7], device="cuda")
+        >>> model.prefill(torch.randint(256, (1, 7), device="cuda"), pool, slots, bounds).shape
+        torch.Size([2, 256])
+        """
+        _check_tokens(tokens, "batch", "tokens")
+        if not tokens.numel():
+            raise ValueError(f"tokens: expected at least one token, got shape {list(tokens.shape)}")
+        count = len(tokens) if cu_seqlens is None else len(common.tensor_of("cu_seqlens", cu_seqlens)) - 1
+        slots = self._slots(pool, slots, count, tokens)
+        arguments.check_room("pool", pool[self._State._fields[0]][0], slots, count)
+        read, written = _rows(slots, pool.reserved - 1, count)
+        states, like = self._by_layer(self._states(pool)), self.emb.weight
+        logits, after = self._read(tokens, [_at(read, x, like) for x in states], cu_seqlens)
+        for several, own in zip(states, after, strict=True):
+            _put(several, written, own)
+        return logits
+
+    def _read(self, tokens: Tensor, state: Sequence[Any] | None, cu_seqlens: Tensor | None) -> tuple[Tensor, list[Any]]:
+        """Return the logits behind the last token of each sequence, and the states then."""
+        hidden, after = self._hidden(tokens, state, cu_seqlens)
+        last = hidden[:, -1] if cu_seqlens is None else hidden[0, cu_seqlens[1:].long() - 1]
+        return self.head(last), after
+
+    def _slots(self, pool: StatePool, slots: Any, count: int, like: Tensor) -> Tensor | None:
+        """Return the slots of so many sequences, once they and the pool are checked."""
         for name in self._State._fields:
             if len(pool[name]) != len(self.blocks):
                 raise ValueError(f"pool: expected {name} of {len(self.blocks)} layers, got {len(pool[name])}")
         if slots is not None and not isinstance(slots, Tensor):
-            slots = torch.tensor(arguments.listed("slots", slots), dtype=torch.int64, device=tokens.device)
-        slots, null_index = arguments.indices("slots", slots, len(tokens), tokens), pool.reserved - 1
-        if arguments.may_look_at([slots]):
-            arguments.check_slots({"slots": slots}, len(pool), null_index)
-        return self._step(tokens, pool, slots, self._decoder.is_ready(self))
+            slots = torch.tensor(arguments.listed("slots", slots), dtype=torch.int64, device=like.device)
+        rows = arguments.indices("slots", slots, count, like)
+        if arguments.may_look_at([rows]):
+            arguments.check_slots({"slots": rows}, len(pool), pool.reserved - 1)
+        return rows
+
+    def _states(self, pool: StatePool) -> list[Tensor]:
+        return [pool[name] for name in self._State._fields]
+
+    def _by_layer(self, states: Sequence[Tensor]) -> list[Any]:
+        """Return the states of each layer, which are parts of those of all layers."""
+        return [self._State(*(x[layer] for x in states)) for layer in range(len(self.blocks))]
 
     def _step(self, tokens: Tensor, pool: StatePool, slots: Tensor | None, has_graphs: bool) -> Tensor:
         """Return the logits of `step` for arguments that were checked, from a graph where there may be one."""
-        states, null_index = [pool[name] for name in self._State._fields], pool.reserved - 1
-        if has_graphs:
-            arrays = [x for x in (tokens, slots) if x is not None]
-            logits: Tensor | None = self._decoder.run(
-                partial(self._stepped, states, null_index), states, arrays, null_index
-            )
-            if logits is not None:
-                return logits
-        return self._stepped(states, null_index, tokens, slots)
+        states, null_index = self._states(pool), pool.reserved - 1
+        function, arrays = partial(self._stepped, states, null_index), [tokens] if slots is None else [tokens, slots]
+        return self._decoder.run(function, states, arrays, null_index) if has_graphs else function(*arrays)
 
     def _stepped(
         self, states: Sequence[Tensor], null_index: int, tokens: Tensor, slots: Tensor | None = None
     ) -> Tensor:  # fmt: skip
         """Return the logits of a step, layer by layer; states, of all layers, change in place."""
         between: tuple[Any, ...] = (self.emb(tokens), *self._begin)
-        for layer, block in enumerate(self.blocks):
-            own: Any = getattr(block, "_orig_mod", block)  # of one that is compiled
+        blocks: list[Any] = [getattr(block, "_orig_mod", block) for block in self.blocks]  # of those that are compiled
+        plain = [x for x in blocks if common.is_plain(x, self._Block) and common.is_plain_block(x)]
+        # Mixes of all layers at once, as small launches of each would stand between its large ones.
+        mixes = [mixes_of([getattr(x, half) for x in plain]).unbind() if plain else () for half in ("att", "ffn")]
+        of_plain = {id(x): both for x, *both in zip(plain, *mixes, strict=True)}
+        for layer, own in enumerate(blocks):
             of_layer = self._State(*(x[layer] for x in states))
-            step = own.step if common.is_plain(own, self._Block) and common.is_plain_block(own) else partial(_step, own)
-            made = step(*between, of_layer, slots, null_index)
+            given = *between, of_layer, slots, null_index
+            made = own.step(*given, of_plain[id(own)]) if id(own) in of_plain else _step(own, *given)
             between = made if isinstance(made, tuple) else (made,)
-        return self.head(self.ln_out(between[0]))  # type: ignore[no-any-return]
+        return products(Product(self.ln_out(between[0]), self.head))[0]
 
     @torch.no_grad()
     def generate(
@@ -374,20 +435,15 @@ class LanguageModel(nn.Module):
     @torch.no_grad()
     def _continued(self, prompts: Sequence[Tensor], count: int, sampler: Sampler, is_watched: bool) -> Iterator[Tensor]:
         """Yield the tokens that continue prompts: one [B, T], or several [1, T] of different lengths."""
-        sequences = sum(map(len, prompts))
-        pool = self.new_pool(sequences)  # first, so that it lies where that of the last call lay, which graphs know
-        if len(prompts) == 1:
-            hidden, state = self._hidden(prompts[0])
-            last = hidden[:, -1]
-        else:
+        pool = self.new_pool(sum(map(len, prompts)))  # first: it lies where that of the last call lay, as graphs know
+        tokens, bounds = prompts[0], None
+        if len(prompts) > 1:
             ends = torch.tensor([x.shape[1] for x in prompts]).cumsum(0)
-            bounds = nn.functional.pad(ends, (1, 0)).to(prompts[0].device)
-            hidden, state = self._hidden(torch.cat([*prompts], 1), cu_seqlens=bounds)
-            last = hidden[0, bounds[1:] - 1]
-        for layer, own in enumerate(state):
-            for name, x in own._asdict().items():
-                pool[name][layer].copy_(x)
-        logits, has_graphs = self.head(last), self._decoder.is_ready(self)
+            tokens, bounds = torch.cat([*prompts], 1), nn.functional.pad(ends, (1, 0)).to(tokens.device)
+        logits, after = self._read(tokens, None, bounds)
+        for states, own in zip(self._by_layer(self._states(pool)), after, strict=True):
+            _put(states, slice(None), own)
+        has_graphs = self._decoder.is_ready(self, self.emb.weight)
         sampler.begin(logits, [row for x in prompts for row in x])
         for place in range(count):
             drawn = sampler.draw(logits).to(prompts[0].dtype)
@@ -395,7 +451,7 @@ class LanguageModel(nn.Module):
             if place + 1 == count or ((is_watched or place % _ENDED_EVERY == 0) and sampler.has_ended()):
                 return
             if is_watched:  # by somebody who may have changed the model
-                has_graphs = self._decoder.is_ready(self)
+                has_graphs = self._decoder.is_ready(self, self.emb.weight)
             logits = self._step(drawn, pool, None, has_graphs)
 
     # ---- files ---------------------------------------------------------------------------------------------------
@@ -492,14 +548,32 @@ def _step(block: Any, *given: Any) -> tuple[Tensor, ...]:
     """Return what `step` of a layer does, by a call of it for one token: hooks, adapters and wrappers are in that."""
     *between, states, slots, null_index = given
     arguments.check_room("pool", states[0], slots, len(between[0]))
-    rows = torch.arange(len(between[0]), device=between[0].device) if slots is None else slots.long()
-    places, used = rows.clamp(min=0), rows > null_index
-    wide = (torch.promote_types(x.dtype, between[0].dtype) for x in states)
-    before = type(states)(*(x[places].to(dtype) for x, dtype in zip(states, wide, strict=True)))
+    read, written = _rows(slots, null_index, len(between[0]))
+    before = _at(read, states, between[0])
     *made, after = block(*(None if x is None else x.unsqueeze(1) for x in between), before)
-    for x, y in zip(states, after, strict=True):
-        x[places[used]] = y[used].to(x.dtype)
+    _put(states, written, after)
     return tuple(x.squeeze(1) for x in made)
+
+
+def _rows(slots: Tensor | None, null_index: int, count: int) -> tuple[Any, Any]:
+    """Return the rows of a pool that sequences read, and those that they write, with the sequences that do."""
+    if slots is None:
+        return slice(count), slice(count)
+    rows = slots.long()
+    used = (rows > null_index).nonzero().squeeze(1)  # which waits for the GPU
+    return rows.clamp(min=0), (rows[used], used)
+
+
+def _at(rows: Any, states: Any, like: Tensor) -> Any:
+    """Return states of a layer, in dtypes that are no narrower than what is computed."""
+    return type(states)(*(x[rows].to(torch.promote_types(x.dtype, like.dtype)) for x in states))
+
+
+def _put(states: Any, written: Any, after: Any) -> None:
+    """Write the states of a layer where they lie in a pool, by what `_rows` returns."""
+    rows, used = written if isinstance(written, tuple) else (written, slice(None))
+    for x, y in zip(states, after, strict=True):
+        x[rows] = y[used].to(x.dtype)
 
 
 def _layers(names: Iterable[str]) -> int:

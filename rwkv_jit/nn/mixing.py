@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from rwkv_jit.layers.activate import activate
-from rwkv_jit.layers.gated import gated
 from rwkv_jit.layers.shift_mix import shift_mix
 from rwkv_jit.layers.token_shift import token_shift
 from rwkv_jit.nn.common import (
@@ -21,6 +19,7 @@ from rwkv_jit.nn.common import (
     recur,
     tensors_of,
 )  # fmt: skip
+from rwkv_jit.nn.products import Product, products
 from rwkv_jit.plain.layers import last_tokens
 from rwkv_jit.pool.arguments import count
 
@@ -42,9 +41,24 @@ class Mix(nn.Module):
 
     def mixes(self, letters: str) -> Tensor:
         """Return how much of the token before is in some mixes, [M, C], not rounded to 16 bits."""
-        stacked = torch.cat([getattr(self, f"{self.prefix}_{letter}") for letter in letters]).flatten(1)
+        return self.shares(torch.cat(self.several(letters)).flatten(1))
+
+    def several(self, letters: str) -> list[Tensor]:
+        """Return the parameters of some mixes."""
+        return [getattr(self, f"{self.prefix}_{letter}") for letter in letters]
+
+    def shares(self, stacked: Tensor) -> Tensor:
+        """Return how much of the token before is in mixes whose parameters are stacked."""
         stacked = stacked.to(torch.promote_types(stacked.dtype, torch.float32))
         return 1 - stacked if self.prefix == "time_mix" else stacked
+
+    def parts_of_step(self) -> list[Tensor]:
+        """Return the parameters of the mixes that `step` reads."""
+        return self.several(self.letters)
+
+    def mixes_of_steps(self, stacked: Tensor) -> Tensor:
+        """Return the mixes that `step` reads of some layers, [L, M, C], of their parameters [L, P, C]."""
+        return self.shares(stacked)
 
     @torch.no_grad()
     def reset_mixes(self, of_gates: float = 1.0) -> None:
@@ -70,9 +84,10 @@ class Mix(nn.Module):
 
 
 class Channels(nn.Module):
-    """What channel mixing of every RWKV does with tokens: `mixes_of_step` mixes them, `of_mixed` does the rest."""
+    """What channel mixing of every RWKV does with tokens: `mixes_of_steps` mixes them, `of_mixed` does the rest."""
 
-    mixes_of_step: Callable[[], Tensor]
+    parts_of_step: Callable[[], list[Tensor]]
+    mixes_of_steps: Callable[[Tensor], Tensor]
     of_mixed: Callable[..., Tensor]
 
     def forward(
@@ -87,7 +102,7 @@ class Channels(nn.Module):
             gradient.
         """
         x, last, cu_seqlens = before_texts(x, state, cu_seqlens, shard)
-        mixed = token_shift(x, self.mixes_of_step(), first=last, cu_seqlens=cu_seqlens)
+        mixed = token_shift(x, mixes_of([self]).squeeze(0), first=last, cu_seqlens=cu_seqlens)
         return self.of_mixed(*mixed), last_tokens(x, last, cu_seqlens)
 
 
@@ -113,14 +128,19 @@ class ChannelMix(Channels, Mix):
         nn.init.zeros_(self.receptance.weight)
         nn.init.zeros_(self.value.weight)
 
-    def mixes_of_step(self) -> Tensor:
-        """Return how much of the token before is in both mixes."""
-        return self.mixes("kr")
+    def of_mixed(self, for_key: Tensor, for_receptance: Tensor, add: Tensor | None = None) -> Tensor:
+        """Return the results for tokens that have been mixed with those before them, added to something."""
+        hidden, receptance = products(
+            Product(for_key, self.key, function="relu_squared"), Product(for_receptance, self.receptance)
+        )
+        return products(Product(hidden, self.value, gate=receptance, add=add))[0]
 
-    def of_mixed(self, for_key: Tensor, for_receptance: Tensor) -> Tensor:
-        """Return the results for tokens that have been mixed with those before them."""
-        value = self.value(activate(self.key(for_key), "relu_squared"))
-        return gated(value, self.receptance(for_receptance))
+
+def mixes_of(halves: Sequence[Any]) -> Tensor:
+    """Return the mixes that `step` reads of a half of each of some layers, [L, M, C], by as few launches as of one."""
+    parts = [x for half in halves for x in half.parts_of_step()]
+    stacked = (torch.cat(parts) if len(parts) > 1 else parts[0]).view(len(halves), len(parts) // len(halves), -1)
+    return halves[0].mixes_of_steps(stacked)  # type: ignore[no-any-return]
 
 
 class TimeMixOfHeads(Mix):
@@ -184,7 +204,7 @@ class TimeMixOfHeads(Mix):
 
     def result(self, y: Tensor, g: Tensor) -> Tensor:
         """Return what is added to the residual, of what the recurrence returns and of the gate."""
-        return self.output(norm_heads(self.ln_x, nn.GroupNorm, y, g, "silu"))  # type: ignore[no-any-return]
+        return products(Product(norm_heads(self.ln_x, nn.GroupNorm, y, g, "silu"), self.output))[0]
 
 
 class Layer(nn.Module):
@@ -210,17 +230,22 @@ class Layer(nn.Module):
         self.ln1, self.ln2 = (nn.LayerNorm(width, **place) for _ in range(2))
 
     def stepped(
-        self, x: Tensor, states: Any, where: dict[str, Any], mix: Callable[[Tensor], tuple[Tensor, Any]]
-    ) -> tuple[Tensor, Any]:
-        """Return the next layer's input of a token each, whose time mixing is `mix`, and what else that returns."""
+        self, x: Tensor, states: Any, where: dict[str, Any], mix: Callable[[Tensor], tuple[Tensor, Any]],
+        mixes: Sequence[Tensor] | None,
+    ) -> tuple[Tensor, Any]:  # fmt: skip
+        """Return the next layer's input of a token each, whose time mixing is `mix`, and what else that returns.
+
+        `mixes` are those of both halves, where they were made before.
+        """
+        of_time, of_channels = mixes or (mixes_of([half]).squeeze(0) for half in (self.att, self.ffn))
         if self.ln0 is not None:
             x = self.ln0(x)
-        norm, mixes = (self.ln1.weight, self.ln1.bias), self.att.mixes_of_step()
-        _, mixed = shift_mix(x, *norm, mixes, states.time_shift, eps=self.ln1.eps, **where)
+        norm = self.ln1.weight, self.ln1.bias
+        _, mixed = shift_mix(x, *norm, of_time, states.time_shift, eps=self.ln1.eps, **where)
         y, other = mix(mixed)
-        norm, mixes = (self.ln2.weight, self.ln2.bias), self.ffn.mixes_of_step()
-        x, mixed = shift_mix(x, *norm, mixes, states.channel_shift, add=y.to(x.dtype), eps=self.ln2.eps, **where)
-        return x + self.ffn.of_mixed(*mixed), other
+        norm = self.ln2.weight, self.ln2.bias
+        x, mixed = shift_mix(x, *norm, of_channels, states.channel_shift, add=y.to(x.dtype), eps=self.ln2.eps, **where)
+        return self.ffn.of_mixed(*mixed, add=x), other
 
     def reset_parameters(self) -> None:
         """Set all parameters to their official initial values."""
@@ -256,8 +281,10 @@ class Block(Layer):
         y, channel_shift = self.ffn(self.ln2(x), of_channels, cu_seqlens, shard)
         return x + y, self._State(wkv, time_shift, channel_shift)
 
-    def step(self, x: Tensor, states: Any, slots: Tensor | None, null_index: int) -> Tensor:
+    def step(
+        self, x: Tensor, states: Any, slots: Tensor | None, null_index: int, mixes: Sequence[Tensor] | None = None
+    ) -> Tensor:
         """Return the next layer's input, [B, C], of a token each; pool `states` change at slots above `null_index`."""
         where: dict[str, Any] = {"state_indices": slots, "null_index": null_index}
-        x, _ = self.stepped(x, states, where, lambda mixed: (self.att.step(mixed, states.wkv, **where), None))
+        x, _ = self.stepped(x, states, where, lambda mixed: (self.att.step(mixed, states.wkv, **where), None), mixes)
         return x

@@ -63,6 +63,9 @@ class Snapshot(NamedTuple):
     def of(cls, layer: nn.Module) -> Snapshot:
         """Return what a layer is now."""
         modules = tuple(layer.modules())
+        for module in modules:
+            if _kind(module) in _layers:  # so that its first call as a node changes nothing
+                module.__dict__.setdefault(_MEMO, _Memo())
         attributes = [{name: _kept(name, x) for name, x in m.__dict__.items()} for m in modules]
         places = [(m._parameters, name) for m in modules for name in m._parameters]
         where = [(own, name) for own, name in places if own[name] is not None]

@@ -12,6 +12,7 @@ from rwkv_jit.layers.token_shift import token_shift
 from rwkv_jit.nn.common import in_files
 from rwkv_jit.nn.mixing import Block, ChannelMix, TimeMixOfHeads
 from rwkv_jit.nn.node import as_node
+from rwkv_jit.nn.products import Product, products
 from rwkv_jit.ops.wkv5 import wkv5
 from rwkv_jit.pool.functions import wkv5_update
 
@@ -86,12 +87,8 @@ class RWKV5TimeMix(TimeMixOfHeads):
         super().reset_parameters()
         self.time_decay.copy_(self.decays(self.time_decay, -6, -1))
 
-    def mixes_of_step(self) -> Tensor:
-        """Return how much of the token before is in each mix that `step` reads."""
-        return self.mixes("kvrg")
-
     def step(self, mixed: Tensor, states: Tensor, **where: Any) -> Tensor:
-        """Mix one token of each sequence, by `mixes_of_step` [M, B, C]; states in slots of a pool change in place."""
+        """Mix one token of each sequence, by `mixes_of_steps` [M, B, C]; states in slots of a pool change in place."""
         inputs, g = self._of_mixed(mixed)
         return self.result(wkv5_update(states, *inputs, **where), g)
 
@@ -102,7 +99,7 @@ class RWKV5TimeMix(TimeMixOfHeads):
 
     def _of_mixed(self, mixed: Iterable[Tensor]) -> tuple[tuple[Tensor, ...], Tensor]:
         matrices = self.key, self.value, self.receptance, self.gate
-        k, v, r, g = (matrix(each) for matrix, each in zip(matrices, mixed, strict=True))
+        k, v, r, g = products(*map(Product, mixed, matrices))
         return (*map(self.of_heads, (r, k, v)), self.time_decay, self.time_faaaa), g
 
 

@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rwkv_jit.layers.activate import activate
+from rwkv_jit.call import switches
 from rwkv_jit.layers.token_shift import token_shift
 from rwkv_jit.nn.common import in_files, under_autocast
 from rwkv_jit.nn.mixing import Block, ChannelMix, TimeMixOfHeads
 from rwkv_jit.nn.node import as_node
+from rwkv_jit.nn.products import Product, products
 from rwkv_jit.ops.wkv6 import wkv6
 from rwkv_jit.pool.functions import wkv6_update
 
@@ -104,13 +105,17 @@ class RWKV6TimeMix(TimeMixOfHeads):
             nn.init.zeros_(first)
             nn.init.uniform_(second, -0.01, 0.01)
 
-    def mixes_of_step(self) -> Tensor:
-        """Return how much of the token before is in each mix that `step` reads: the token, that before it, and x'."""
-        mix = self.mixes("x")
-        return torch.cat([torch.zeros_like(mix), torch.ones_like(mix), mix])
+    def parts_of_step(self) -> list[Tensor]:
+        """Return the parameters of the mixes that `step` reads."""
+        return self.several("x")
+
+    def mixes_of_steps(self, stacked: Tensor) -> Tensor:
+        """Return the mixes that `step` reads of some layers, [L, 3, C]: the token, that before it, and x'."""
+        mix = self.shares(stacked)  # [L, 1, C]
+        return torch.cat([torch.zeros_like(mix), torch.ones_like(mix), mix], 1)
 
     def step(self, mixed: Tensor, states: Tensor, **where: Any) -> Tensor:
-        """Mix one token of each sequence, by `mixes_of_step` [M, B, C]; states in slots of a pool change in place."""
+        """Mix one token of each sequence, by `mixes_of_steps` [M, B, C]; states in slots of a pool change in place."""
         x, before, mixed = under_autocast(mixed)
         inputs, g = self._of_mixed(x.unsqueeze(1), mixed.unsqueeze(1), before)
         return self.result(wkv6_update(states, *inputs, **where), g).squeeze(1)
@@ -126,14 +131,20 @@ class RWKV6TimeMix(TimeMixOfHeads):
     ) -> tuple[tuple[Tensor, ...], Tensor]:
         for_decay, *others = token_shift(x, self.mixes("wkvrg"), self._amounts(mixed), last, cu_seqlens)
         matrices = self.key, self.value, self.receptance, self.gate
-        k, v, r, g = (matrix(each) for matrix, each in zip(matrices, others, strict=True))
-        w = self.time_decay + activate(for_decay @ self.time_decay_w1, "tanh") @ self.time_decay_w2
+        k, v, r, g, hidden = products(
+            *map(Product, others, matrices), Product(for_decay, self.time_decay_w1, function="tanh")
+        )
+        (w,) = products(Product(hidden, self.time_decay_w2, self.time_decay.view(-1)))
         return (*map(self.of_heads, (r, k, v, w)), self.time_faaaa), g
 
     def _amounts(self, mixed: Tensor) -> Tensor:
         """Return what a token adds to the mixes w, k, v, r and g, [5, B, T, C]."""
         parts, rank, width = self.time_maa_w2.shape
-        low_rank = activate(mixed @ self.time_maa_w1, "tanh").view(-1, parts, rank).transpose(0, 1)
+        (low_rank,) = products(Product(mixed, self.time_maa_w1, function="tanh"))
+        if switches.is_batch_invariant():  # as results of torch.bmm may depend on the batch
+            several = low_rank.unflatten(-1, (parts, rank)).unbind(-2)
+            return torch.stack(products(*map(Product, several, self.time_maa_w2.unbind())))
+        low_rank = low_rank.view(-1, parts, rank).transpose(0, 1)
         return torch.bmm(low_rank, self.time_maa_w2).view(parts, *mixed.shape)
 
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from rwkv_jit.kernels.errors import brief
-from rwkv_jit.layers.activate import activate
 from rwkv_jit.layers.norm_shift import norm_shift
 from rwkv_jit.layers.prepare_keys import prepare_keys
 from rwkv_jit.layers.token_shift import token_shift
 from rwkv_jit.nn import common
 from rwkv_jit.nn.mixing import Channels, Layer
 from rwkv_jit.nn.node import as_node
+from rwkv_jit.nn.products import Product, products
 from rwkv_jit.ops.wkv7 import wkv7
 from rwkv_jit.plain.layers import last_tokens
 from rwkv_jit.pool import arguments
@@ -220,9 +220,16 @@ class RWKV7TimeMix(nn.Module):
 
     def mixes(self) -> Tensor:
         """Return how much of the token before is in each mix, [6, C]."""
-        return torch.cat([self.x_r, self.x_w, self.x_k, self.x_v, self.x_a, self.x_g]).view(6, self.width)
+        return torch.cat(self.parts_of_step()).view(6, self.width)
 
-    mixes_of_step = mixes
+    def parts_of_step(self) -> list[Tensor]:
+        """Return the parameters of the mixes."""
+        return [self.x_r, self.x_w, self.x_k, self.x_v, self.x_a, self.x_g]
+
+    @staticmethod
+    def mixes_of_steps(stacked: Tensor) -> Tensor:
+        """Return the mixes of some layers, [L, 6, C], of their parameters."""
+        return stacked
 
     def _inputs(
         self, mixed: Any, v_first: Tensor | None, of_bonus: dict[str, Tensor]
@@ -232,10 +239,16 @@ class RWKV7TimeMix(nn.Module):
         The bonus is made with the keys where gradients may be wanted: so they have one source for k, and one for v.
         """
         xr, xw, xk, xv, xa, xg = mixed
-        r, k, v = self.receptance(xr), self.key(xk), self.value(xv)
-        w = self._decay(activate(xw @ self.w1, "tanh"))
-        rate = xa @ self.a1 @ self.a2
-        gate = activate(xg @ self.g1, "sigmoid") @ self.g2
+        r, k, w, rate, gate, v, *v_gate = products(
+            Product(xr, self.receptance), Product(xk, self.key), Product(xw, self.w1, function="tanh"),
+            Product(xa, self.a1), Product(xg, self.g1, function="sigmoid"), Product(xv, self.value),
+            *(() if self.is_first else (Product(xv, self.v1),)),
+        )  # fmt: skip
+        # Under autocast w0 stays float32, and so does w.
+        w, rate, gate, *v_gate = products(
+            Product(w, self.w2, self.w0.view(-1)), Product(rate, self.a2), Product(gate, self.g2),
+            *(Product(x, self.v2) for x in v_gate),
+        )  # fmt: skip
         r, w, k, by_head = (x.unflatten(-1, (self.heads, self.head_size)) for x in (r, w, k, v))
         more: dict[str, Any] = {"a0": self.a0.view(-1)}
         if of_bonus:
@@ -245,20 +258,13 @@ class RWKV7TimeMix(nn.Module):
         elif v_first is None:
             raise ValueError(f"v_first: layer {self.layer} needs the values of the first layer, got None")
         else:
-            more |= {"v_first": v_first, "v_gate": xv @ self.v1 @ self.v2, "v0": self.v0.view(-1)}
+            more |= {"v_first": v_first, "v_gate": v_gate[0], "v0": self.v0.view(-1)}
         k, v, a, b, *bonus = prepare_keys(k, by_head, rate, self.k_k.view(-1), self.k_a.view(-1), **more)
         return [r, w, k, v, a, b], gate, v_first, bonus
 
-    def _decay(self, hidden: Tensor) -> Tensor:
-        """Return w. w0 is the bias of its product but where that would round it: it stays float32 under autocast."""
-        w0 = self.w0.view(-1)
-        if w0.dtype == hidden.dtype:
-            return nn.functional.linear(hidden, self.w2.t(), w0)
-        return w0 + hidden @ self.w2
-
     def _output(self, y: Tensor, gate: Tensor, **bonus: Any) -> Tensor:
         y = common.norm_heads(self.ln_x, nn.GroupNorm, y, gate, "identity", **bonus)
-        return self.output(y)  # type: ignore[no-any-return]
+        return products(Product(y, self.output))[0]
 
     def extra_repr(self) -> str:
         """Return the sizes of the module, for its repr."""
@@ -317,11 +323,19 @@ class RWKV7ChannelMix(Channels):
         """Return how much of the token before is in the mix, [1, C]."""
         return self.x_k.view(1, self.width)
 
-    mixes_of_step = mixes
+    def parts_of_step(self) -> list[Tensor]:
+        """Return the parameter of the mix."""
+        return [self.x_k]
 
-    def of_mixed(self, mixed: Tensor) -> Tensor:
-        """Return the results for tokens that have been mixed with those before them."""
-        return self.value(activate(self.key(mixed), "relu_squared"))  # type: ignore[no-any-return]
+    @staticmethod
+    def mixes_of_steps(stacked: Tensor) -> Tensor:
+        """Return the mixes of some layers, [L, 1, C], of their parameters."""
+        return stacked
+
+    def of_mixed(self, mixed: Tensor, add: Tensor | None = None) -> Tensor:
+        """Return the results for tokens that have been mixed with those before them, added to something."""
+        (hidden,) = products(Product(mixed, self.key, function="relu_squared"))
+        return products(Product(hidden, self.value, add=add))[0]
 
     def extra_repr(self) -> str:
         """Return the sizes of the module, for its repr."""
@@ -395,7 +409,7 @@ class RWKV7Block(Layer):
         x, mixed, time_shift = self._begin(x, None, self.ln1, self.att.mixes(), time_shift, cu_seqlens, shard)
         y, v_first, wkv = self.att.of_mixed(mixed, v_first, wkv, cu_seqlens, shard)
         x, mixed, channel_shift = self._begin(x, y, self.ln2, self.ffn.mixes(), channel_shift, cu_seqlens, shard)
-        return x + self.ffn.of_mixed(mixed[0]), v_first, RWKV7State(wkv, time_shift, channel_shift)
+        return self.ffn.of_mixed(mixed[0], x), v_first, RWKV7State(wkv, time_shift, channel_shift)
 
     @staticmethod
     def _begin(
@@ -411,15 +425,17 @@ class RWKV7Block(Layer):
         return norm_shift(x, norm.weight, norm.bias, mixes, **more)
 
     def step(
-        self, x: Tensor, v_first: Tensor | None, states: RWKV7State, slots: Tensor | None, null_index: int
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, v_first: Tensor | None, states: RWKV7State, slots: Tensor | None, null_index: int,
+        mixes: Sequence[Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Return the input of the next layer for one token of each sequence; states change in place.
 
-        x is [B, C], states are the layer's part of a pool, and a slot at or below `null_index` is none.
+        x is [B, C], states are the layer's part of a pool, and a slot at or below `null_index` is none. `mixes` are
+        those of both halves, where a model has made those of all its layers together.
         """
         where: dict[str, Any] = {"state_indices": slots, "null_index": null_index}
         return self.stepped(
-            x, states, where, lambda mixed: self.att.step(mixed, v_first, states.wkv, slots, null_index)
+            x, states, where, lambda mixed: self.att.step(mixed, v_first, states.wkv, slots, null_index), mixes
         )
 
 

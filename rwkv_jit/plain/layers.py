@@ -110,6 +110,19 @@ def activate(inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> list[Te
     return [torch.stack([_FUNCTIONS[kind](_wide(part)) for part, kind in parts]).view(x.shape)]
 
 
+def products(inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> list[Tensor]:
+    """Return functions of products with a bias each, behind gates, and with something added."""
+    made, x = list[Tensor](), inputs[0]
+    for p, (function, layout) in enumerate(zip(kinds[::2], kinds[1::2], strict=True)):
+        own, weight, bias, gate, add = inputs[5 * p : 5 * p + 5]
+        x = x if own is None else own  # that of the product before
+        weight = _wide(weight if layout == "wide" else weight.t())
+        y = _FUNCTIONS[function](F.linear(_wide(x), weight, None if bias is None else _wide(bias)))
+        y = y if gate is None else y * torch.sigmoid(_wide(gate))
+        made.append(y if add is None else y + _wide(add))
+    return made
+
+
 def token_shift(inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> list[Tensor]:
     """Return the mixes of every token with the one before it."""
     x, mixes, amounts, first, cu_seqlens = inputs
@@ -249,4 +262,5 @@ _GATES: dict[str, Callable[[Tensor], Tensor]] = {
 }  # fmt: skip
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x, "tanh": torch.tanh, "sigmoid": torch.sigmoid, "relu_squared": lambda x: F.relu(x).square(),
+    "silu": F.silu,
 }  # fmt: skip

@@ -49,6 +49,13 @@ _OF_TAPS = {"taps": 4, "activation": "identity", "state_len": None, "channels_la
 _OF_TEXTS: dict[str, Any] = {"wide": _TAPS, "optional": ("bias", "initial_state"), "traits": _OF_TAPS}
 CONVOLUTION = Op("causal_conv1d", {**_CONVOLVED, "initial_state": "NCS"}, **_OF_TEXTS)
 CONVOLUTION_UPDATE = Op("causal_conv1d_update", _CONVOLVED, wide=_TAPS, optional=("bias",), traits=_OF_TAPS)
+# Products of a few rows with matrices, up to so many in one launch.
+MOST_PRODUCTS = 8
+_OF_PRODUCT = {"x": "ND", "weight": "CD", "bias": "C", "gate": "NC", "add": "NC"}
+PRODUCTS = Op(
+    "products", {f"{x}{p}": dims for p in range(MOST_PRODUCTS) for x, dims in _OF_PRODUCT.items()}, wide=(),
+    optional=tuple(f"{x}{p}" for p in range(MOST_PRODUCTS) for x in _OF_PRODUCT if p or x not in ("x", "weight")),
+)  # fmt: skip
 FUNCTIONS = {**OPS, CONVOLUTION.name: CONVOLUTION}  # all that kernels are compiled for ahead of calls
 PACKED = ("token_shift", "norm_shift", "causal_conv1d")  # whose last input says where texts end
 # What gradients come of, by the names that forwards have for their results.

@@ -20,7 +20,7 @@ from rwkv_jit.schedules.schedule import Result, Schedule, Step
 _ACCESS_BYTES = 16
 _ROW_THREADS = 512  # at most of a row, so that a thread has registers for a piece of each mix
 _HEAD_THREADS = 64
-_MULTIPROCESSORS = 132  # where it is not known how many there are
+MULTIPROCESSORS = 132  # where it is not known how many there are
 _MOST_BLOCKS = 16  # of a multiprocessor, of the smallest GPUs
 _ELEMENT_THREADS = 256
 _SHIFT_THREADS = 128
@@ -263,7 +263,7 @@ def head_parameters(
 
 def rows_of_block(given: Given, parameters: Mapping[str, Parameter], slices: int, least: int = 1) -> int:
     """Return how many rows a block has where as many blocks are launched as run at once, or fewer with `least` rows."""
-    most = max(int(parameters["BLOCKS_PER_SM"]) * (given.gpu.multiprocessors or _MULTIPROCESSORS) // slices, 1)
+    most = max(int(parameters["BLOCKS_PER_SM"]) * (given.gpu.multiprocessors or MULTIPROCESSORS) // slices, 1)
     return max(ceil(given.rows / most), min(least, given.rows))
 
 

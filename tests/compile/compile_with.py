@@ -59,6 +59,7 @@ def layer_requests(arch):
     wide = test_layer.backward("norm_shift", 4096, arch=arch).requests(Gpu(arch))
     losses = [test_layer_loss.request(direction, arch) for direction in test_layer_loss.DIRECTIONS]
     convolutions = [test_layer_convolution.request(way, arch) for way in test_layer_convolution.DIRECTIONS]
+    losses.append(test_layer_loss.scale(arch))
     return [*forwards, *backwards, *wide, *losses, *convolutions]
 
 

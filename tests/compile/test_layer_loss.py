@@ -12,14 +12,26 @@ from rwkv_jit.schedules.loss import Given
 pytestmark = pytest.mark.usefixtures("from_ledger")
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
-DIRECTIONS = ("forward", "backward")
+DIRECTIONS = ("forward", "backward", "in_place")
 
 
 def request(direction, arch="sm_90", io="bf16", classes=65_536, target_bytes=8, l2_wrap=1e-4):
     given = Given(Gpu(arch), io, 3, classes, target_bytes, -100, l2_wrap)
-    schedule = loss.forward(given) if direction == "forward" else loss.backward(given, False)
-    (step,) = schedule.launches
+    (step,) = loss.DIRECTIONS[direction](given).launches
     return step.request(given.gpu)
+
+
+def scale(arch="sm_90", io="bf16", made="bf16", count=48):
+    schedule, problem = loss.scale(Gpu(arch), io, (count,), made)
+    (step,) = schedule.launches
+    return step.request(problem.gpu)
+
+
+@pytest.mark.parametrize(("arch", "io"), by_turns(ARCHS, ("bf16", "fp16", "fp32")))
+@pytest.mark.parametrize("count", [48, 12, 7])
+def test_gradients_times_a_number_compile_everywhere(arch, io, count):
+    for made in {io, "fp32"}:
+        kernel.get(scale(arch, made, io, count))
 
 
 @pytest.mark.parametrize("l2_wrap", [0.0, 1e-4])

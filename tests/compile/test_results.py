@@ -14,6 +14,7 @@ import layer_cases
 import operand_cases
 import plain_convolution
 import plain_layer
+import product_cases
 import pytest
 import torch
 from comparing import relative
@@ -21,6 +22,7 @@ from comparing import relative
 import rwkv_jit
 from rwkv_jit.call.options import complete
 from rwkv_jit.kernels import signatures, template
+from rwkv_jit.layers import loss as loss_steps
 from rwkv_jit.parallel import paused, summaries
 from rwkv_jit.schedules import channel_decay, head_decay, layer_gradients, segments
 from rwkv_jit.schedules.table import OPS
@@ -313,6 +315,27 @@ def loss(classes, dtype):
     ours, torchs = rwkv_jit.cross_entropy, torch.nn.functional.cross_entropy
     leaves = [torch.randn(5, classes).to(dtype)]
     compare(lambda x: (ours(x, targets),), lambda x: (torchs(x, targets),), leaves)
+
+
+def loss_in_place(classes, dtype):
+    """As the two kernels above have it bit for bit, of rows that do not count and of no class too."""
+    targets, logits = torch.randint(classes, (7,)), 3 * torch.randn(7, classes)
+    targets[1], targets[2], logits[3] = -100, classes, 0
+    for l2_wrap in (0.0, 0.5):
+        leaf = logits.to(dtype).requires_grad_()
+        want = rwkv_jit.cross_entropy(leaf, targets, l2_wrap=l2_wrap, reduction="none")
+        (gradient,) = torch.autograd.grad(want, leaf, torch.ones_like(want))
+        held = leaf.detach().clone()
+        found = loss_steps._differentiated(held, targets, -100, l2_wrap)
+        torch.testing.assert_close(found, want.detach(), rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(held, gradient, rtol=0, atol=0, equal_nan=True)
+
+
+def times_a_number(dtype):
+    """Gradients of a sum of losses, in accesses of one size and another: times a number that 16 bits do not have."""
+    given, scale = [torch.randn(50, 48).to(dtype), torch.randn(11, 4), torch.randn(7)], torch.tensor(1 / 1003)
+    found = torch.ops.rwkv_jit.linear_cross_entropy_bwd(*given, scale)
+    assert all(torch.equal(x, (y * scale.expand_as(y)).to(dtype)) for x, y in zip(found, given, strict=True))
 
 
 class Pool:
@@ -707,6 +730,7 @@ CASES = [
     ),
     case("sm_80", "layer_gated", layer, "gated", "silu"),
     case("sm_90", "layer_activate layer_activate_backward", layer, "activate", ""),
+    case("sm_80", "layer_products", lambda: product_cases.check(product_cases.group(FP16, 3))),
     case(
         "sm_80", "layer_token_shift layer_token_shift_backward sum_buffers",
         layer, "token_shift", "5 packed amounts first",
@@ -725,6 +749,11 @@ CASES = [
     case("sm_80", "layer_convolution_update", convolution_update, (3, 2, 24), 4, BF16),
     case("sm_80", "layer_convolution_update", convolution_update, (3, 6, 24), 4, BF16, seen=(7, 0, 1023)),
     case("sm_90", "layer_loss_forward layer_loss_backward", loss, 100, BF16),
+    *[
+        case("sm_90", "layer_loss_forward layer_loss_backward layer_loss_in_place", loss_in_place, *each)
+        for each in ((100, BF16), (37, FP16), (300, FP32))
+    ],
+    *[case("sm_80", "layer_loss_gradients", times_a_number, dtype) for dtype in LIMITS],
     # Pools of states.
     case("sm_80", "update_states", update, "wkv7", 3, 32, 16),
     case("sm_90", "update_states", update, "gla", 1, 12, 20),

@@ -31,7 +31,7 @@ OF_POOL = {f"schedules/{name}.py" for name in ("replay", "update", "varlen")}
 OF_LAYERS = {
     f"schedules/{name}.py"
     for name in (
-        "channel_decay", "convolution", "head_decay", "layer_gradients", "layers", "loss", "operands"
+        "channel_decay", "convolution", "head_decay", "layer_gradients", "layers", "loss", "operands", "products",
     )
 } | {"ops/delta.py", "ops/diagonal.py"}  # fmt: skip
 FOR_LAYERS = {"pool/arguments.py", "pool/calls.py"}

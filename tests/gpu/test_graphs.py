@@ -5,6 +5,7 @@ import ctypes
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import rwkv_jit
 from rwkv_jit.kernels import stats
@@ -193,6 +194,31 @@ def test_generated_tokens_are_those_without_graphs(op, kind, counts, monkeypatch
     monkeypatch.setattr(graphs, "devices", set())
     want = run()
     assert all(torch.equal(x, want) for x in found)
+
+
+LAYERS = {
+    "KimiDeltaAttention": (4, 8, 64, 64), "GatedDeltaNet": (4, 8, 64, 64), "Mamba2": (4, 64, 32),
+    "GatedLinearAttention": (4,), "RWKV4TimeMix": (0, 2), "RWKV5TimeMix": (0, 2), "RWKV6TimeMix": (0, 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", LAYERS)
+def test_steps_of_layers_that_return_states(op, name, dtype, counts):
+    torch.manual_seed(0)
+    layer = getattr(rwkv_jit.nn, name)(256, *LAYERS[name], device="cuda", dtype=dtype)
+    with torch.no_grad():
+        for x in layer.parameters():
+            x.add_(0.05 * torch.randn_like(x))
+        prompt, *inputs = torch.randn(9, 3, 1, 256, device="cuda", dtype=dtype)
+        _, state = layer(prompt)
+        decode, want = rwkv_jit.nn.graphed_decode(layer, state), []
+        for x in inputs:
+            y, state = layer(x, state)
+            want.append(y)
+    found = [decode(x) for x in inputs]
+    assert counts == {"captured": 1, "replayed": 7}
+    equal([*found, *pytree.tree_leaves(decode.state)], [*want, *pytree.tree_leaves(state)])
 
 
 def test_streams_wait_for_each_other(op, counts):

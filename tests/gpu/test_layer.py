@@ -1,7 +1,5 @@
 """The small work of a layer on the GPU against float64: values, pools, and what must be left alone."""
 
-import importlib
-import sys
 from itertools import accumulate, pairwise
 
 import comparing
@@ -11,6 +9,7 @@ import torch
 
 import rwkv_jit
 from rwkv_jit.layers import calls
+from rwkv_jit.nn import RWKV7
 from rwkv_jit.schedules import layers as layer_steps
 
 DTYPES = comparing.DTYPES
@@ -495,18 +494,23 @@ def test_slots_are_looked_at_when_asked(op, nothing_known, monkeypatch):
 # ---- a model -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def example(monkeypatch):
-    root = comparing.__file__.rpartition("tests")[0]
-    monkeypatch.syspath_prepend(f"{root}examples")
-    monkeypatch.delitem(sys.modules, "rwkv7_model", raising=False)
-    yield importlib.import_module("rwkv7_model")
-    sys.modules.pop("rwkv7_model", None)
+def model_of(layers, width, size, vocabulary, dtype):
+    """A model with random parameters: with those that training begins with, layers would return zeros."""
+    torch.manual_seed(0)
+    model = RWKV7(vocabulary, width, layers, size, device="cuda")
+    for name, x in model.state_dict().items():
+        if x.dim() == 2:
+            x.normal_(std=(x.shape[1] if name.endswith("weight") else x.shape[0]) ** -0.5)
+        elif not name.endswith(("weight", "bias")):
+            x.uniform_(-1, 1)
+    return model.to(dtype)
 
 
-def expected(model, weights, tokens, slots, states):
+def expected(model, tokens, slots, states):
     """The logits of a step of decode in float64, and the states of all layers afterwards, by slot."""
-    x, v_first = model.embedding[tokens].double(), None
+    weights = {name: x.squeeze() for name, x in model.state_dict().items()}
+    ln0 = [weights[f"blocks.0.ln0.{name}"] for name in ("weight", "bias")]
+    x, v_first = plain_layer.norm(weights["emb.weight"][tokens], *ln0, 1e-5), None
     for layer in range(len(model.blocks)):
         prefix = f"blocks.{layer}."
         p = {name.removeprefix(prefix): z for name, z in weights.items() if name.startswith(prefix)}
@@ -520,28 +524,18 @@ def expected(model, weights, tokens, slots, states):
 
 @pytest.mark.parametrize(("dtype", "limit"), [("fp32", 1e-4), ("bf16", 6e-2), ("fp16", 1e-2)])
 @pytest.mark.parametrize(("width", "size"), [(256, 64), (96, 24), (256, 128)])
-def test_decode_of_the_example(op, example, dtype, limit, width, size):
-    weights = example.random_weights(3, width, size, 300, 0, "cuda", DTYPES[dtype])
-    model = example.Model(dict(weights))
-    pool = model.new_pool(9)
-    for name in ("wkv", "time_shift", "channel_shift"):
+def test_decode_of_a_model(op, dtype, limit, width, size):
+    model, kept = model_of(3, width, size, 300, DTYPES[dtype]), ("wkv", "time_shift", "channel_shift")
+    pool, slots = model.new_pool(10, reserved=1), torch.tensor([7, 2, 0, 9, 4]).cuda()
+    for name in kept:
         pool[name].normal_()
-    batch = example.Batch(torch.zeros(5, dtype=torch.int64, device="cuda"), torch.tensor([7, 2, 0, 9, 4]).cuda())
-    states = {name: pool[name].double() for name in ("wkv", "time_shift", "channel_shift")}
-    begun = {name: pool[name].clone() for name in states}
-    model.logits(batch, pool)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        logits = model.logits(batch, pool)
-    for name, x in begun.items():
-        pool[name].copy_(x)
+    states = {name: pool[name].double() for name in kept}
+    begun = {name: pool[name].clone() for name in kept}
     there = torch.tensor([0, 1, 3, 4], device="cuda")
-    for _ in range(4):
-        batch.tokens.random_(300)
-        with torch.inference_mode():
-            logits.fill_(float("nan"))
-        graph.replay()
-        want = expected(model, weights, batch.tokens[there], batch.slots[there], states)
+    for _ in range(6):  # the second one is captured
+        tokens = torch.randint(300, (5,), device="cuda")
+        logits = model.step(tokens, pool, slots)
+        want = expected(model, tokens[there], slots[there], states)
         assert comparing.relative(logits[there], want) < limit
     for name, x in states.items():
         assert comparing.relative(pool[name], x) < limit
@@ -550,14 +544,14 @@ def test_decode_of_the_example(op, example, dtype, limit, width, size):
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [("fp32", 1e-4), ("bf16", 6e-2)])
-def test_prompts_of_the_example_are_its_decode(op, example, dtype, limit):
-    model = example.Model(example.random_weights(3, 256, 64, 300, 0, "cuda", DTYPES[dtype]))
-    texts = [torch.randint(300, (length,)).tolist() for length in (5, 1, 9)]
-    packed, stepped = model.new_pool(5), model.new_pool(5)
-    logits = model.logits(example.pack(list(zip((3, 1, 4), texts, strict=True)), "cuda"), packed)
-    for row, (slot, text) in enumerate(zip((3, 1, 4), texts, strict=True)):
+def test_prompts_of_a_model_are_its_decode(op, dtype, limit):
+    model, slots = model_of(3, 256, 64, 300, DTYPES[dtype]), (3, 1, 4)
+    texts = [torch.randint(300, (length,), device="cuda") for length in (5, 1, 9)]
+    packed, stepped = model.new_pool(6, reserved=1), model.new_pool(6, reserved=1)
+    logits = model.prefill(torch.cat(texts).unsqueeze(0), packed, slots, torch.tensor([0, 5, 6, 15], device="cuda"))
+    for row, (slot, text) in enumerate(zip(slots, texts, strict=True)):
         for token in text:
-            last = model.logits(example.Batch(torch.tensor([token]).cuda(), torch.tensor([slot]).cuda()), stepped)
+            last = model.step(token.unsqueeze(0), stepped, [slot])
         assert comparing.relative(logits[row], last[0]) < limit
     for name in ("wkv", "time_shift", "channel_shift"):
         assert comparing.relative(packed[name], stepped[name]) < limit

@@ -3,6 +3,27 @@
 import torch
 from torch.nn import functional as F
 
+from rwkv_jit.nn import RWKV7
+
+
+def random_weights(layers, heads, head_size, vocab, ranks):
+    """Weights by the official names, vectors [width], of which none is zero or one, so that each of them counts."""
+    generator, found = torch.Generator().manual_seed(0), {}
+    model = RWKV7(vocab, heads * head_size, layers, head_size, ranks=ranks, device="meta")
+    for name, like in model.state_dict().items():
+        x = torch.randn(like.shape, generator=generator)
+        found[name] = x * x.shape[-1] ** -0.5 if x.dim() == 2 else 0.5 + 0.5 * x.flatten()
+    return found
+
+
+def model_of(weights, ranks):
+    """The model of such weights."""
+    (vocab, width), (_, head_size) = weights["emb.weight"].shape, weights["blocks.0.att.r_k"].shape
+    layers = sum(name.endswith("ln1.weight") for name in weights)
+    model = RWKV7(vocab, width, layers, head_size, ranks=ranks, dtype=weights["emb.weight"].dtype)
+    model.load_state_dict({name: weights[name].view_as(x) for name, x in model.state_dict().items()})
+    return model
+
 
 def expected_logits(weights, tokens):
     """Logits behind every token."""

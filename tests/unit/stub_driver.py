@@ -24,17 +24,22 @@ from rwkv_jit.kernels.errors import RwkvJitError
 from rwkv_jit.kernels.template import Rendered, Template
 
 _LETTERS = {"i64": "q", "int": "i", "unsigned": "I", "float": "f", "double": "d", "bool": "?"}
-_STRUCT = r"struct (\w+) \{ (i64|int) ([\w, ]+); \};"  # of numbers, as kernels take them
+_STRUCT = r"struct (\w+) \{ (i64|int) ([\w, \[\]]+); \};"  # of numbers, as kernels take them
 
 
 @functools.cache
 def letters_of(template, entry, has_w0=False):
     """Struct's letters for the arguments of a kernel by their names, from the text of its template."""
     text = "\n".join([template.body, *(header for _, header in template.headers)])
-    several = {name: f"{members.count(',') + 1}{_LETTERS[kind]}" for name, kind, members in re.findall(_STRUCT, text)}
+    several = {name: f"{_count(members)}{_LETTERS[kind]}" for name, kind, members in re.findall(_STRUCT, text)}
     letters = {**_LETTERS, **several}
     letters["DecayStrides"] = "3qQ" if has_w0 else "3q"  # as decay_bias.cuh chooses
     return {x.name: "Q" if x.type.endswith("*") else letters[x.type] for x in template.arguments(entry)}
+
+
+def _count(members):
+    """How many numbers members of a struct are, of which some are arrays."""
+    return sum(int(re.search(r"\[(\d+)\]", x)[1]) if "[" in x else 1 for x in members.split(","))
 
 
 class Launch(NamedTuple):

@@ -45,7 +45,13 @@ def many_rows():
 
 
 def result(**changes):
-    return {"format": 3, "machines": {MACHINE: ENVIRONMENT}, "rows": many_rows(), "training": []} | changes
+    return {
+        "format": 3,
+        "machines": {MACHINE: ENVIRONMENT},
+        "rows": many_rows(),
+        "training": [],
+        "decode": [],
+    } | changes
 
 
 BOTH = {"phase": "forward+backward"}
@@ -149,17 +155,41 @@ def test_a_record_is_made_in_parts(checkout):
     assert found["machines"] == {MACHINE: ENVIRONMENT, newer: {"torch": "2.12.0"}}
 
 
+def test_rows_of_models_replace_those_of_the_same_model(checkout):
+    """A row of an earlier version, which names no model, is of RWKV-7; others and their parts stay."""
+    about = {"machine": MACHINE, "commit": COMMIT, "sources": "1" * 64, "skipped": None, "parameters": "float16"}
+    of_model = {"layers": 24, "width": 1024, "batch": 8, "tokens": 4096, "vocabulary": 65536, "ranks": 1}
+    times = {"median_ms": 100.0, "tokens_per_s": 10.0, "flops_use": 0.5, "peak_mib": 2048.0, **of_model, **about}
+    old = {"part": "steps", "by": "rwkv_jit", **times}
+    new, other = ({**old, "model": name, "host_ms": 40.0, "kernel_ms": 90.0} for name in ("RWKV7", "RWKV6"))
+    record.write(result(rows=[old]), "training")
+    record.write(result(rows=[other]), "training")
+    assert record.read(checkout / "bench.json")["training"] == [old, other]
+    record.write(result(rows=[new]), "training")
+    tokens = {**new, "part": "token", "tokens": 1, "batch": 32, "copy_use": 0.75, "flops_use": None}
+    record.write(result(rows=[tokens]), "decode")
+    found = record.read(checkout / "bench.json")
+    assert (found["training"], found["decode"]) == ([other, new], [tokens])
+    shown = tables.blocks(found)
+    line = "| rwkv_jit | float16 | 100 | 40.0 | 90% | 10 |"
+    assert f"| RWKV-6 24 x 1024 | 8 x 4096 {line} 50% | 2 | H200, {COMMIT[:10]} |\n" in shown["training"]
+    assert f"| RWKV-7 24 x 1024 | 32 x 1 {line} 75% |  | 2 | H200, {COMMIT[:10]} |\n" in shown["decode"]
+    assert record.sources_of(new) != record.sources_of(other)
+    assert record.sources_of(new) == record.sources_of(old) != record.sources_of(tokens)
+
+
 def test_rows_of_other_sources_are_stale(monkeypatch, capsys):
     monkeypatch.setattr(record, "sources_of", lambda row: "1" * 64 if row.get("op") != "gla" else "2" * 64)
     rows = [row(), row("gla"), row("gla", suite="gla"), row("wkv6", commit=None, **ON_H100)]
     model = {"machine": MACHINE, "commit": COMMIT, "sources": None}
-    found = record.stale(result(rows=rows, training=[model]))
+    found = record.stale(result(rows=rows, training=[model], decode=[model]))
     record.show_stale(found)
     assert capsys.readouterr().out.splitlines()[1:] == [
         "  studies   H200  c753463aaaaabbbbbccccc     2      1",
         "  gla       H200  c753463aaaaabbbbbccccc     1      1",
         "  studies   H100  unknown                    1",
         "  training  H200  c753463aaaaabbbbbccccc     1      1",
+        "  decode    H200  c753463aaaaabbbbbccccc     1      1",
     ]  # fmt: skip
 
 

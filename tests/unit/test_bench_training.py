@@ -1,15 +1,17 @@
-"""`python -m bench training`, `curves` and `warm-fla`: on the CPU, with stand-ins for FLA and for Triton's tuners."""
+"""`python -m bench training`, `decode`, `curves` and `warm-fla`: on the CPU, with stand-ins for FLA and a GPU."""
 
 import json
 
+import fake_graphs
 import pytest
 import torch
 from torch import nn
 
-from bench import rwkv7_models, training
+from bench import decode, models, rwkv7_models, training
 from bench.__main__ import main
 from bench.rwkv7_models import Sizes
-from rwkv_jit.desk import figures
+from rwkv_jit.desk import figures, profiling
+from rwkv_jit.nn import graphs, node
 
 SIZES = Sizes(2, 64, 2, 16, 256)
 SMALL = ("--layers", "1", "--tokens", "16")
@@ -96,13 +98,142 @@ def test_a_batch_without_room_is_read_in_parts_with_the_same_gradient():
     for most in (4, 1):
         torch.manual_seed(0)
         loss, weight, called = quadratic(most)
-        each = training.Training(loss, [{"params": [weight], "lr": 0.125}], sizes, "cpu")
+        each = training.Training(training.Made(loss, [{"params": [weight], "lr": 0.125}]), sizes, "cpu")
         each.warm_up()
-        made.append((each.passes, called[-1], each.step().item(), weight.item()))
+        each.step()
+        made.append((each.passes, called[-1], each.loss.item(), weight.item()))
     assert [parts[:2] for parts in made] == [(1, 4), (4, 1)]
     assert made[0][2:] == pytest.approx(made[1][2:], rel=1e-5)
     with pytest.raises(torch.OutOfMemoryError):
-        training.Training(quadratic(0)[0], [{"params": [weight]}], sizes, "cpu").warm_up()
+        training.Training(training.Made(quadratic(0)[0], [{"params": [weight]}]), sizes, "cpu").warm_up()
+
+
+def test_models_train_alike_in_every_mode(program):
+    """Parts, nodes and graphs, and other models; FLA's and time mixing alone are of RWKV-7."""
+    names = "rwkv_jit as parts", "rwkv_jit", "rwkv_jit graphed", "rwkv_jit graphed, float32 parameters"
+    asked = [x for name in names for x in ("--who", name)]
+    code, printed, _ = program("training", "--json", *SMALL, "--runs", "2", "--model", "RWKV6", *asked)
+    assert code == 0
+    rows = json.loads(printed)["rows"]
+    assert [(row["part"], row["model"], row["by"], row["skipped"]) for row in rows] == [
+        ("steps", "RWKV6", name, None) for name in names
+    ]
+    assert [row["parameters"] for row in rows] == ["bfloat16"] * 3 + ["float32"]
+    assert rows[0]["loss"] == rows[1]["loss"] == rows[2]["loss"] != rows[3]["loss"]
+    assert all(row["host_ms"] is row["kernel_ms"] is row["peak_mib"] is None for row in rows)
+
+
+def test_training_from_graphs_counts_passes(monkeypatch):
+    """Two passes add up their gradients, as the same steps without graphs; losses and parameters are the same."""
+    monkeypatch.setattr(graphs, "devices", {"cpu"})
+    monkeypatch.setattr(graphs, "Graph", fake_graphs.TapeGraph)
+    monkeypatch.setattr(fake_graphs.TapeGraph, "replayed", 0)
+    monkeypatch.setattr(training, "RATES", {"lr": 2**-11, "weight_decay": 0.1})  # graphs round rates to float32
+    found = []
+    for name in ("rwkv_jit", "rwkv_jit graphed"):
+        made = training.WHO[name](SIZES, "cpu", dtype=torch.float32)
+        with models.running(made.mode):
+            each = training.Training(made, SIZES, "cpu")
+            each.passes = 2
+            each._pass = each._new_pass()
+            for _ in range(6):
+                each.step()
+            each.short_step()
+        found.append([each.loss, *made.model.parameters()])
+    assert all(map(torch.equal, *found))
+    assert fake_graphs.TapeGraph.replayed > 6
+
+
+# ---- decoding ----------------------------------------------------------------------------------------------------
+
+
+def test_tokens_and_prompts_are_measured(program):
+    code, printed, said = program(
+        "decode", "--json", "--layers", "1", "--runs", "2", "--model", "RWKV5", "--batch", "3"
+    )
+    assert code == 0
+    rows = json.loads(printed)["rows"]
+    assert [json.loads(line) for line in said.splitlines() if line.startswith("{")] == rows
+    assert [(row["part"], row["by"], row["batch"], row["tokens"], row["skipped"]) for row in rows] == [
+        ("token", "rwkv_jit parts, float32", 3, 1, None), ("token", "rwkv_jit graphed, float32", 3, 1, None),
+        ("prompt", "rwkv_jit parts, float32", 1, 16, None), ("prompt", "rwkv_jit nodes, float32", 1, 16, None),
+    ]  # fmt: skip
+    for row in rows:
+        assert (row["model"], row["parameters"], row["layers"], row["vocabulary"]) == ("RWKV5", "float32", 1, 256)
+        assert row["tokens_per_s"] == pytest.approx(row["batch"] * row["tokens"] / row["median_ms"] * 1e3)
+    options = "--layers", "1", "--runs", "2", "--batch", "1", "--dtype", "bfloat16"
+    code, printed, _ = program("decode", *options, "--prompt", "0", "--model", "RWKV7", "--model", "RWKV6")
+    assert code == 0
+    assert "a token: 1 layers, width 64, vocabulary 256" in printed
+    assert [printed.count(x) for x in ("RWKV7 ", "RWKV6 ", "a prompt: ", "graphed, bfloat16", "skipped")] == [
+        2, 2, 0, 2, 0,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("decode", "--batch", "-1"), "--batch: expected at least 1, or 0 for none, got -1"),
+        (("decode", "--prompt", "1"), "--prompt: expected at least 2, or 0 for none, got 1"),
+        (("decode", "--width", "100"), "--width: expected a multiple of 64, got 100"),
+        (("decode", "--runs", "1"), "--runs: expected at least 2, got 1"),
+        (("training", "--runs", "1"), "--runs: expected at least 2, got 1"),
+        (("training", "--layers", "0"), "--layers: expected at least 1, got 0"),
+        (("decode", "--record"), "--record: keeps what was measured on a GPU, and there is none"),
+        (("training", "--record"), "--record: keeps what was measured on a GPU, and there is none"),
+    ],
+)
+def test_wrong_options_are_errors(program, arguments, said):
+    assert program(*arguments)[0::2] == (2, f"python -m bench: {said}\n")
+
+
+def test_modes_are_of_nodes_and_of_graphs():
+    before = node.devices, graphs.devices
+    found = {}
+    for mode in models.MODES:
+        with models.running(mode):
+            found[mode] = "cuda" in node.devices, "cuda" in graphs.devices
+    assert found == {"parts": (False, False), "nodes": (True, False), "graphed": (True, True)}
+    assert (node.devices, graphs.devices) == before
+
+
+def test_a_gpu_says_what_the_host_and_the_kernels_take(monkeypatch):
+    """With stand-ins for clock, profiler and the GPU: the median of the host's steps, and the shares."""
+    calls, now = [], [0.0]
+    monkeypatch.setattr(models.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: now.__setitem__(0, now[0] + 5))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(models, "step_times", lambda step, device, runs: [8.0] * runs)
+    monkeypatch.setattr(profiling, "kernels_of", lambda step, runs: [{"self_us": 1500.0}, {"self_us": 500.0}])
+
+    def step():
+        calls.append(1)
+        now[0] += len(calls) / 1e3
+
+    row = models.shown(models.EMPTY | models.figures_of(step, "cuda", 4))
+    assert (row["median_ms"], row["runs"], row["kernel_ms"], row["busy"], row["peak_gib"]) == (8.0, 4, 2.0, 0.25, 3.0)
+    assert row["host_ms"] == pytest.approx(8.5)  # of the calls behind three
+    assert len(calls) == 13
+    assert models.flops_use(989e12 / 4) == 0.25
+    model = rwkv7_models.our_model(SIZES, "cpu", torch.float16)
+    pool = model.new_pool(2)
+    weights = 2 * (sum(x.numel() for x in model.parameters()) - model.emb.weight.numel())
+    states = SIZES.layers * 2 * (64 * 64 * 4 + 2 * 64 * 2)
+    assert decode._bytes_of(model, pool) == weights + 2 * states
+
+
+def test_weights_of_matrices_are_those_of_products():
+    """The head once, and of a layer those of linear layers and of low rank; not the embedding, and none by the head."""
+    width, hidden = 128, {"RWKV5": 448, "RWKV7": 512}
+    ranks = rwkv7_models.RWKV7(300, width, 2, device="meta").blocks[1].att.ranks
+    for kind, of_time in (("RWKV5", 5 * width**2), ("RWKV7", 4 * width**2 + 2 * width * sum(ranks.values()))):
+        one, two = (models.matrices_of(Sizes(n, width, 1, 1, 300), models.MODELS[kind]) for n in (1, 2))
+        of_channels = 2 * width * hidden[kind] + (width**2 if kind == "RWKV5" else 0)
+        assert two - one == of_time + of_channels
+        first = 2 * width * ranks["v"] if kind == "RWKV7" else 0  # which the first layer lacks
+        assert one == of_time + of_channels - first + 300 * width
 
 
 # ---- curves ------------------------------------------------------------------------------------------------------

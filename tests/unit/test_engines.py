@@ -12,12 +12,13 @@ import sys
 import pytest
 import torch
 import warm
-from rwkv7_alone import read_alone
+from rwkv7_alone import model_of, random_weights, read_alone
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 PACKAGES = {"vllm": "rwkv_jit_vllm", "sglang": "rwkv_jit_sglang"}
 HEADS, HEAD_SIZE, LAYERS, VOCAB, SLOTS = 2, 8, 2, 32, 6
 WIDTH = HEADS * HEAD_SIZE
+RANKS = {"w": 4, "a": 5, "v": 6, "g": 7}
 TEXTS = [(7 * i * i + 3 * i + text) % VOCAB for text in range(4) for i in range(24)]
 
 
@@ -27,20 +28,13 @@ def _paths(root, monkeypatch):
     for name in ("", "engines/rwkv7", "engines/vllm", "engines/sglang"):
         monkeypatch.syspath_prepend(str(root / "examples" / name))
     yield
-    for name in [n for n in sys.modules if n.partition(".")[0] in ("rwkv7_slots", "rwkv7_model", *PACKAGES.values())]:
+    for name in [n for n in sys.modules if n.partition(".")[0] in ("rwkv7_slots", *PACKAGES.values())]:
         del sys.modules[name]
 
 
 @pytest.fixture
 def weights():
-    """Weights of which none is zero or one, so that each of them counts."""
-    shapes = importlib.import_module("rwkv7_model").shapes
-    generator = torch.Generator().manual_seed(0)
-    found = {}
-    for name, shape in shapes(LAYERS, WIDTH, HEADS, VOCAB, 4 * WIDTH, {"w": 4, "a": 5, "v": 6, "g": 7}).items():
-        x = torch.randn(shape, generator=generator)
-        found[name] = x * shape[-1] ** -0.5 if len(shape) == 2 else 0.5 + 0.5 * x
-    return found
+    return random_weights(LAYERS, HEADS, HEAD_SIZE, VOCAB, RANKS)
 
 
 @pytest.fixture
@@ -320,7 +314,7 @@ def test_the_check_reads_each_text_alone(root, monkeypatch, weights):
     monkeypatch.syspath_prepend(str(root / "examples" / "engines"))
     check = importlib.import_module("check")
     monkeypatch.delitem(sys.modules, "check")
-    found = check.alone(weights, TEXTS[:5], 3)
+    found = check.alone(model_of(weights, RANKS), TEXTS[:5], 3)
     assert found == read_alone(weights, TEXTS[:5] + found[:2])[0][4:].argmax(-1).tolist()
 
 

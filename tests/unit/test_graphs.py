@@ -2,7 +2,9 @@
 
 import copy
 import ctypes
+import doctest
 import gc
+import inspect
 import sys
 
 import fake_graphs
@@ -16,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import rwkv_jit
 from rwkv_jit.kernels import signatures, stats
-from rwkv_jit.nn import graphs
+from rwkv_jit.nn import graphs, node
 
 FOREACH, FUSED = {"foreach": True, "capturable": True}, {"fused": True}
 RATES = [ctypes.c_float(0.01 / (1 + 0.1 * i)).value for i in range(60)]
@@ -170,6 +172,40 @@ def test_shapes_change_within_an_update(accumulate):
     captured, replayed = same(14, shapes=((2, 5), (1, 3), (1, 3)), accumulate=accumulate)
     assert captured == 2 * accumulate
     assert replayed >= 8
+
+
+REPLACED = {
+    "a matrix": lambda norm, linear: setattr(linear, "weight", nn.Parameter(linear.weight.detach().clone())),
+    "a number": lambda norm, linear: setattr(linear, "bias", nn.Parameter(linear.bias.detach().clone())),
+    "a buffer of a number": lambda norm, linear: setattr(norm, "num_batches_tracked", norm.num_batches_tracked.clone()),
+    "a buffer": lambda norm, linear: setattr(norm, "running_mean", norm.running_mean.clone()),
+    "none": lambda norm, linear: setattr(linear, "bias", None),
+    "another name": lambda norm, linear: linear.register_parameter("more", nn.Parameter(torch.ones(1))),
+    "memory": lambda norm, linear: setattr(linear.weight, "data", linear.weight.data.clone()),
+    "a setting": lambda norm, linear: setattr(norm, "momentum", 0.5),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_what_has_equal_values_is_told_apart(name):
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+    held = graphs.Held(model)
+    with torch.no_grad():
+        for x in (*model.parameters(), *model.buffers()):
+            x.add_(1)
+    assert held.is_same()
+    assert graphs.Held.of(model, held) is held
+    REPLACED[name](*model)
+    assert not held.is_same()
+    assert graphs.Held.of(model, held) is not held
+
+
+def test_first_calls_as_nodes_change_nothing(monkeypatch):
+    monkeypatch.setattr(node, "devices", {"cpu"})
+    model = make()
+    held = graphs.Held(model)
+    model(texts(model, 0)[0])
+    assert held.is_same()
 
 
 def test_there_are_at_most_so_many_graphs(caplog, monkeypatch):
@@ -734,3 +770,122 @@ def test_wrong_options_of_generate(options, message):
         make().generate(**given)
     with pytest.raises((TypeError, ValueError), match=message):
         make().generate_stream(**given)
+
+
+# ---- steps of other layers ---------------------------------------------------------------------------------------
+
+
+LAYERS = {
+    "KimiDeltaAttention": (2, 4, 8, 8), "GatedDeltaNet": (2, 4, 8, 8), "Mamba2": (2, 16, 8),
+    "GatedLinearAttention": (2,), "RWKV4TimeMix": (0, 2), "RWKV5TimeMix": (0, 2, 8), "RWKV6TimeMix": (0, 2, 8),
+}  # fmt: skip
+
+
+class Model(nn.Module):
+    """Two layers, each of which returns its state; a token is [B, 1]."""
+
+    def __init__(self, name):
+        super().__init__()
+        torch.manual_seed(0)
+        self.emb, self.head = nn.Embedding(11, 16), nn.Linear(16, 11)
+        self.layers = nn.ModuleList(getattr(rwkv_jit.nn, name)(16, *LAYERS[name]) for _ in range(2))
+        with torch.no_grad():
+            for x in self.parameters():
+                x.add_(0.05 * torch.randn_like(x))
+
+    def forward(self, tokens, state=(None, None)):
+        x, after = self.emb(tokens), []
+        for layer, before in zip(self.layers, state, strict=True):
+            y, own = layer(x, before)
+            x = x + y
+            after.append(own)
+        return self.head(x[:, -1]), after
+
+
+def by_calls(model, prompt, tokens, event=None):
+    found, (_, state) = [], model(prompt)
+    for number, token in enumerate(tokens):
+        if event is not None:
+            event(number, model)
+        logits, state = model(token, state)
+        found.append(logits)
+    return [x.detach() for x in (*found, *torch.utils._pytree.tree_leaves(state))]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_steps_of_layers_that_return_states_have_the_bits_of_their_calls(name):
+    model = Model(name)
+    prompt, *tokens = torch.randint(11, (9, 3, 1), generator=torch.Generator().manual_seed(1))
+    prompt = prompt.expand(3, 4)
+    want = by_calls(model, prompt, tokens)
+    decode = rwkv_jit.nn.graphed_decode(model, model(prompt)[1])
+    found = [decode(token) for token in tokens]
+    assert (Graph.captured, Graph.replayed) == (1, 7)
+    leaves = torch.utils._pytree.tree_leaves(decode.state)
+    assert all(map(torch.equal, [*found, *leaves], want))
+    assert len({x.sum().item() for x in found}) == 8
+    decode.state = model(prompt)[1]  # the same again, from the same graph
+    assert all(map(torch.equal, [decode(token) for token in tokens], want))
+    assert Graph.captured == 1
+    assert [x.data_ptr() for x in torch.utils._pytree.tree_leaves(decode.state)] == [x.data_ptr() for x in leaves]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_known_step_of_layers_reads_nothing_on_the_host(name, on_gpu, monkeypatch):
+    """A capture ends where the host waits for a value."""
+    layer, x = getattr(rwkv_jit.nn, name)(16, *LAYERS[name]), torch.randn(2, 1, 16)
+    read = []
+    with torch.no_grad():
+        _, state = layer(torch.randn(2, 9, 16))
+        layer(x, state)
+        on_gpu.take()
+        for method in ("item", "tolist", "nonzero", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__"):
+            monkeypatch.setattr(torch.Tensor, method, lambda *_, method=method: read.append(method))
+        layer(x, state)
+    assert on_gpu.take()
+    assert read == []
+
+
+def test_what_changes_between_steps_of_layers_takes_effect():
+    def event(number, model):
+        if number == 3:
+            model.head.weight = nn.Parameter(model.head.weight * 2)
+        if number == 6:
+            model.emb.register_forward_hook(lambda module, given, y: y * 2)
+
+    prompt, *tokens = torch.randint(11, (10, 3, 1), generator=torch.Generator().manual_seed(1))
+    want = by_calls(Model("Mamba2"), prompt, tokens, event)
+    model = Model("Mamba2")
+    decode, found = rwkv_jit.nn.graphed_decode(model, model(prompt)[1], lambda *given: model(*given)), []
+    for number, token in enumerate(tokens):
+        event(number, model)
+        found.append(decode(token))
+    assert all(map(torch.equal, found, want))
+    assert (Graph.captured, Graph.replayed) == (2, 4)
+
+
+def test_examples_of_graphed_decode_are_right():
+    names = {"torch": torch, "rwkv_jit": rwkv_jit}
+    text = inspect.getdoc(rwkv_jit.nn.graphed_decode).replace('"cuda"', '"cpu"')
+    example = doctest.DocTestParser().get_doctest(text, names, "graphed_decode", None, None)
+    assert len(example.examples) == 5
+    assert doctest.DocTestRunner().run(example).failed == 0
+    assert (Graph.captured, Graph.replayed) == (1, 4)
+
+
+def test_wrong_states_and_results_of_a_step():
+    layer = rwkv_jit.nn.LinearAttention(16, 2)
+    y, state = layer(torch.ones(2, 3, 16))
+    with pytest.raises(TypeError, match="model: expected a torch.nn.Module, got function"):
+        rwkv_jit.nn.graphed_decode(lambda x, state: (x, state), state)
+    with pytest.raises(TypeError, match="state: expected a torch.Tensor, got int"):
+        rwkv_jit.nn.graphed_decode(layer, [state, 1])
+    decode = rwkv_jit.nn.graphed_decode(layer, state)
+    with pytest.raises(
+        ValueError, match=r"state: expected tensors of shapes \[\[2, 2, 8, 8\]\], got \[\[1, 2, 8, 8\]\]"
+    ):
+        decode.state = state[:1]
+    with pytest.raises(TypeError, match="inputs: expected a torch.Tensor, got int"):
+        decode(1)
+    with pytest.raises(TypeError, match="the first result: expected a torch.Tensor, got NoneType"):
+        rwkv_jit.nn.graphed_decode(layer, state, lambda x, state: (None, state))(y)

@@ -2,10 +2,8 @@
 
 import contextlib
 import ctypes
-import importlib
 import itertools
 import math
-import sys
 from collections import Counter
 
 import plain_layer
@@ -23,6 +21,7 @@ from rwkv_jit.call import registry
 from rwkv_jit.kernels import kernel, signatures, template
 from rwkv_jit.kernels.gpu import Gpu
 from rwkv_jit.layers import calls
+from rwkv_jit.nn import RWKV7
 from rwkv_jit.pool.arguments import INDEX_TYPES
 from rwkv_jit.schedules import layer_table
 from rwkv_jit.schedules import layers as layer_steps
@@ -702,7 +701,8 @@ def test_launches_overlap_where_they_can(on_gpu, arch):
 
 # ---- a layer of decode -------------------------------------------------------------------------------------------
 
-PRODUCTS = {"linear": 3, "bmm": 3}  # the output and both of channel mixing; r, k and v at once, and all low-rank ones
+PRODUCTS = {"linear": 7, "matmul": 7}  # of a layer behind the first: large matrices and w's second; low-rank ones
+OTHERS = {"add": 1}  # of the residual; mixes of all layers are made at once
 
 
 class Calls(torch.overrides.TorchFunctionMode):
@@ -710,7 +710,7 @@ class Calls(torch.overrides.TorchFunctionMode):
 
     FREE = (
         "view", "__getitem__", "unbind", "__iter__", "__len__", "__get__", "data_ptr", "empty_strided", "numel", "dim",
-        "is_contiguous", "stride", "get_device", "element_size",
+        "is_contiguous", "stride", "get_device", "element_size", "t", "to", "unflatten",
     )  # fmt: skip
 
     def __init__(self):
@@ -723,30 +723,22 @@ class Calls(torch.overrides.TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.fixture
-def example(root, monkeypatch):
-    monkeypatch.syspath_prepend(str(root / "examples"))
-    monkeypatch.delitem(sys.modules, "rwkv7_model", raising=False)
-    yield importlib.import_module("rwkv7_model")
-    sys.modules.pop("rwkv7_model", None)
-
-
-def test_a_layer_of_decode_takes_seven_launches_and_nothing_else_beside_products(on_gpu, example):
+def test_a_layer_of_decode_takes_eight_launches_and_little_else_beside_products(on_gpu):
     launched, asked = {}, {}
     for layers in (2, 3):
-        model = example.Model(example.random_weights(layers, 32, 16, 64, 0, "cpu", torch.float32))
-        pool, batch = model.new_pool(4), example.Batch(torch.tensor([5, 7]), torch.tensor([1, 3]))
-        model.logits(batch, pool)
+        model, slots = RWKV7(64, 32, layers, 16), torch.tensor([1, 3])
+        pool, tokens = model.new_pool(5, reserved=1), torch.tensor([5, 7])
+        model.step(tokens, pool, slots)
         on_gpu.take()
         with Calls() as calls:
-            model.logits(batch, pool)
+            model.step(tokens, pool, slots)
         asked[layers], launched[layers] = calls.names, [launch.template for launch in on_gpu.take()]
     layer = [
-        "layer_shift_mix", "layer_activate", "layer_prepare_keys", "update_states", "layer_gated_norm",
-        "layer_shift_mix", "layer_activate",
+        "layer_shift_mix", "layer_activate", "layer_activate", "layer_prepare_keys", "update_states",
+        "layer_gated_norm", "layer_shift_mix", "layer_activate",
     ]  # fmt: skip
     assert launched == {layers: layers * layer for layers in (2, 3)}
-    assert asked[3] - asked[2] == Counter(PRODUCTS)
+    assert asked[3] - asked[2] == Counter(PRODUCTS | OTHERS)
 
 
 # ---- what is made ahead ------------------------------------------------------------------------------------------
@@ -767,18 +759,22 @@ def check_asked(on_gpu, made):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_every_kernel_of_a_serving_step_is_made_ahead(on_gpu, example, dtype, monkeypatch):
+def test_every_kernel_of_a_serving_step_is_made_ahead(on_gpu, dtype, monkeypatch):
     on_gpu.use("sm_90")
     made = warmed(monkeypatch, dtype, decay="sigmoid")
-    model = example.Model(example.random_weights(2, 32, 16, 64, 0, "cpu", dtype))
-    pool = model.new_pool(300)
+    model = RWKV7(64, 32, 2, 16, dtype=dtype)
+    pool = model.new_pool(301, reserved=1)
     for count in (1, 300):
-        model.logits(example.Batch(torch.arange(count) % 64, torch.arange(1, count + 1, dtype=torch.int32)), pool)
-        assert check_asked(on_gpu, made) == IN_DECODE | {"update_states"}
+        model.step(torch.arange(count) % 64, pool, torch.arange(1, count + 1, dtype=torch.int32))
+        asked = check_asked(on_gpu, made)
+        if count == 1 and dtype != torch.float32:  # whose products have the functions behind them
+            assert asked == IN_DECODE - {"layer_activate"} | {"layer_products", "update_states"}
+        else:
+            assert asked == IN_DECODE | {"update_states"}
     for lengths in ((40,), (1, 2), (9, 1, 70)):
-        texts = [(1 + place, [3] * length) for place, length in enumerate(lengths)]
-        model.logits(example.pack(texts, "cpu"), pool)
-        assert "layer_shift_mix" in check_asked(on_gpu, made)
+        bounds = torch.tensor([0, *itertools.accumulate(lengths)])
+        model.prefill(torch.full((1, sum(lengths)), 3), pool, [*range(1, 1 + len(lengths))], bounds)
+        assert "layer_norm_shift" in " ".join(check_asked(on_gpu, made))
 
 
 @pytest.mark.parametrize("parameters", [torch.bfloat16, torch.float32])

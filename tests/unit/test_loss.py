@@ -231,6 +231,60 @@ def test_gradients_of_a_mean_stay_in_the_range_of_float16():
         check(weight.grad, torch.stack([-want, want])[:, None], 2)
 
 
+@pytest.fixture
+def wide_products(monkeypatch, on_gpu):
+    """Products of 16 bits that are added up in float32, as torch has them on GPUs from 2.8 on: what they added to."""
+    real, betas = torch.addmm, []
+
+    def addmm(total, a, b, out_dtype=None, *, beta=1, out=None):
+        if out_dtype is None:
+            return real(total, a, b, beta=beta, out=out)
+        assert (out_dtype, total.dtype) == (torch.float32,) * 2
+        betas.append(int(beta))
+        return real(total, a.float(), b.float(), beta=beta, out=out)
+
+    monkeypatch.setattr(torch, "addmm", addmm)
+    loss_module._adds_in_float32.cache_clear()
+    yield betas
+    loss_module._adds_in_float32.cache_clear()
+
+
+def summed(chunks, dtype, size=1.0):
+    """The sum of products over chunks of rows, where NaN stood before, and the same in float64."""
+    gradient, own = (torch.randn(12 * chunks, n, dtype=torch.float64).mul(size).to(dtype) for n in (V, C))
+    total = torch.full((V, C), math.nan)
+    for i in range(chunks):
+        chunk = slice(12 * i, 12 * i + 12)
+        loss_module._add_product(total, gradient[chunk], own[chunk], is_first=not i)
+    return total, gradient.double().T @ own.double()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_products_are_added_up_in_float32(chunks, dtype, wide_products):
+    """One that is rounded to 16 bits first is off by a thousand times as much; float16 has no number above 65504."""
+    total, want = summed(chunks, dtype, 100.0)
+    torch.testing.assert_close(total.double(), want, rtol=0, atol=1e-6 * float(want.abs().max()))
+    is_narrow = dtype != torch.float32
+    assert wide_products == [1, 0, *[1] * (chunks - 1)] * is_narrow  # with the product that shows whether torch does
+    summed(1, dtype)
+    assert wide_products[chunks + 1 :] == [0] * is_narrow  # which is looked at once
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("error", [RuntimeError, TypeError])
+def test_products_where_torch_does_not_add_in_float32(dtype, error, on_gpu, monkeypatch):
+    def addmm(*_, **__):
+        raise error
+
+    monkeypatch.setattr(torch, "addmm", addmm)
+    loss_module._adds_in_float32.cache_clear()
+    for chunks in (1, 3):
+        total, want = summed(chunks, dtype)
+        torch.testing.assert_close(total.double(), want, rtol=0, atol=LIMITS[dtype] * float(want.abs().max()))
+    loss_module._adds_in_float32.cache_clear()
+
+
 def test_chunks_have_256_mib_of_logits_and_256_rows_at_least(monkeypatch):
     seen, losses = [], loss_module._losses
 
@@ -508,31 +562,49 @@ def test_a_launch_for_each_direction(on_gpu, l2_wrap, index):
 
 
 def test_chunks_are_differentiated_where_they_are(on_gpu):
-    """With a buffer of logits and the kernels of two signatures; without gradients forward alone."""
+    """With a buffer of logits and the kernel of two signatures; without gradients that of losses alone."""
     linear, targets = make_linear(torch.float16, (10,)), make_targets((10,))
     for _ in range(2):
         rwkv_jit.linear_cross_entropy(**linear, targets=targets, chunk_rows=4, l2_wrap=0.5)
         launches = on_gpu.take()
-        assert [x.template for x in launches] == ["layer_loss_forward", "layer_loss_backward"] * 3
-        assert [x.grid[0] for x in launches] == [4, 4, 4, 4, 2, 2]
+        assert [x.template for x in launches] == ["layer_loss_in_place"] * 3
+        assert [x.grid[0] for x in launches] == [4, 4, 2]
         assert len({x.named["logits"] for x in launches}) == 1
         begins = [(x.named["targets"] - targets.data_ptr()) // 8 for x in launches]
-        assert begins == [0, 0, 4, 4, 8, 8]
-        for forward, backward in zip(launches[::2], launches[1::2], strict=True):
-            assert backward.named["dlogits"] == backward.named["logits"]
-            assert [backward.named[x] for x in ("lse", "argmax")] == [forward.named[x] for x in ("lse", "argmax")]
-    assert len(on_gpu.asked) == 2
+        assert begins == [0, 4, 8]
+        assert {x.named["l2_wrap"] for x in launches} == {0.5}
+    assert len(on_gpu.asked) == 1
     with torch.no_grad():
         rwkv_jit.linear_cross_entropy(**linear, targets=targets, chunk_rows=4)
     assert [x.template for x in on_gpu.take()] == ["layer_loss_forward"] * 3
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_backward_is_a_launch_for_each_gradient(dtype, on_gpu):
+    linear, targets = make_linear(dtype, (16,)), make_targets((16,))
+    loss = rwkv_jit.linear_cross_entropy(**linear, targets=targets)
+    on_gpu.take()
+    scale = torch.tensor(0.3)
+    grads = torch.autograd.grad(loss, [*linear.values()], scale)
+    launches = on_gpu.take()
+    assert {x.template for x in launches} == {"layer_loss_gradients"}
+    storage = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+    for launch, grad, types in zip(launches, grads, [storage, "fp32", "fp32"], strict=True):
+        assert grad.dtype == dtype
+        assert (launch.named["y"], launch.named["count"]) == (grad.data_ptr(), grad.numel())
+        assert [launch.parameters[x] for x in ("T_X", "T_IO")] == [types, storage]
+        vector = launch.parameters["VECTOR"]
+        assert grad.numel() % vector == 0
+        assert launch.grid[0] * launch.parameters["NUM_THREADS"] * vector >= grad.numel()
+
+
 def test_nothing_is_launched_for_nothing(on_gpu):
     logits, linear, targets = make_logits((0, V)), make_linear(shape=(0,)), make_targets((0,))
     rwkv_jit.cross_entropy(logits, targets, reduction="sum", l2_wrap=0.1).backward()
-    rwkv_jit.linear_cross_entropy(**linear, targets=targets, reduction="sum").backward()
     assert not on_gpu.take()
     assert not on_gpu.asked
+    rwkv_jit.linear_cross_entropy(**linear, targets=targets, reduction="sum").backward()
+    assert [x.named["count"] for x in on_gpu.take()] == [V * C, V]  # zeros of weight and bias
 
 
 def test_logits_that_begin_elsewhere_are_copied(on_gpu):
@@ -549,7 +621,7 @@ def test_targets_on_a_gpu_are_looked_at_when_asked(on_gpu, monkeypatch):
     linear = make_linear(shape=(3,))
     rwkv_jit.cross_entropy(make_logits((3, V)), wrong)
     rwkv_jit.linear_cross_entropy(**linear, targets=wrong)
-    assert len(on_gpu.take()) == 3
+    assert len(on_gpu.take()) == 2
     monkeypatch.setenv("RWKVJIT_CHECK", "1")
     for call in (
         lambda: rwkv_jit.cross_entropy(make_logits((3, V)), wrong),
@@ -580,19 +652,18 @@ def test_first_call_in_a_capture_is_an_error(on_gpu):
 @settings(max_examples=200)
 @given(st.integers(1, 200_000), st.sampled_from(["bf16", "fp16", "fp32"]))
 def test_accesses_have_16_bytes_and_threads_a_row(columns, storage):
-    for schedule in (loss_steps.forward(Given(Gpu("sm_90"), storage, 3, columns)),
-                     loss_steps.backward(Given(Gpu("sm_90"), storage, 3, columns), True)):  # fmt: skip
+    for direction, most in (("forward", 512), ("backward", 512), ("in_place", 1024)):
+        schedule = loss_steps.DIRECTIONS[direction](Given(Gpu("sm_90"), storage, 3, columns))
         (step,) = schedule.launches
         vector, threads = step.parameters["VECTOR"], step.parameters["NUM_THREADS"]
         assert vector * (4 if storage == "fp32" else 2) == 16
         assert schedule.vectors == {"logits": vector}
-        assert threads in (32, 64, 128, 256, 512)
-        assert threads == 512 or threads * vector >= columns  # no thread has two pieces while others have none
+        assert threads in (32, 64, 128, 256, 512, most)
+        assert threads == most or threads * vector >= columns  # no thread has two pieces while others have none
         assert threads == 32 or threads * vector < 2 * (columns + vector)
         assert step.grid == (3, 1, 1)
 
 
 def test_lists_say_the_direction():
-    for direction in ("forward", "backward"):
-        name = f"layer_loss_{direction}"
-        assert kernel_table.described(name, {"T_IO": "bf16"})["direction"] == direction
+    for name, direction in (("forward", "forward"), ("backward", "backward"), ("gradients", "backward")):
+        assert kernel_table.described(f"layer_loss_{name}", {"T_IO": "bf16"})["direction"] == direction

@@ -339,6 +339,53 @@ def test_rows_of_reserved_slots_are_padding(name):
 
 @EVERY_MODEL
 @pytest.mark.parametrize("is_called", [False, True])
+def test_prompts_in_parts_are_as_forward(name, is_called):
+    """Packed and not, in slots and not; a row with a reserved slot is padding, and other slots stay as they are."""
+    model, tokens = make(name, torch.float32), make_tokens()
+    want, state = model(tokens, return_state=True)
+    if is_called:
+        model.blocks[0].register_forward_hook(lambda *_: None)
+    row, packed = model.new_pool(len(tokens)), model.new_pool(4, reserved=1)
+    packed.wkv[:, 1].fill_(7)
+    bounds = torch.tensor([0, 2, 3, 5], dtype=torch.int32)
+    for begin in (0, 2):
+        part = tokens[:, begin : begin + 2]
+        found = model.prefill(part, row)
+        text = torch.cat([part[1], tokens[0, :1], part[0]]).unsqueeze(0)
+        in_slots = model.prefill(text, packed, [3, 0, 2], bounds)[[2, 0]]
+        for each in (found, in_slots):
+            torch.testing.assert_close(each, want[:, begin + 1].detach(), rtol=1e-4, atol=1e-5)
+    found = torch.stack([model.step(token, row) for token in tokens.T[4:]], 1)
+    torch.testing.assert_close(found, want[:, 4:].detach(), rtol=1e-4, atol=1e-5)
+    for own in state[0]._fields:
+        kept = torch.stack([getattr(each, own) for each in state]).detach()
+        torch.testing.assert_close(row[own], kept, rtol=1e-4, atol=1e-5)
+        assert not packed[own][:, 0].any()
+    assert (packed.wkv[:, 1] == 7).all()
+    assert packed.wkv[:, 2:].any()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"slots": [1]}, "slots: expected shape [2], a slot for each row, got [1]"),
+        ({"slots": [1, 4]}, "slots: expected slots below 4, or up to 0 for none; got [4]"),
+        ({"tokens": make_tokens(2)}, "tokens: expected shape [batch, tokens], got [2]"),
+        ({"tokens": make_tokens(2, 0)}, "tokens: expected at least one token, got shape [2, 0]"),
+        ({"tokens": make_tokens(5, 1)}, "pool: expected a slot for each of the 5 rows, or state_indices; got 4"),
+        ({"slots": [1, 2], "cu_seqlens": torch.tensor([0, 2])}, "slots: expected shape [1], a slot for each row, got"),
+    ],
+)
+def test_prompts_that_do_not_fit_are_errors(given, message):
+    model = make("RWKV7", torch.float32)
+    pool = model.new_pool(4, 1)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        model.prefill(**{"tokens": make_tokens(2, 3), "pool": pool, **given})
+    assert not any(pool[each].any() for each in ("wkv", "time_shift", "channel_shift"))
+
+
+@EVERY_MODEL
+@pytest.mark.parametrize("is_called", [False, True])
 @pytest.mark.parametrize(
     ("slots", "error", "message"),
     [

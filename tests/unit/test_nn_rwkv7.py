@@ -737,7 +737,7 @@ def test_docstring_describes_every_parameter_and_its_examples_are_right(name):
     assert doctest.DocTestRunner().run(example).failed == 0
 
 
-@pytest.mark.parametrize("name", ["param_groups", "step"])
+@pytest.mark.parametrize("name", ["param_groups", "prefill", "step"])
 def test_examples_of_methods_are_right(name):
     text = inspect.getdoc(getattr(nn.RWKV7, name)).replace('"cuda"', '"cpu"')
     names = {"torch": torch, "model": nn.RWKV7(256, 64, 2)}

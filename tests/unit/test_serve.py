@@ -7,46 +7,37 @@ import random
 import subprocess
 import sys
 
+import fake_graphs
 import pytest
 import torch
 import warm
-from rwkv7_alone import expected_logits
+from rwkv7_alone import expected_logits, model_of, random_weights
 
-HEADS, WIDTH, LAYERS, VOCAB = 3, 24, 3, 256
+from rwkv_jit.nn import graphs
+
+HEADS, HEAD_SIZE, LAYERS, VOCAB = 3, 8, 3, 256
+WIDTH = HEADS * HEAD_SIZE
 RANKS = {"w": 4, "a": 5, "v": 6, "g": 7}
 SMALL = ("--cpu", "--layers", "2", "--width", "32", "--head-size", "16", "--prompt-tokens", "8", "--new-tokens", "6")
 
 
 @pytest.fixture
-def examples(root, monkeypatch):
-    """Imports a module of the examples."""
+def serve(root, monkeypatch):
+    """The module of the example."""
     monkeypatch.syspath_prepend(str(root / "examples"))
-    for name in ("serve", "rwkv7_model"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    yield importlib.import_module
-    for name in ("serve", "rwkv7_model"):
-        sys.modules.pop(name, None)
+    monkeypatch.delitem(sys.modules, "serve", raising=False)
+    yield importlib.import_module("serve")
+    sys.modules.pop("serve", None)
 
 
 @pytest.fixture
-def modules(examples):
-    return examples("rwkv7_model"), examples("serve")
+def weights():
+    return random_weights(LAYERS, HEADS, HEAD_SIZE, VOCAB, RANKS)
 
 
 @pytest.fixture
-def weights(modules):
-    """Weights of which none is zero or one, so that each of them counts."""
-    generator = torch.Generator().manual_seed(0)
-    found = {}
-    for name, shape in modules[0].shapes(LAYERS, WIDTH, HEADS, VOCAB, 4 * WIDTH, RANKS).items():
-        x = torch.randn(shape, generator=generator)
-        found[name] = x * shape[-1] ** -0.5 if len(shape) == 2 else 0.5 + 0.5 * x
-    return found
-
-
-@pytest.fixture
-def model(modules, weights):
-    return modules[0].Model(weights)
+def model(weights):
+    return model_of(weights, RANKS)
 
 
 def texts(*lengths, seed=0):
@@ -55,18 +46,14 @@ def texts(*lengths, seed=0):
     return [[source.randrange(VOCAB) for _ in range(length)] for length in lengths]
 
 
-def prefilled(modules, model, pool, pieces):
-    return model.logits(modules[0].pack(pieces, "cpu"), pool)
+def decoded(model, pool, slots, tokens):
+    return model.step(torch.tensor(tokens), pool, slots)
 
 
-def decoded(modules, model, pool, slots, tokens):
-    return model.logits(modules[0].Batch(torch.tensor(tokens), torch.tensor(slots)), pool)
-
-
-def served(modules, model, requests, slots=8, prefill_tokens=1000):
+def served(serve, model, requests, slots=8, prefill_tokens=1000):
     """Serve requests, which arrive all at once."""
-    server = modules[1].Server(model, slots, prefill_tokens)
-    modules[1].serve(server, requests, lambda: None)
+    server = serve.Server(model, slots, prefill_tokens)
+    serve.serve(server, requests, lambda: None)
     assert server.pool.allocated == ()
     return server
 
@@ -74,62 +61,61 @@ def served(modules, model, requests, slots=8, prefill_tokens=1000):
 # ---- the model ---------------------------------------------------------------------------------------------------
 
 
-def test_logits_are_those_of_the_equations(modules, model, weights):
+def test_logits_are_those_of_the_equations(serve, model, weights):
     """Of a prompt as a whole, and of tokens that follow one by one, in two texts of different lengths."""
     first, second = texts(9, 14)
     expected = [expected_logits(weights, text) for text in (first, second)]
-    pool = model.new_pool(4)
+    pool = model.new_pool(5, reserved=1)
     slots = pool.allocate(2)
     pieces = list(zip(slots, (first[:4], second[:9]), strict=True))
-    found = [prefilled(modules, model, pool, pieces)]
-    found += [decoded(modules, model, pool, slots, [first[4 + i], second[9 + i]]) for i in range(5)]
+    found = [serve.prefill(model, pool, pieces)]
+    found += [decoded(model, pool, slots, [first[4 + i], second[9 + i]]) for i in range(5)]
     for row, (logits, begin) in enumerate(zip(expected, (3, 8), strict=True)):
         here = torch.stack([each[row] for each in found]).double()
         torch.testing.assert_close(here, logits[begin : begin + 6], rtol=0, atol=2e-4 * float(logits.std()))
 
 
-def test_decoding_is_prefilling(modules, model):
+def test_decoding_is_prefilling(serve, model):
     (text,) = texts(12)
-    pool = model.new_pool(2)
+    pool = model.new_pool(3, reserved=1)
     whole, single = pool.allocate(2)
     for i in range(len(text)):
         pool.reset(whole)
-        expected = prefilled(modules, model, pool, [(whole, text[: i + 1])])
-        torch.testing.assert_close(decoded(modules, model, pool, [single], [text[i]]), expected, rtol=1e-3, atol=1e-3)
+        expected = serve.prefill(model, pool, [(whole, text[: i + 1])])
+        torch.testing.assert_close(decoded(model, pool, [single], [text[i]]), expected, rtol=1e-3, atol=1e-3)
     for name in ("wkv", "time_shift", "channel_shift"):
         torch.testing.assert_close(pool[name][:, single], pool[name][:, whole], rtol=1e-3, atol=1e-3)
 
 
-def test_batch_is_each_text_alone(modules, model):
+def test_batch_is_each_text_alone(serve, model):
     """Five texts in a batch of eight, whose padding is nobody's."""
-    prompts, pool = texts(3, 1, 8, 5, 2), model.new_pool(6)
+    prompts, pool = texts(3, 1, 8, 5, 2), model.new_pool(7, reserved=1)
     slots = pool.allocate(6)[1:]
     slots.reverse()
     untouched = pool.wkv[:, 1].fill_(7).clone()
-    decoder = modules[1].Decoder(model, pool)
-    found = [prefilled(modules, model, pool, list(zip(slots, prompts, strict=True)))]
+    decoder = serve.Decoder(model, pool)
+    found = [serve.prefill(model, pool, list(zip(slots, prompts, strict=True)))]
     found += [decoder([token] * 5, slots).clone() for token in (65, 66)]
     assert torch.equal(pool.wkv[:, 1], untouched)
     for row, prompt in enumerate(prompts):
         alone = model.new_pool(1)
         (slot,) = alone.allocate()
-        expected = [prefilled(modules, model, alone, [(slot, piece)]) for piece in (prompt, [65], [66])]
+        expected = [serve.prefill(model, alone, [(slot, piece)]) for piece in (prompt, [65], [66])]
         for here, there in zip(found, expected, strict=True):
             torch.testing.assert_close(here[row], there[0], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bits_are_near_float32(modules, weights, dtype):
-    module, serve = modules
+def test_16_bits_are_near_float32(serve, weights, dtype):
     rounded = {name: x.to(dtype) for name, x in weights.items()}
     (text,) = texts(6)
     expected = expected_logits(rounded, text)
-    model = module.Model(rounded)
+    model = model_of(rounded, RANKS)
     pool = model.new_pool(1)
     slots = pool.allocate()
     assert (pool.wkv.dtype, pool.time_shift.dtype) == (torch.float32, dtype)
-    found = [prefilled(modules, model, pool, [(slots[0], text[:3])])]
-    found += [decoded(modules, model, pool, slots, [token]) for token in text[3:]]
+    found = [serve.prefill(model, pool, [(slots[0], text[:3])])]
+    found += [decoded(model, pool, slots, [token]) for token in text[3:]]
     error = torch.cat(found).double() - expected[2:]
     assert float(error.abs().max() / expected.std()) < (0.3 if dtype == torch.bfloat16 else 0.05)
 
@@ -137,34 +123,31 @@ def test_16_bits_are_near_float32(modules, weights, dtype):
 # ---- the server --------------------------------------------------------------------------------------------------
 
 
-def test_prompt_without_tokens_is_refused(modules):
+def test_prompt_without_tokens_is_refused(serve):
     """The server would wait for ever for its last token."""
     with pytest.raises(ValueError, match="^prompt: expected at least one token, got none$"):
-        modules[1].Request(0, [], 3)
+        serve.Request(0, [], 3)
 
 
-def test_prompts_in_pieces_are_prompts_as_a_whole(modules, model, monkeypatch):
-    prompts, counts = texts(11, 2, 7), []
-    logits = model.logits
-    monkeypatch.setattr(model, "logits", lambda batch, pool: counts.append(batch) or logits(batch, pool))
-    whole, pieces = ([modules[1].Request(i, prompt, 6) for i, prompt in enumerate(prompts)] for _ in range(2))
-    expected = served(modules, model, whole).pool
-    counts.clear()
-    server = served(modules, model, pieces, prefill_tokens=4)
+def test_prompts_in_pieces_are_prompts_as_a_whole(serve, model, monkeypatch):
+    prompts, sizes, read = texts(11, 2, 7), [], model.prefill
+    monkeypatch.setattr(model, "prefill", lambda tokens, *more: sizes.append(tokens.shape[1]) or read(tokens, *more))
+    whole, pieces = ([serve.Request(i, prompt, 6) for i, prompt in enumerate(prompts)] for _ in range(2))
+    expected = served(serve, model, whole).pool
+    sizes.clear()
+    server = served(serve, model, pieces, prefill_tokens=4)
     assert [request.tokens for request in pieces] == [request.tokens for request in whole]
     for name in ("wkv", "time_shift", "channel_shift"):  # the states stay there when their slots are freed
         torch.testing.assert_close(server.pool[name][:, 1:4], expected[name][:, 1:4], rtol=1e-3, atol=1e-3)
-    sizes = [len(batch.tokens) for batch in counts if batch.bounds is not None][2:]  # behind those that warm up
-    assert sizes == [4, 4, 4, 4, 4]
-    assert server.spent["prefill"][0] == sum(sizes)
+    assert sizes[2:] == [4, 4, 4, 4, 4]  # behind those that warm up
+    assert server.spent["prefill"][0] == sum(sizes[2:])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_more_requests_than_slots(modules, model, temperature):
-    module, serve = modules
+def test_more_requests_than_slots(serve, model, temperature):
     prompts = texts(5, 9, 1, 14, 3, 6, 2, 8, 4)
     requests = [serve.Request(i, prompt, 1 + i, i * 1e-3, temperature, 0.9, f"{i}") for i, prompt in enumerate(prompts)]
-    server = served(modules, model, requests, slots=3, prefill_tokens=6)
+    server = served(serve, model, requests, slots=3, prefill_tokens=6)
     assert sorted(request.number for request in server.finished) == list(range(9))
     assert [len(request.tokens) for request in requests] == [1 + i for i in range(9)]
     assert all(sorted(r.times) == r.times and r.times[0] >= r.arrival for r in requests)
@@ -173,9 +156,9 @@ def test_more_requests_than_slots(modules, model, temperature):
     assert serve.check(model, server.finished) == ([], 0)
 
 
-def test_slots_are_taken_by_who_waits_longest(modules, model):
-    requests = [modules[1].Request(i, prompt, 3) for i, prompt in enumerate(texts(4, 4, 4))]
-    server = modules[1].Server(model, 1, 100)
+def test_slots_are_taken_by_who_waits_longest(serve, model):
+    requests = [serve.Request(i, prompt, 3) for i, prompt in enumerate(texts(4, 4, 4))]
+    server = serve.Server(model, 1, 100)
     server.waiting.extend(requests)
     server.step()
     assert (len(server.waiting), len(server.running), len(requests[0].tokens)) == (2, 1, 2)
@@ -187,11 +170,11 @@ def test_slots_are_taken_by_who_waits_longest(modules, model):
     assert server.pool.free_count == 0
 
 
-def test_end_of_a_text_ends_its_request(modules, model):
+def test_end_of_a_text_ends_its_request(serve, model):
     def run(end):
-        server = modules[1].Server(model, 2, 100, end)
-        request = modules[1].Request(0, texts(5)[0], 8)
-        modules[1].serve(server, [request], lambda: None)
+        server = serve.Server(model, 2, 100, end)
+        request = serve.Request(0, texts(5)[0], 8)
+        serve.serve(server, [request], lambda: None)
         return request.tokens
 
     tokens = run(None)
@@ -199,21 +182,20 @@ def test_end_of_a_text_ends_its_request(modules, model):
     assert run(end) == tokens[: tokens.index(end) + 1]
 
 
-def test_check_finds_a_wrong_token(modules, model):
-    request = modules[1].Request(3, texts(5)[0], 5)
-    served(modules, model, [request])
+def test_check_finds_a_wrong_token(serve, model):
+    request = serve.Request(3, texts(5)[0], 5)
+    served(serve, model, [request])
     right = request.tokens[2]
     request.tokens[2] = (right + 1) % VOCAB
-    assert modules[1].check(model, [request])[0] == [f"request 3, token 2: {right + 1} served, {right} alone"]
+    assert serve.check(model, [request])[0] == [f"request 3, token 2: {right + 1} served, {right} alone"]
 
 
-def test_check_lets_only_near_ties_pass_in_16_bits(modules, weights, monkeypatch):
-    module, serve = modules
-    model = module.Model({name: x.bfloat16() for name, x in weights.items()})
+def test_check_lets_only_near_ties_pass_in_16_bits(serve, weights, monkeypatch):
+    model = model_of({name: x.bfloat16() for name, x in weights.items()}, RANKS)
     request = serve.Request(0, texts(5)[0], 1)
-    served(modules, model, [request])
+    served(serve, model, [request])
     pool = model.new_pool(1)
-    logits = prefilled(modules, model, pool, [(pool.allocate()[0], request.prompt)])[0]
+    logits = serve.prefill(model, pool, [(pool.allocate()[0], request.prompt)])[0]
     first, second = (int(token) for token in logits.argsort(descending=True)[:2])
     assert request.tokens == [first]
     request.tokens = [second]
@@ -226,36 +208,54 @@ def test_check_lets_only_near_ties_pass_in_16_bits(modules, weights, monkeypatch
     assert serve.check(model, [request]) == ([], 0)
 
 
+def test_texts_are_written_from_graphs_of_the_model(serve, model, monkeypatch):
+    """Those of all sizes are captured before the first request: 1, 2 and 4 texts."""
+    prompts = texts(5, 9, 1)
+
+    def written():
+        requests = [serve.Request(i, prompt, 3 + 2 * i) for i, prompt in enumerate(prompts)]
+        served(serve, model, requests, slots=3)
+        return [request.tokens for request in requests]
+
+    want = written()
+    monkeypatch.setattr(graphs, "devices", {"cpu"})
+    monkeypatch.setattr(graphs, "Graph", fake_graphs.TapeGraph)
+    monkeypatch.setattr(fake_graphs.TapeGraph, "captured", 0)
+    monkeypatch.setattr(fake_graphs.TapeGraph, "replayed", 0)
+    assert written() == want
+    assert (fake_graphs.TapeGraph.captured, fake_graphs.TapeGraph.replayed) == (3, 3 + 6)
+
+
 # ---- drawing -----------------------------------------------------------------------------------------------------
 
 
-def test_drawn_text_does_not_depend_on_the_others(modules, model):
+def test_drawn_text_does_not_depend_on_the_others(serve, model):
     def tokens(count, seed="a"):
-        requests = [modules[1].Request(i, p, 12, 0, 1.5, 0.95, seed) for i, p in enumerate(texts(*[4] * count))]
-        requests += [modules[1].Request(9, texts(3, seed=1)[0], 12)] if count > 1 else []
-        served(modules, model, requests, slots=4)
+        requests = [serve.Request(i, p, 12, 0, 1.5, 0.95, seed) for i, p in enumerate(texts(*[4] * count))]
+        requests += [serve.Request(9, texts(3, seed=1)[0], 12)] if count > 1 else []
+        served(serve, model, requests, slots=4)
         return requests[0].tokens
 
     assert tokens(1) == tokens(3)
     assert tokens(1) != tokens(1, "b")
 
 
-def test_draws_have_the_chances_that_they_should(modules):
+def test_draws_have_the_chances_that_they_should(serve):
     chances = torch.tensor([0.1, 0.5, 0.05, 0.35])
-    request = modules[1].Request(0, [0], 1, 0, 1.0, 0.8, "seed")
-    drawn = [modules[1].choose(chances.log()[None], [request])[0] for _ in range(800)]
+    request = serve.Request(0, [0], 1, 0, 1.0, 0.8, "seed")
+    drawn = [serve.choose(chances.log()[None], [request])[0] for _ in range(800)]
     assert set(drawn) == {1, 3}
     assert drawn.count(1) / 800 == pytest.approx(0.5 / 0.85, abs=0.05)
-    cold = modules[1].Request(0, [0], 1, 0, 0.5, 1.0, "seed")  # squares the chances
-    drawn = [modules[1].choose(chances.log()[None], [cold])[0] for _ in range(800)]
+    cold = serve.Request(0, [0], 1, 0, 0.5, 1.0, "seed")  # squares the chances
+    drawn = [serve.choose(chances.log()[None], [cold])[0] for _ in range(800)]
     assert drawn.count(1) / 800 == pytest.approx(0.25 / 0.385, abs=0.05)
 
 
-def test_greedy_and_drawn_texts_share_a_batch(modules):
+def test_greedy_and_drawn_texts_share_a_batch(serve):
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
-    greedy, drawn = modules[1].Request(0, [0], 1), modules[1].Request(1, [0], 1, 0, 2.0, 1.0, "x")
-    narrow = modules[1].Request(2, [0], 1, 0, 2.0, 1e-6, "y")
-    found = modules[1].choose(logits, [greedy, drawn, narrow])
+    greedy, drawn = serve.Request(0, [0], 1), serve.Request(1, [0], 1, 0, 2.0, 1.0, "x")
+    narrow = serve.Request(2, [0], 1, 0, 2.0, 1e-6, "y")
+    found = serve.choose(logits, [greedy, drawn, narrow])
     assert found[0] == int(logits[0].argmax())
     assert found[2] == int(logits[2].argmax())
     assert greedy.random.random() == random.Random("").random()  # none was taken
@@ -274,77 +274,6 @@ def official(weights):
     return shaped | {f"blocks.0.att.{name}": x for name, x in unused.items()}
 
 
-@pytest.mark.parametrize("suffix", ["pth", "safetensors"])
-def test_checkpoint_gives_the_same_logits(modules, model, weights, suffix, tmp_path):
-    path = tmp_path / f"model.{suffix}"
-    if suffix == "pth":
-        torch.save(official(weights), path)
-    else:
-        pytest.importorskip("safetensors.torch").save_file(official(weights), path)
-    read = modules[0].read_weights(path, "cpu", torch.float32)
-    assert read.keys() == weights.keys()
-    pieces = list(zip((1, 2), texts(5, 3), strict=True))
-    found, expected = (prefilled(modules, m, m.new_pool(2), pieces) for m in (modules[0].Model(read), model))
-    assert torch.equal(found, expected)
-
-
-def test_names_are_the_official_ones(modules):
-    names = modules[0].shapes(2, WIDTH, HEADS, VOCAB, 4 * WIDTH, RANKS)
-    norms = ["ln1.weight", "ln1.bias", "ln2.weight", "ln2.bias", "att.ln_x.weight", "att.ln_x.bias"]
-    att = [f"x_{letter}" for letter in "rwkvag"] + [f"{letter}{number}" for letter in "wav" for number in range(3)]
-    att += ["g1", "g2", "k_k", "k_a", "r_k"]
-    att += [f"{name}.weight" for name in ("receptance", "key", "value", "output")]
-    block = norms + [f"att.{name}" for name in att] + ["ffn.x_k", "ffn.key.weight", "ffn.value.weight"]
-    expected = {f"blocks.{layer}.{name}" for layer in range(2) for name in block}
-    expected -= {f"blocks.0.att.v{number}" for number in range(3)}
-    expected |= {"blocks.0.ln0.weight", "blocks.0.ln0.bias", "ln_out.weight", "ln_out.bias"}
-    assert names.keys() == expected | {"emb.weight", "head.weight"}
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda w: w.pop("blocks.1.att.k_a"), "is no RWKV-7 model: it lacks blocks.1.att.k_a"),
-        (lambda w: w.pop("emb.weight"), "is no RWKV-7 model: it lacks emb.weight"),
-        (lambda w: w.clear(), "is no RWKV-7 model: it lacks emb.weight, blocks.0.ln0.weight, blocks.0.ln0.bias, "),
-        (
-            lambda w: [w.pop(name) for name in list(w) if ".x_" in name],
-            "it lacks blocks.0.ffn.x_k, blocks.0.att.x_r, blocks.0.att.x_w, blocks.0.att.x_k and 17 more",
-        ),
-        (
-            lambda w: w.update({"blocks.0.ffn.s_emb.weight": w["emb.weight"]}),
-            "is no RWKV-7 model: it also has blocks.0.ffn.s_emb.weight",
-        ),
-        (
-            lambda w: w.update({"blocks.2.att.k_k": torch.ones(1, 1, 23)}),
-            r"blocks.2.att.k_k: expected shape \[24\], got \[1, 1, 23\]",
-        ),
-        (
-            lambda w: w.update({"blocks.0.att.r_k": torch.ones(5, 5)}),
-            r"blocks.0.att.r_k: expected shape \[5, 4\], got \[5, 5\]",
-        ),
-        (lambda w: w.update({"epoch": 3}), "is no RWKV-7 model: expected a dict of tensors"),
-    ],
-    ids=["a vector", "the embedding", "everything", "many", "more", "shape", "heads", "no tensor"],
-)
-def test_bad_checkpoint(modules, weights, change, said, tmp_path):
-    weights = official(weights)
-    change(weights)
-    torch.save(weights, tmp_path / "model.pth")
-    with pytest.raises(ValueError, match=said):
-        modules[0].read_weights(tmp_path / "model.pth", "cpu", torch.float32)
-
-
-@pytest.mark.parametrize("name", ["model.pth", "model.safetensors"])
-def test_file_that_is_no_checkpoint(modules, name, tmp_path):
-    path = tmp_path / name
-    path.write_bytes(b"no checkpoint at all")
-    with pytest.raises(ValueError, match=f"{name} is no checkpoint that torch or safetensors can read"):
-        modules[0].read_weights(path, "cpu", torch.float32)
-    with pytest.raises(OSError, match="nowhere"):
-        modules[0].read_weights(tmp_path / f"nowhere{path.suffix}", "cpu", torch.float32)
-
-
 # ---- vocabularies ------------------------------------------------------------------------------------------------
 
 
@@ -355,27 +284,27 @@ def write_vocabulary(path, more=("257 '\\t\\t' 2", "258 'the' 3", "259 ' the' 4"
     return path
 
 
-def test_vocabulary_of_a_file(modules, tmp_path):
-    vocabulary = modules[1].Vocabulary(write_vocabulary(tmp_path / "vocabulary.txt"))
+def test_vocabulary_of_a_file(serve, tmp_path):
+    vocabulary = serve.Vocabulary(write_vocabulary(tmp_path / "vocabulary.txt"))
     assert vocabulary.encode("in the th\té".encode()) == [106, 111, 259, 33, 117, 105, 10, 260]
     assert vocabulary.decode([0, 259, 260, 28, 999]) == " theé\N{MIDDLE DOT}?"
     assert vocabulary.end == 0
     for text, said in (("1 'a' 1\n", "expected a token for each single byte"), ("1 a\n", "got '1 a\\\\n'")):
         (tmp_path / "bad.txt").write_text(text)
         with pytest.raises(ValueError, match=f"bad.txt is no vocabulary: .*{said}"):
-            modules[1].Vocabulary(tmp_path / "bad.txt")
+            serve.Vocabulary(tmp_path / "bad.txt")
 
 
 # ---- the program -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def program(modules, monkeypatch):
+def program(serve, monkeypatch):
     """Runs it in this process; returns what it exits with."""
 
     def program(*arguments):
         monkeypatch.setattr(sys, "argv", ["serve.py", *map(str, arguments)])
-        return modules[1].main()
+        return serve.main()
 
     return program
 
@@ -411,15 +340,15 @@ def test_table_and_text_are_shown(program, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_wrong_decoding_is_found(modules, program, monkeypatch, capsys):
-    call = modules[1].Decoder.__call__
-    monkeypatch.setattr(modules[1].Decoder, "__call__", lambda self, *what: call(self, *what).roll(1, -1))
+def test_wrong_decoding_is_found(serve, program, monkeypatch, capsys):
+    call = serve.Decoder.__call__
+    monkeypatch.setattr(serve.Decoder, "__call__", lambda self, *what: call(self, *what).roll(1, -1))
     said = program(*SMALL, "--requests", 2, "--rate", "inf", "--check", "--json")
     assert said.startswith("not what one-by-one decoding writes:\nrequest ")
     assert json.loads(capsys.readouterr().out)["differ"] == 2
 
 
-def test_checkpoint_is_served(modules, program, weights, tmp_path, capsys):
+def test_checkpoint_is_served(serve, program, weights, tmp_path, capsys):
     torch.save(official(weights), tmp_path / "model.pth")
     some = ("--cpu", "--requests", 2, "--rate", "inf", "--json", "--check", "--new-tokens", 4)
     assert program("--checkpoint", tmp_path / "model.pth", *some) == 0
@@ -429,6 +358,9 @@ def test_checkpoint_is_served(modules, program, weights, tmp_path, capsys):
     assert said == "the vocabulary goes to token 260, the model to 255"
     assert program(*SMALL, "--vocab", 300, "--vocabulary", vocabulary, *some) == 0
     assert "nowhere.pth" in program("--checkpoint", tmp_path / "nowhere.pth", *some)
+    torch.save({"epoch": 3}, tmp_path / "other.pth")
+    said = program("--checkpoint", tmp_path / "other.pth", *some)
+    assert said == f"path: expected a dict of tensors, got another thing in {tmp_path / 'other.pth'}"
 
 
 @pytest.mark.parametrize(
@@ -454,6 +386,6 @@ def test_bad_arguments(program, arguments, said, capsys):
     assert said in capsys.readouterr().err
 
 
-def test_percentiles(modules):
-    assert modules[1].percentiles([i / 1000 for i in range(100, 0, -1)]) == {"p50": 50, "p90": 90, "p99": 99}
-    assert modules[1].percentiles([]) == {"p50": None, "p90": None, "p99": None}
+def test_percentiles(serve):
+    assert serve.percentiles([i / 1000 for i in range(100, 0, -1)]) == {"p50": 50, "p90": 90, "p99": 99}
+    assert serve.percentiles([]) == {"p50": None, "p90": None, "p99": None}

@@ -1,0 +1,133 @@
+"""Products of a few rows: their values on the PTX machine beside float64, whatever matrices, rows and addresses are."""
+
+import itertools
+
+import nn_cases
+import pytest
+import torch
+from comparing import relative
+from product_cases import LIMITS, check, group, make
+
+from rwkv_jit.call import switches
+from rwkv_jit.kernels import kernel, template
+from rwkv_jit.nn import products as of_nn
+from rwkv_jit.nn.model import RWKV5, RWKV6, RWKV7  # so that the ledger knows what steps are made of
+
+DTYPES = pytest.mark.parametrize("dtype", LIMITS, ids=str)
+
+
+@DTYPES
+@pytest.mark.parametrize(("rows", "multiprocessors", "tiles"), [(1, 132, 1), (2, 4, 2), (3, 132, 1), (8, 8, 2)])
+def test_a_group(dtype, rows, multiprocessors, tiles, interpreted):
+    torch.manual_seed(rows)
+    interpreted.use("sm_90")
+    interpreted.multiprocessors = multiprocessors  # where there are few, blocks make more columns
+    check(group(dtype, rows))
+    (launch,) = interpreted.take()
+    assert (launch.template, launch.parameters["VECTOR"]) == ("layer_products", 8)
+    assert launch.parameters["TILES"] == tiles
+
+
+def among(x, offset, gaps):
+    """The same numbers in memory that holds none elsewhere: from an odd address on, with gaps between rows."""
+    held = torch.full((*x.shape[:-1], x.shape[-1] + gaps), torch.nan).to(x.dtype)
+    room = torch.full((held.numel() + offset,), torch.nan).to(x.dtype)
+    own = room[offset:].view(held.shape)[..., : x.shape[-1]]
+    own.copy_(x)
+    return own
+
+
+@DTYPES
+@pytest.mark.parametrize("arch", ["sm_80", "sm_120"])
+@pytest.mark.parametrize(("offset", "gaps", "odd"), [(0, 0, 1), (1, 0, 0), (8, 0, 0), (0, 3, 0), (3, 5, 3)])
+def test_odd_sizes_and_places(offset, gaps, odd, arch, dtype, interpreted):
+    torch.manual_seed(offset + gaps)
+    interpreted.use(arch)
+    parts = [
+        make(dtype, 2, 72 + odd, 19, has=("bias", "add")), make(dtype, 2, 20 + odd, 36 - odd, "deep", has=("gate",)),
+        make(dtype, 2, 1, 1, "deep"),
+    ]  # fmt: skip
+    parts = [part._replace(x=among(part.x, offset, gaps), weight=among(part.weight, offset, gaps)) for part in parts]
+    check(parts)
+    assert interpreted.take()[0].parameters["VECTOR"] == 1
+
+
+def test_misaligned_rows_of_whole_accesses(interpreted):
+    part = make(torch.float16, 2, 64, 16)
+    check([part])
+    check([part._replace(x=among(part.x, 1, 0), weight=among(part.weight, 3, 0))])
+    assert [launch.parameters["VECTOR"] for launch in interpreted.take()] == [8, 8]
+
+
+@DTYPES
+@pytest.mark.parametrize("layout", ["wide", "deep"])
+@pytest.mark.parametrize("multiprocessors", [3, 132])
+def test_rows_have_the_same_bits_in_any_batch(multiprocessors, layout, dtype, interpreted):
+    """Depths are of several rounds of all warps, with a rest that is no whole step."""
+    torch.manual_seed(7)
+    interpreted.multiprocessors = multiprocessors
+    part = make(dtype, 11, 2120, 128, layout, has=("add",))
+    (whole,) = check([part])
+    for first, end in ((0, 1), (3, 5), (2, 10), (10, 11)):
+        (some,) = check([part._replace(x=part.x[first:end], add=part.add[first:end])])
+        assert torch.equal(some, whole[first:end])
+    first, *others = interpreted.take()
+    assert first.grid[1] == 2
+    assert {launch.grid[1] for launch in others} == {1}
+    assert {launch.parameters["TILES"] for launch in (first, *others)} == ({1, 2} if multiprocessors == 3 else {1})
+    assert {launch.parameters["NUM_THREADS"] for launch in (first, *others)} == {256 if multiprocessors == 3 else 512}
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("kind", "dtype"), [(RWKV7, torch.float16), (RWKV6, torch.bfloat16), (RWKV5, torch.float16)])
+def test_steps_of_models(kind, dtype, rows, interpreted, monkeypatch):
+    """Logits and states of two steps are those by products of torch, but for rounding."""
+    interpreted.use("sm_90")
+    sizes = {"width": 64, "head_size": 32, "hidden": 96, "layers": 2, "vocabulary": 40}
+    ranks = {"ranks": {"w": 8, "a": 12, "v": 8, "g": 16}} if kind is RWKV7 else {}
+    model = nn_cases.make(dtype, name=kind.__name__, **sizes, **ranks)
+
+    def run():
+        pool = model.new_pool(rows)
+        logits = [model._step(nn_cases.make_tokens(model, rows, seed=seed), pool, None, False) for seed in (1, 2)]
+        return [*logits, *(pool[x].clone() for x in model._State._fields)]
+
+    with torch.no_grad():
+        ours = run()
+        assert "layer_products" in {launch.template for launch in interpreted.take()}
+        monkeypatch.setattr(of_nn, "_together", lambda _: None)
+        of_torch = run()
+        assert "layer_products" not in {launch.template for launch in interpreted.take()}
+    errors = [relative(x, y) for x, y in zip(ours, of_torch, strict=True)]
+    assert max(errors) < 8 * LIMITS[dtype], errors
+
+
+@pytest.mark.parametrize("kind", [RWKV7, RWKV6, RWKV5])
+def test_steps_have_the_same_bits_in_any_batch(kind, interpreted):
+    """Where bits may not depend on the batch: of nine sequences, and of two of them."""
+    interpreted.use("sm_90")
+    model = nn_cases.make(
+        torch.bfloat16, name=kind.__name__, width=64, head_size=32, hidden=96, layers=2, vocabulary=40
+    )
+    tokens = nn_cases.make_tokens(model, 9)
+    switches.set_batch_invariant(True)
+    try:
+        with torch.no_grad():
+            whole = model._step(tokens, model.new_pool(9), None, False)
+            some = model._step(tokens[3:5], model.new_pool(2), None, False)
+    finally:
+        switches.set_batch_invariant(False)
+    assert torch.equal(some, whole[3:5])
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120"])
+@DTYPES
+def test_resources(dtype, arch, from_ledger):
+    """Three blocks of 256 threads have room on a multiprocessor, and nothing spills."""
+    storage = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
+    for tiles, vector, threads in [*itertools.product((1, 2), (8,), (128, 256, 512)), (1, 1, 256)]:
+        parameters = {"T_IO": storage, "TILES": tiles, "VECTOR": vector, "NUM_THREADS": threads}
+        made = kernel.get(kernel.Request(template.library("layer_products"), parameters, arch))
+        used = made.resources["layer_products"]
+        assert used.spill_bytes == 0
+        assert used.registers <= (128 if threads == 512 else 80)
