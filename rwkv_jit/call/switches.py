@@ -42,7 +42,7 @@ current._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @contextlib.contextmanager
 def at(modes: Modes) -> Iterator[None]:
-    """Have all calls go by these switches."""
+    """Run all calls with these switches."""
     global _exact, _fast
     before = _exact, _fast
     _exact = _fast = modes

@@ -27,7 +27,7 @@ _MOST_SEEN = 4096  # calls that are counted before they are captured
 _WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 _HOOKS = [name for name, x in nn.Module().__dict__.items() if name.endswith("hooks") and "state_dict" not in name]
 _GLOBAL = "there are global hooks"
-devices = {"cuda"}  # elsewhere every call runs as it is
+devices = {"cuda"}  # on others every call runs as it is
 
 
 # ---- the engine --------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ _MEMO = "_node"  # an attribute of a layer
 _OF_MODULE = {*nn.Module().__dict__, _MEMO}
 _PLAIN = int, float, str, tuple, dict, torch.dtype, torch.device, type(None)  # whose text says all of them
 _layers: set[type] = set()
-devices = {"cuda"}  # elsewhere a layer runs as its parts: what the host does matters on a GPU alone
+devices = {"cuda"}  # on others a layer runs as its parts: what the host does matters on a GPU alone
 
 
 class _Found(NamedTuple):
