@@ -93,7 +93,7 @@ def test_fifty_steps_have_the_bits_of_those_without(op, accumulate, optimizer, a
     want = train(False, *options)
     equal(train(True, *options), want)
     assert counts["captured"] == (1 if accumulate == 1 else 3) * (1 if optimizer == "fused" else 2)
-    assert counts["replayed"] >= 43 * accumulate
+    assert counts["replayed"] >= (45 if optimizer == "fused" else 43) * accumulate
     assert len(want[0].unique()) > 40
 
 
