@@ -273,7 +273,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) replay_
     if constexpr (HAS_TOKENS) {
         r += start(r_strides), w += start(w_strides), k += start(k_strides);
         v += start(v_strides) + first_value, a += start(a_strides), b += start(b_strides);
-        u += head * HEAD_SIZE, w0 = w0 != nullptr ? w0 + head * HEAD_SIZE : nullptr;
+        u += head * HEAD_SIZE;
         load_tokens(0);
     }
 
@@ -323,7 +323,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) replay_
     if constexpr (HAS_TOKENS) {
         Share<T_W0, HEAD_SIZE, PADDED_KEYS> of_w0;
         Share<T_U, HEAD_SIZE, PADDED_KEYS> of_u;
-        if (HAS_DECAY && w0 != nullptr) of_w0.load(w0);
+        if (HAS_DECAY && w0 != nullptr) of_w0.load(w0 + head * HEAD_SIZE);
         if constexpr (BONUS) of_u.load(u);
 #pragma unroll 1
         for (int first = 0; first < TOKENS; first += AT_ONCE) {

@@ -88,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) update_
     const auto start = [&](Strides s) { return (PACKED ? begin * s.token : row * s.batch) + head * s.head; };
     r += start(r_strides), w += start(w_strides), k += start(k_strides);
     v += start(v_strides) + first_value, a += start(a_strides), b += start(b_strides);
-    u += head * HEAD_SIZE, w0 = w0 != nullptr ? w0 + head * HEAD_SIZE : nullptr;
+    u += head * HEAD_SIZE;
     Held held;
     const auto load = [&](i64 t) {
         held.r.load(r + t * r_strides.token), held.k.load(k + t * k_strides.token);
@@ -98,7 +98,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) update_
     };
     load(0);
     if constexpr (BONUS) held.u.load(u);
-    if (DECAY != Decay::none && w0 != nullptr) held.w0.load(w0);
+    // Were w0 moved where it is not null, and asked again, ptxas (12.9, 13.0) would ask before it is there.
+    if (DECAY != Decay::none && w0 != nullptr) held.w0.load(w0 + head * HEAD_SIZE);
 
     Tile tile;
     if (PACKED && from < 0) clear_tile(tile);

@@ -34,7 +34,7 @@ LAYERS = {
     "wkv7": _Layer((), ((6, False), (1, True)), ((6, False), (6, True), (1, True)), "identity"),
 }
 _COUNTS = (1, 2, 4, 8)  # of elements, by which neighbours that a thread takes at once differ
-_COLUMNS = tuple(1 << power for power in range(7, 13))  # of logits, by which threads differ
+_COLUMNS = tuple(1 << power for power in range(7, 14))  # of logits, by which threads differ
 
 
 # What calls have as many of as they like, within these limits, and kernels depend on.
@@ -162,12 +162,13 @@ def _steps(p: Problem, w_type: str) -> Iterator[_Call]:
 
 
 def _products(p: Problem) -> Iterator[Schedule]:
-    """Yield the schedules of products of a step: of low-rank matrices and others, of few columns and of many."""
+    """Yield the schedules of products: of low-rank matrices and others, of few rows and columns, and of many."""
     own = p.types["v"]
     if own == "fp32" or not p.gpu.has_tensor_cores:
         return
-    for depth, columns in ((256, 2**12), (256, 2**14), (2048, 2**7), (2048, 2**12), (2048, 2**14)):
-        given = Given(p.gpu, {"x0": own, "weight0": own}, 1, (depth, columns), results={"y0": Result((1,), own)})
+    matrices = (256, 2**12), (256, 2**14), (2048, 2**7), (2048, 2**12), (2048, 2**14)
+    for (depth, columns), rows in product(matrices, (1, 9, products.ROWS)):
+        given = Given(p.gpu, {"x0": own, "weight0": own}, rows, (depth, columns), results={"y0": Result((1,), own)})
         yield products.products(given, Options(kinds=("identity", "wide")))
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rwkv_jit.kernels import on_import
-from rwkv_jit.schedules.layer_table import FUNCTIONS, KEPT, PACKED, RESULTS
+from rwkv_jit.schedules.layer_table import FUNCTIONS, KEPT, MOST_PRODUCTS, PACKED, PRODUCTS, RESULTS
 from rwkv_jit.schedules.problem import Op
 from rwkv_jit.schedules.table import ALL
 
@@ -51,6 +51,8 @@ _POOL_OPS = {
     ),
 }
 _STEP = "(str step, Tensor?[] inputs, Tensor(a!)[] written, int null_index, float eps, str[] kinds) -> ()"
+_PRODUCTS = ", ".join([f"Tensor{'?' * (x in PRODUCTS.optional)} {x}" for x in PRODUCTS.names])
+_PRODUCTS = f"({_PRODUCTS}, float eps, str[] kinds, bool save) -> ({', '.join(['Tensor'] * MOST_PRODUCTS)})"
 _LINEAR_LOSS = {
     "linear_cross_entropy_fwd":
         "(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, int ignore_index, float l2_wrap, int chunk_rows, "
@@ -197,6 +199,7 @@ for _name, _results in RESULTS.items():
         f"layers.{_name}",
     )  # fmt: skip
 register("layer_step", _STEP, "layers.calls", maps=False)
+register("products_fwd", _PRODUCTS, "layers.products", maps=False)
 register_both(
     "cross_entropy", {"logits": False, "targets": False}, 1, ("loss",), ("lse", "argmax"),
     "int ignore_index, float l2_wrap", "layers.loss",

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from rwkv_jit.call import plan as plans
 from rwkv_jit.call import recording, switches, tensors
@@ -186,6 +186,11 @@ class Tape(TorchDispatchMode):
         self._kept.extend(results)
         self.steps.append(Step(plan, arguments, {}, tuple(map(self.add, results)), False))
         return True
+
+
+def is_recording() -> bool:
+    """Return whether a tape notes what runs."""
+    return isinstance(_get_current_dispatch_mode(), Tape)
 
 
 # ---- lists -------------------------------------------------------------------------------------------------------

@@ -89,6 +89,7 @@ class Kind:
     placed: tuple[int, ...] = ()  # places of inputs that kernels know the alignment of, beside what is written
     plain_in_place: Callable[..., None] | None = None  # a call that writes, in plain torch
     instead: str = ""  # of a call without gradients, what has some
+    is_function: bool = False  # a call without gradients that writes into nothing is a torch op that returns results
 
     @property
     def name(self) -> str:
@@ -102,8 +103,8 @@ class Kind:
 
     @property
     def results(self) -> tuple[str, ...]:
-        """Return the results of the torch op with gradients; those that a call does not have are empty there."""
-        return *RESULTS.get(self.name, ()), *self.kept
+        """Return the results of the torch op that returns some; those that a call does not have are empty there."""
+        return *RESULTS.get(self.name, self.written if self.is_function else ()), *self.kept
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -187,7 +188,7 @@ def _checked_call(
         if key is not None and all(isinstance(x, Tensor) for x in present) and not env.checks_indices():
             prepared.keep_latest(key, arrays, known)
         return results
-    if _has_gradient(call) and not _writes_in_place(call):
+    if (_has_gradient(call) or kind.is_function) and not _writes_in_place(call):
         results = registry.find(f"{kind.name}_fwd")(*call.inputs, call.eps, call.kinds, is_recorded)
         by_name = dict(zip(kind.results, results if isinstance(results, (tuple, list)) else (results,), strict=True))
         return [by_name[x] for x in call.made if x not in kind.kept]
@@ -381,16 +382,10 @@ def _shared(kind: Kind, kinds: Sequence[str]) -> dict[str, tuple[str, torch.dtyp
 def define(kind: Kind) -> Kind:
     """Say who runs the torch ops of a kind, which `registry` knows, and return it."""
     _KINDS[kind.name] = kind
-    if kind.backward is None:
-        return kind
-    name, count, leaves = kind.name, len(kind.names), recording.Leaves(kind.op.names)
-    graded = [x for x in kind.results if x not in kind.kept]
+    name, count = kind.name, len(kind.names)
 
     def checked(inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> Call:
         return kind.check(inputs, _nothing(kind), *kind.options(eps, kinds))
-
-    def unused(arrays: Sequence[Any]) -> tuple[str, ...]:
-        return kind.unused(dict(zip(kind.names, arrays, strict=False)))
 
     def in_places(names: Sequence[str], results: Sequence[Tensor], lead: Tensor) -> Any:
         """Return results as the op does: an empty one where a call does not have it."""
@@ -417,6 +412,15 @@ def define(kind: Kind) -> Kind:
         *inputs, eps, kinds, save = arguments
         call = checked(inputs, eps, kinds) if save else _spared(checked(inputs, eps, kinds))
         return in_places([*call.made], [call.new(x) for x in call.made], call.lead)
+
+    if kind.is_function:
+        registry.implement(f"{name}_fwd", forward, forward_fake, _without_gradients(kind))
+    if kind.backward is None:
+        return kind
+    leaves, graded = recording.Leaves(kind.op.names), [x for x in kind.results if x not in kind.kept]
+
+    def unused(arrays: Sequence[Any]) -> tuple[str, ...]:
+        return kind.unused(dict(zip(kind.names, arrays, strict=False)))
 
     def seen(inputs: Sequence[Any], results: Sequence[Tensor]) -> list[Any]:
         replaced = {x: results[kind.results.index(y)] for x, y in kind.replaced.items()} | dict.fromkeys(kind.shared)
@@ -449,6 +453,18 @@ def define(kind: Kind) -> Kind:
         )
     )  # fmt: skip
     return kind
+
+
+def _without_gradients(kind: Kind) -> Callable[..., Any]:
+    """Return what records the torch op of a kind that has no gradient."""
+
+    def record(keys: Any, *arguments: Any) -> Any:
+        if torch.is_grad_enabled() and _want_gradients(arguments[: len(kind.names)]):
+            raise RuntimeError(_no_gradient(kind))
+        with torch._C._AutoDispatchBelowAutograd():
+            return registry.find(f"{kind.name}_fwd").redispatch(keys & torch._C._after_autograd_keyset, *arguments)
+
+    return record
 
 
 _differentiate: dict[str, Callable[..., list[Tensor | None]]] = {}  # by the name of the op, as `differentiable.define`

@@ -110,5 +110,7 @@ KIND = calls.define(
         given=_given,
         forward=schedules.products,
         plain=plain.products,
+        options=lambda eps, kinds: (tuple(kinds),),
+        is_function=True,
     )
 )

@@ -242,7 +242,7 @@ class LanguageModel(nn.Module):
         Notes
         -----
         It runs `shift_mix`, an update such as `wkv7_update` and the rest of each layer, without gradients. With up to
-        eight sequences, or any number after `set_batch_invariant(True)`, products of float16 and bfloat16 are made by a
+        32 sequences, or any number after `set_batch_invariant(True)`, products of float16 and bfloat16 are made by a
         kernel that reads each weight once, and in which a sequence has the same bits in any batch. On a GPU a
         second call with this pool and batch size is captured in a CUDA graph, which later calls replay. A model keeps
         up to 32 graphs, which share the memory of the largest step. Beside that each graph has its logits, and 4 bytes

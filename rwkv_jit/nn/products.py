@@ -8,13 +8,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rwkv_jit.call import switches, tensors
+from rwkv_jit.call import switches, tape, tensors
 from rwkv_jit.layers import products as of_layers
 from rwkv_jit.layers.activate import activate
 from rwkv_jit.layers.gated import gated
 from rwkv_jit.nn.common import is_plain
 from rwkv_jit.schedules.legal import Kind
 from rwkv_jit.schedules.products import ROWS
+
+# What is small enough to be read again for every 32 rows, and for how many.
+_LOW_RANK, _MOST_ROWS = 512, 1024
 
 
 class Product(NamedTuple):
@@ -31,45 +34,51 @@ class Product(NamedTuple):
 def products(*several: Product) -> list[Tensor]:
     """Return products.
 
-    One launch makes those of one token of each of up to eight sequences, or of any number where bits may not depend on
-    it: of 16 bits, on a GPU with tensor cores, without gradients, of linear layers that nobody has changed. All else is
-    called one by one.
+    One launch makes those of up to 32 tokens in all, low-rank ones of more, and those of one token of each of any
+    number of sequences where bits may not depend on it: of 16 bits, on a GPU with tensor cores, without gradients, of
+    linear layers that nobody has changed. All else is called one by one.
     """
     together = _together(several)
-    return [_by_torch(each) for each in several] if together is None else of_layers.products(together)
+    made = iter(of_layers.products(own) if (own := [each for each in together if each is not None]) else ())
+    return [_by_torch(each) if ours is None else next(made) for each, ours in zip(several, together, strict=True)]
 
 
-def _together(several: Sequence[Product]) -> list[of_layers.Product] | None:
-    """Return products as the kernel takes them, or None where it does not."""
+def _together(several: Sequence[Product]) -> list[of_layers.Product | None]:
+    """Return products as the kernel takes them, and None for those that it does not."""
     x = several[0].x
-    if torch.is_grad_enabled() or not x.is_cuda or x.dtype not in of_layers.DTYPES or not tensors.is_eager():
+    is_invariant, has_one_token = switches.is_batch_invariant(), x.dim() <= 2 or x.shape[-2] == 1
+    if (
+        torch.is_grad_enabled() or not x.is_cuda or x.dtype not in of_layers.DTYPES
+        or not (tensors.is_eager() or tape.is_recording()) or (is_invariant and not has_one_token)
+        or tensors.autocast_dtype(x) not in (None, x.dtype) or not tensors.gpu(x.get_device()).has_tensor_cores
+    ):  # fmt: skip
+        return [None] * len(several)
+    rows = 0 if is_invariant else x.numel() // max(x.shape[-1], 1)
+    return [_taken(each, x.dtype, rows) for each in several]
+
+
+def _taken(given: Product, dtype: torch.dtype, rows: int) -> of_layers.Product | None:
+    own, matrix, bias, gate, add, function = given
+    if isinstance(matrix, Tensor):
+        each = of_layers.Product(own, matrix, bias, gate, add, function, "deep")
+    elif is_plain(matrix, nn.Linear):
+        each = of_layers.Product(own, matrix.weight, matrix.bias, gate, add, function)
+    else:
         return None
-    if x.dim() > 2 and x.shape[-2] != 1:
+    weight, of_each = each.weight, [x for x in each[:5] if x is not None]
+    if rows > ROWS and (rows > _MOST_ROWS or min(weight.shape) > _LOW_RANK):
         return None
-    if x.numel() > ROWS * x.shape[-1] and not switches.is_batch_invariant():
+    if not weight.is_contiguous():  # it would be copied in every call
         return None
-    if tensors.autocast_dtype(x) not in (None, x.dtype) or not tensors.gpu(x.get_device()).has_tensor_cores:
-        return None
-    found: list[of_layers.Product] = []
-    for own, matrix, bias, gate, add, function in several:
-        if isinstance(matrix, Tensor):
-            each = of_layers.Product(own, matrix, bias, gate, add, function, "deep")
-        elif is_plain(matrix, nn.Linear):
-            each = of_layers.Product(own, matrix.weight, matrix.bias, gate, add, function)
-        else:
-            return None
-        if not each.weight.is_contiguous():  # it would be copied in every call
-            return None
-        of_each: list[Any] = [y for y in each[:5] if y is not None]
-        if not tensors.are_plain(of_each) or any(y.dtype != x.dtype for y in of_each):
-            return None
-        found.append(each)
-    return found
+    return each if tensors.are_plain(of_each) and all(x.dtype == dtype for x in of_each) else None
 
 
 def _by_torch(given: Product) -> Tensor:
     """Return a product by calls of modules and functions, as compilers and gradients see them."""
     x, matrix, bias, gate, add, function = given
+    if add is not None and gate is None and function == "identity" and _adds_within(x, matrix, add):
+        own = torch.addmm(add.reshape(-1, add.shape[-1]), x.reshape(-1, x.shape[-1]), matrix.weight.t())
+        return own.view(add.shape)
     if not isinstance(matrix, Tensor):
         y: Tensor = matrix(x)
     elif bias is not None and bias.dtype == x.dtype:
@@ -79,3 +88,11 @@ def _by_torch(given: Product) -> Tensor:
     y = y if function == "identity" else activate(y, function)
     y = y if gate is None else gated(y, gate)
     return y if add is None else add + y
+
+
+def _adds_within(x: Tensor, matrix: Any, add: Tensor) -> bool:
+    """Return whether torch adds something to a product before that is rounded, by one kernel."""
+    if isinstance(matrix, Tensor) or not is_plain(matrix, nn.Linear) or matrix.bias is not None:
+        return False
+    is_alike = x.dtype == add.dtype == matrix.weight.dtype and tensors.autocast_dtype(x) is None
+    return is_alike and tensors.are_plain([x, matrix.weight, add])

@@ -80,12 +80,19 @@ class Sampler:
         return logits - self.frequency * self._counts - self.presence * (self._counts > 0)
 
     def _drawn(self, logits: Tensor) -> Tensor:
-        chances, order = torch.softmax(logits.float() / self.temperature, -1).sort(-1, descending=True)
+        logits = logits.float() / self.temperature
+        if self.top_k is None and self.top_p == 1:
+            return self._one_of(logits)
+        logits, order = logits.log_softmax(-1).topk(min(self.top_k or logits.shape[-1], logits.shape[-1]))
+        chances = logits.exp()
         if self.top_k is not None:
-            chances, order = chances[:, : self.top_k], order[:, : self.top_k]
             chances = chances / chances.sum(-1, keepdim=True)
-        kept = chances * (chances.cumsum(-1) - chances < self.top_p)  # the most likely token always is
-        return order.gather(-1, torch.multinomial(kept, 1, generator=self.generator)).squeeze(-1)
+        is_past = chances.cumsum(-1) - chances >= self.top_p  # the most likely token never is
+        return order.gather(-1, self._one_of(logits.masked_fill(is_past, -torch.inf)).unsqueeze(-1)).squeeze(-1)
+
+    def _one_of(self, logits: Tensor) -> Tensor:
+        """Draw by the chances that logits stand for: the largest of them with a Gumbel number each."""
+        return (logits - torch.empty_like(logits).exponential_(generator=self.generator).log_()).argmax(-1)
 
 
 def prompts_of(tokens: Any, lengths: Any) -> list[Tensor] | None:

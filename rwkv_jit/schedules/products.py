@@ -16,7 +16,8 @@ from rwkv_jit.schedules.schedule import Schedule, Step
 Layout = Literal["wide", "deep"]  # a matrix is [width, depth] in memory, as nn.Linear has it, or [depth, width]
 FUNCTIONS = *KINDS, "silu"  # of sums, in the order of the numbers that kernels have for them
 LAYOUTS: tuple[str, ...] = get_args(Layout)
-ROWS = 8  # for which each weight is read once
+ROWS = 32  # for which each weight is read once
+_TILE_ROWS = 8  # of an instruction
 # Columns that a block makes: of wide matrices twice as many where rows are several, or blocks many.
 _COLUMNS = {"wide": 16, "deep": 32}
 _FEW_ROWS = 2
@@ -68,8 +69,10 @@ def products(given: Given, options: Options) -> Schedule:
     depth = max(part.depth for part in parts)
     warps = min(max(1 << (ceil(depth / _WARP_DEPTH).bit_length() - 1), _LEAST_WARPS), most)
     is_whole = all(part.is_whole for part in parts)
+    row_tiles = min(1 << (ceil(given.rows / _TILE_ROWS) - 1).bit_length(), ROWS // _TILE_ROWS) if given.rows else 1
     parameters: dict[str, Parameter] = {
-        "T_IO": given.types["x0"], "TILES": tiles, "VECTOR": 8 if is_whole else 1, "NUM_THREADS": 32 * warps,
+        "T_IO": given.types["x0"], "TILES": tiles, "ROW_TILES": row_tiles, "VECTOR": 8 if is_whole else 1,
+        "NUM_THREADS": 32 * warps,
     }  # fmt: skip
     firsts = [sum(part.blocks(tiles) for part in parts[:p]) for p in range(count)]
     numbers = [FUNCTIONS.index(part.function) + 8 * LAYOUTS.index(part.layout) for part in parts]
@@ -80,7 +83,7 @@ def products(given: Given, options: Options) -> Schedule:
         ),
         "firsts": (*_filled(firsts, _NO_BLOCK),),
     }  # fmt: skip
-    grid = wide if tiles == 2 else narrow, ceil(given.rows / ROWS), 1
+    grid = wide if tiles == 2 else narrow, ceil(given.rows / (_TILE_ROWS * row_tiles)), 1
     overlaps = given.gpu.number >= OVERLAPS_SINCE
     step = Step("layer_products", "layer_products", parameters, grid, bind, overlaps=overlaps)
     vectors = {f"{x}{part.place}": 4 + 4 * (part.layout == "wide") for part in parts for x in ("x", "weight")}

@@ -1,6 +1,7 @@
 """Products of a few rows: their values on the PTX machine beside float64, whatever matrices, rows and addresses are."""
 
 import itertools
+from collections import Counter
 
 import nn_cases
 import pytest
@@ -9,7 +10,8 @@ from comparing import relative
 from product_cases import LIMITS, check, group, make
 
 from rwkv_jit.call import switches
-from rwkv_jit.kernels import kernel, template
+from rwkv_jit.kernels import kernel, signatures, template
+from rwkv_jit.nn import node
 from rwkv_jit.nn import products as of_nn
 from rwkv_jit.nn.model import RWKV5, RWKV6, RWKV7  # so that the ledger knows what steps are made of
 
@@ -17,7 +19,10 @@ DTYPES = pytest.mark.parametrize("dtype", LIMITS, ids=str)
 
 
 @DTYPES
-@pytest.mark.parametrize(("rows", "multiprocessors", "tiles"), [(1, 132, 1), (2, 4, 2), (3, 132, 1), (8, 8, 2)])
+@pytest.mark.parametrize(
+    ("rows", "multiprocessors", "tiles"),
+    [(1, 132, 1), (2, 4, 2), (3, 132, 1), (8, 8, 2), (9, 132, 1), (20, 8, 2), (35, 4, 2)],
+)
 def test_a_group(dtype, rows, multiprocessors, tiles, interpreted):
     torch.manual_seed(rows)
     interpreted.use("sm_90")
@@ -66,14 +71,15 @@ def test_rows_have_the_same_bits_in_any_batch(multiprocessors, layout, dtype, in
     """Depths are of several rounds of all warps, with a rest that is no whole step."""
     torch.manual_seed(7)
     interpreted.multiprocessors = multiprocessors
-    part = make(dtype, 11, 2120, 128, layout, has=("add",))
+    part = make(dtype, 35, 2120, 128, layout, has=("add",))
     (whole,) = check([part])
-    for first, end in ((0, 1), (3, 5), (2, 10), (10, 11)):
+    for first, end in ((0, 1), (3, 5), (2, 10), (10, 11), (0, 11), (4, 30)):
         (some,) = check([part._replace(x=part.x[first:end], add=part.add[first:end])])
         assert torch.equal(some, whole[first:end])
     first, *others = interpreted.take()
     assert first.grid[1] == 2
     assert {launch.grid[1] for launch in others} == {1}
+    assert {launch.parameters["ROW_TILES"] for launch in (first, *others)} == {1, 2, 4}
     assert {launch.parameters["TILES"] for launch in (first, *others)} == ({1, 2} if multiprocessors == 3 else {1})
     assert {launch.parameters["NUM_THREADS"] for launch in (first, *others)} == {256 if multiprocessors == 3 else 512}
 
@@ -95,11 +101,37 @@ def test_steps_of_models(kind, dtype, rows, interpreted, monkeypatch):
     with torch.no_grad():
         ours = run()
         assert "layer_products" in {launch.template for launch in interpreted.take()}
-        monkeypatch.setattr(of_nn, "_together", lambda _: None)
+        monkeypatch.setattr(of_nn, "_together", lambda several: [None] * len(several))
         of_torch = run()
         assert "layer_products" not in {launch.template for launch in interpreted.take()}
     errors = [relative(x, y) for x, y in zip(ours, of_torch, strict=True)]
     assert max(errors) < 8 * LIMITS[dtype], errors
+
+
+@pytest.mark.parametrize("kind", [RWKV7, RWKV6])
+@pytest.mark.parametrize("has_nodes", [False, True])
+def test_prompts_of_models(has_nodes, kind, interpreted, monkeypatch):
+    """Low-rank products of prompts are ours, in lists of nodes too; logits are those by products of torch."""
+    interpreted.use("sm_90")
+    monkeypatch.setattr(node, "devices", {"cuda"} if has_nodes else set())
+    monkeypatch.setattr(of_nn, "ROWS", 4)
+    sizes = {"width": 64, "head_size": 32, "hidden": 96, "layers": 2, "vocabulary": 40}
+    model = nn_cases.make(torch.float16, name=kind.__name__, **sizes)
+    tokens = nn_cases.make_tokens(model, 1, 9)
+
+    def run():
+        with torch.no_grad():
+            made = [model(tokens) for _ in range(3)]  # the first one is noted
+        assert all(torch.equal(x, made[0]) for x in made)
+        return made[0], Counter(launch.template for launch in interpreted.take())["layer_products"]
+
+    ours, count = run()
+    assert count == (3 + has_nodes) * {RWKV7: 5, RWKV6: 6}[kind] * len(model.blocks)
+    monkeypatch.setattr(of_nn, "_together", lambda several: [None] * len(several))
+    signatures.forget()
+    of_torch, count = run()
+    assert count == 0
+    assert relative(ours, of_torch) < 8 * LIMITS[torch.float16]
 
 
 @pytest.mark.parametrize("kind", [RWKV7, RWKV6, RWKV5])
@@ -123,11 +155,14 @@ def test_steps_have_the_same_bits_in_any_batch(kind, interpreted):
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120"])
 @DTYPES
 def test_resources(dtype, arch, from_ledger):
-    """Three blocks of 256 threads have room on a multiprocessor, and nothing spills."""
+    """Three blocks of 256 threads have room on a multiprocessor, two where rows are many, and nothing spills."""
     storage = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
-    for tiles, vector, threads in [*itertools.product((1, 2), (8,), (128, 256, 512)), (1, 1, 256)]:
-        parameters = {"T_IO": storage, "TILES": tiles, "VECTOR": vector, "NUM_THREADS": threads}
+    several = [*itertools.product((1, 2), (1, 2, 4), (8,), (128, 256, 512)), (1, 1, 1, 256), (2, 4, 1, 256)]
+    for tiles, row_tiles, vector, threads in several:
+        parameters = {
+            "T_IO": storage, "TILES": tiles, "ROW_TILES": row_tiles, "VECTOR": vector, "NUM_THREADS": threads,
+        }  # fmt: skip
         made = kernel.get(kernel.Request(template.library("layer_products"), parameters, arch))
         used = made.resources["layer_products"]
         assert used.spill_bytes == 0
-        assert used.registers <= (128 if threads == 512 else 80)
+        assert used.registers <= (128 if threads == 512 or row_tiles > 1 else 80)

@@ -529,16 +529,24 @@ def test_decode_of_a_model(op, dtype, limit, width, size):
     pool, slots = model.new_pool(10, reserved=1), torch.tensor([7, 2, 0, 9, 4]).cuda()
     for name in kept:
         pool[name].normal_()
-    states = {name: pool[name].double() for name in kept}
+    # The model, and those whose parameters are rounded otherwise, with states of their own.
+    models = [comparing.rounded_otherwise(model.double(), noise) for noise in (0, *[limit / 10] * 4)]
+    states = [{name: pool[name].double() for name in kept} for _ in models]
+    model = model.to(DTYPES[dtype])
     begun = {name: pool[name].clone() for name in kept}
     there = torch.tensor([0, 1, 3, 4], device="cuda")
+
+    def check(x, several):
+        apart = max(comparing.relative(other, several[0]) for other in several[1:])
+        assert comparing.relative(x, several[0]) < limit + apart
+
     for _ in range(6):  # the second one is captured
         tokens = torch.randint(300, (5,), device="cuda")
         logits = model.step(tokens, pool, slots)
-        want = expected(model, tokens[there], slots[there], states)
-        assert comparing.relative(logits[there], want) < limit
-    for name, x in states.items():
-        assert comparing.relative(pool[name], x) < limit
+        at = tokens[there], slots[there]
+        check(logits[there], [expected(each, *at, of_each) for each, of_each in zip(models, states, strict=True)])
+    for name in kept:
+        check(pool[name], [each[name] for each in states])
         others = [slot for slot in range(10) if slot not in (7, 2, 9, 4)]
         assert torch.equal(pool[name][:, others], begun[name][:, others])
 

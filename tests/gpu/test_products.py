@@ -20,7 +20,7 @@ make = partial(product_cases.make, device="cuda")
 
 
 @DTYPE
-@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 9, 21, 32])
 @pytest.mark.parametrize("width", [64, 768, 2048, 4096])
 def test_the_groups_of_a_layer(width, rows, dtype, op):
     ranks = [max(32, width // each) for each in (16, 24, 8, 24)]
@@ -42,10 +42,10 @@ def test_odd_sizes(dtype, op):
 @DTYPE
 @pytest.mark.parametrize("layout", ["wide", "deep"])
 def test_rows_have_the_same_bits_in_any_batch_and_run(layout, dtype, op):
-    part = make(dtype, 19, 2120, 8192, layout, "tanh")
+    part = make(dtype, 41, 2120, 8192, layout, "tanh")
     with torch.no_grad():
         (whole,) = products([part])
-        for first, end in ((0, 19), (0, 1), (3, 5), (2, 10), (11, 19)):
+        for first, end in ((0, 41), (0, 1), (3, 5), (2, 10), (25, 41), (5, 37)):
             (some,) = products([part._replace(x=part.x[first:end])])
             assert torch.equal(some, whole[first:end])
 
@@ -64,10 +64,10 @@ def test_behind_launches_that_write_what_it_reads(op):
 
 
 @DTYPE
-@pytest.mark.parametrize("rows", [1, 5, 8])
+@pytest.mark.parametrize("rows", [1, 5, 8, 27])
 @pytest.mark.parametrize("name", ["RWKV7", "RWKV6", "RWKV5"])
 def test_steps(name, rows, dtype, op, monkeypatch):
-    """Three steps: as they are, and twice from a graph; as near to a float32 model as those by products of torch."""
+    """Three steps: as they are, and twice from a graph; logits and states are those of a float32 model."""
     sizes = {"width": 256, "head_size": 64, "hidden": 512, "layers": 3, "vocabulary": 400}
     ranks = {"ranks": {"w": 32, "a": 48, "v": 32, "g": 64}} if name == "RWKV7" else {}
     model = nn_cases.make(dtype, name=name, **sizes, **ranks).cuda()
@@ -82,8 +82,9 @@ def test_steps(name, rows, dtype, op, monkeypatch):
     monkeypatch.setattr(of_nn, "_together", lambda several: taken.append(together(several)) or taken[-1])
     ours = run(model)
     assert taken
-    assert None not in taken
-    monkeypatch.setattr(of_nn, "_together", lambda _: None)
-    model = nn_cases.make(dtype, name=name, **sizes, **ranks).cuda()
-    for x, y, exact in zip(ours, run(model), run(model.float()), strict=True):
-        assert comparing.relative(x, exact) < 1.5 * comparing.relative(y, exact) + LIMITS[dtype]
+    assert not any(None in several for several in taken)
+    model = nn_cases.make(dtype, name=name, **sizes, **ranks).cuda().float()
+    exact, *others = (run(comparing.rounded_otherwise(model, noise)) for noise in (0, *[LIMITS[dtype]] * 8))
+    for place, (x, want) in enumerate(zip(ours, exact, strict=True)):
+        apart = max(comparing.relative(several[place], want) for several in others)
+        assert comparing.relative(x, want) < 10 * LIMITS[dtype] + apart

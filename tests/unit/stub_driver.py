@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch._dynamo  # which takes the functions of torch for those that it finds when it is imported
 from torch._subclasses import fake_tensor
 
 import rwkv_jit

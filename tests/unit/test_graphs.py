@@ -671,6 +671,9 @@ def by_loop(model, prompts, count, generator=None, temperature=1.0, top_p=1.0, t
         logits = torch.stack(rows)
         if temperature == 0:
             drawn = logits.argmax(-1).tolist()
+        elif top_k is None and top_p == 1:
+            chances = torch.softmax(logits / temperature, -1)
+            drawn = torch.multinomial(chances, 1, generator=generator).flatten().tolist()
         else:
             chances, order = torch.softmax(logits / temperature, -1).sort(-1, descending=True)
             if top_k is not None:

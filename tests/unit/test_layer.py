@@ -701,8 +701,11 @@ def test_launches_overlap_where_they_can(on_gpu, arch):
 
 # ---- a layer of decode -------------------------------------------------------------------------------------------
 
-PRODUCTS = {"linear": 7, "matmul": 7}  # of a layer behind the first: large matrices and w's second; low-rank ones
-OTHERS = {"add": 1}  # of the residual; mixes of all layers are made at once
+PRODUCTS = {
+    "linear": 6,
+    "addmm": 1,
+    "matmul": 7,
+}  # of a layer behind the first: large matrices and w's second; low-rank ones
 
 
 class Calls(torch.overrides.TorchFunctionMode):
@@ -710,7 +713,7 @@ class Calls(torch.overrides.TorchFunctionMode):
 
     FREE = (
         "view", "__getitem__", "unbind", "__iter__", "__len__", "__get__", "data_ptr", "empty_strided", "numel", "dim",
-        "is_contiguous", "stride", "get_device", "element_size", "t", "to", "unflatten",
+        "is_contiguous", "stride", "get_device", "element_size", "t", "to", "unflatten", "reshape",
     )  # fmt: skip
 
     def __init__(self):
@@ -738,7 +741,7 @@ def test_a_layer_of_decode_takes_eight_launches_and_little_else_beside_products(
         "layer_gated_norm", "layer_shift_mix", "layer_activate",
     ]  # fmt: skip
     assert launched == {layers: layers * layer for layers in (2, 3)}
-    assert asked[3] - asked[2] == Counter(PRODUCTS | OTHERS)
+    assert asked[3] - asked[2] == Counter(PRODUCTS)  # mixes of all layers are made at once
 
 
 # ---- what is made ahead ------------------------------------------------------------------------------------------
@@ -767,7 +770,7 @@ def test_every_kernel_of_a_serving_step_is_made_ahead(on_gpu, dtype, monkeypatch
     for count in (1, 300):
         model.step(torch.arange(count) % 64, pool, torch.arange(1, count + 1, dtype=torch.int32))
         asked = check_asked(on_gpu, made)
-        if count == 1 and dtype != torch.float32:  # whose products have the functions behind them
+        if dtype != torch.float32:  # low-rank products have the functions behind them
             assert asked == IN_DECODE - {"layer_activate"} | {"layer_products", "update_states"}
         else:
             assert asked == IN_DECODE | {"update_states"}
