@@ -374,6 +374,16 @@ class Recorded:
         self._backwards: dict[_Key, Callable[[list[Any]], Sequence[Tensor | None]]] = {}
         self._record(None)
 
+    def prepare(self, there: Sequence[int]) -> None:
+        """Write the list of a backward that gets gradients of these outputs alone, before anybody else has this.
+
+        In the first backward of a model there may be no memory for another layer.
+        """
+        for strides, wants in [*self._backwards]:
+            key = tuple([x if i in there else None for i, x in enumerate(strides)]), wants
+            if any(x is not None for x in key[0]) and key not in self._backwards:
+                self._record(key)
+
     def run(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
         """Return the outputs, as those of a node where gradients were recorded."""
         if self._backwards:

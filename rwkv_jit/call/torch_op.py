@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rwkv_jit.call import checks, differentiable, plain, prepared, recording, registry, rule, sharding, tensors
+from rwkv_jit.call import checks, differentiable, plain, prepared, recording, registry, rule, sharding, tape, tensors
 from rwkv_jit.call import switches as modes
 from rwkv_jit.call.checks import check_flag, check_options, check_tensors, is_for_kernels
 from rwkv_jit.call.differentiable import Differentiable, Named, Values
@@ -109,16 +109,17 @@ def call(
         to_run = asked_options(whole, arrays[0].dtype, switches)
         if is_for_kernels(backend, arrays[0]):
             is_direct = tensors.is_eager() and tensors.are_plain((*arrays, initial_state, cu_seqlens))
+            is_real = is_direct or tape.is_recording()
             # A backend that was named is one for this device, but "split", which may be segments or large heads.
-            if is_direct or backend not in ("auto", "split"):
+            if is_real or backend not in ("auto", "split"):
                 problem = problem_of(
                     op, arrays, initial_state, cu_seqlens, to_run, output_final_state, training, decay_bound, traits,
-                    is_direct,
+                    is_real,
                 )  # fmt: skip
                 if is_direct:
                     known = _prepare(torch_op, problem, arrays, initial_state, cu_seqlens, asked, is_public=True)
                 else:
-                    to_run = options_of(resolved(problem, arrays))
+                    to_run = options_of(resolved(problem, arrays, is_real))
     if initial_state is not None and initial_state.dim() == len(op.state):
         sequences = arrays[op.lead].shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         initial_state = initial_state.expand(sequences, *initial_state.shape)

@@ -236,12 +236,17 @@ def _recorded(layer: nn.Module, parts: Callable[..., Any], form: Any, arrays: Se
         places = [next((i for i, y in enumerate(leaves) if x is y), None) for x in made]
         new = [x for x, place in zip(made, places, strict=True) if place is None]
         order = iter(range(len(new)))
-        known[:] = build, [next(order) if place is None else ~place for place in places]
+        first = results if type(results) is tuple else (results,)
+        usual = [i for i, x in enumerate(new) if any(x is y for y in first)]  # those that are in no state
+        known[:] = build, [next(order) if place is None else ~place for place in places], usual
         return new
 
     name = _kind(layer).__name__
     try:
-        return _Found(tape.Recorded(function, arrays, name), *known)
+        recorded = tape.Recorded(function, arrays, name)
+        build, sources, usual = known
+        recorded.prepare(usual)
+        return _Found(recorded, build, sources)
     except (tape.CannotRecord, torch.OutOfMemoryError) as error:
         stats.logger.info(printable(f"{name} runs as its parts: {error}"))
         return None

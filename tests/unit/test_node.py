@@ -402,6 +402,30 @@ def test_saved_tensors_of_other_strides(nodes, monkeypatch):
     both(monkeypatch, with_other_memory, nodes, equal=torch.allclose)
 
 
+@pytest.mark.parametrize(("kind", "is_packed"), [("RWKV5", False), ("RWKV6", False), ("RWKV7", False), ("RWKV7", True)])
+def test_no_more_is_saved_than_by_the_parts(kind, is_packed, on_gpu, monkeypatch):
+    """Bytes that a backward of kernels keeps, whose algorithm may cut segments."""
+    on_gpu.use("sm_90")
+    layer = nn_cases.make(torch.bfloat16, name=kind, width=128, head_size=64, hidden=128, layers=2).blocks[0]
+    x = torch.randn(1, 4096, 128).bfloat16().requires_grad_()
+    bounds = torch.tensor([0, 100, 4096]) if is_packed else None
+
+    def kept(devices):
+        monkeypatch.setattr(node, "devices", devices)
+        found = {}
+        for _ in range(3):  # the second one is a known call
+            found.clear()
+            with torch.autograd.graph.saved_tensors_hooks(
+                lambda x: found.setdefault(x.untyped_storage().data_ptr(), x), lambda x: x
+            ):
+                y = layer(x, cu_seqlens=bounds)[0]
+        y.float().sum().backward()
+        return sum(each.untyped_storage().nbytes() for each in found.values())
+
+    parts = kept(())
+    assert kept(("cuda",)) <= parts
+
+
 @pytest.mark.parametrize("is_graded", [False, True])
 def test_no_result_shares_memory(is_graded):
     def function(x):
@@ -449,13 +473,22 @@ def test_equal_layers_share_their_lists(nodes, monkeypatch):
     assert sum(noted) == 6
 
 
+def test_first_backward_notes_nothing(nodes, monkeypatch):
+    noted, model = recordings(monkeypatch), nn_cases.make()
+    model.blocks[-1].att.key.register_forward_hook(lambda *_: None)  # so that its gradients are no others
+    logits = model(nn_cases.make_tokens(model, 2, 7))
+    count = len(noted)
+    nn_cases.weighted([logits]).backward()
+    assert len(noted) == count == 4
+
+
 def test_switches_of_the_forward_count(nodes, monkeypatch):
     seen = []
     monkeypatch.setattr(tape, "Tape", lambda inputs, own=tape.Tape: (seen.append(switches.current()), own(inputs))[1])
     y, *_ = block()(*inputs())
     with switches.at(switches.HIGH):
         y.sum().backward()  # whose gradient has other strides, so that it is noted anew
-    assert seen == [switches.USUAL] * 2
+    assert seen == [switches.USUAL] * 3
 
 
 def test_threads_that_note_one_layer(nodes):
