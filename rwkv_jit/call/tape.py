@@ -190,7 +190,7 @@ class Tape(TorchDispatchMode):
 
 def is_recording() -> bool:
     """Return whether a tape notes what runs."""
-    return isinstance(_get_current_dispatch_mode(), Tape)
+    return not torch.compiler.is_compiling() and isinstance(_get_current_dispatch_mode(), Tape)
 
 
 # ---- lists -------------------------------------------------------------------------------------------------------
