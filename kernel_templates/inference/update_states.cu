@@ -98,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) update_
     };
     load(0);
     if constexpr (BONUS) held.u.load(u);
-    // Were w0 moved where it is not null, and asked again, ptxas (12.9, 13.0) would ask before it is there.
+    // w0 is not moved before: ptxas 12.9 and 13.0 compare a pointer that is null or moved with null too soon.
     if (DECAY != Decay::none && w0 != nullptr) held.w0.load(w0 + head * HEAD_SIZE);
 
     Tile tile;

@@ -109,7 +109,7 @@ def call(
         to_run = asked_options(whole, arrays[0].dtype, switches)
         if is_for_kernels(backend, arrays[0]):
             is_direct = tensors.is_eager() and tensors.are_plain((*arrays, initial_state, cu_seqlens))
-            is_real = is_direct or tape.is_recording()
+            is_real = is_direct or tape.is_recording()  # tensors with values, which a compiler's have not
             # A backend that was named is one for this device, but "split", which may be segments or large heads.
             if is_real or backend not in ("auto", "split"):
                 problem = problem_of(

@@ -39,7 +39,8 @@ def products(*several: Product) -> list[Tensor]:
     linear layers that nobody has changed. All else is called one by one.
     """
     together = _together(several)
-    made = iter(of_layers.products(own) if (own := [each for each in together if each is not None]) else ())
+    own = [each for each in together if each is not None]
+    made = iter(of_layers.products(own) if own else ())
     return [_by_torch(each) if ours is None else next(made) for each, ours in zip(several, together, strict=True)]
 
 

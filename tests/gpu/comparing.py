@@ -1,6 +1,5 @@
 """What the GPU tests share: inputs like a model's, and the comparison with the float64 recurrence."""
 
-import copy
 import itertools
 import math
 
@@ -68,15 +67,6 @@ def relative(x, reference):
     assert x.shape == reference.shape
     assert torch.isfinite(x).all()
     return float((x - reference).norm() / reference.norm().clamp_min(1e-300)) if x.numel() else 0.0
-
-
-def rounded_otherwise(model, noise):
-    """A copy of a model in whose parameters other digits are lost: what its results differ by is theirs."""
-    model = copy.deepcopy(model)
-    with torch.no_grad():
-        for x in model.parameters():
-            x.mul_(1 + noise * (2 * torch.rand_like(x) - 1))
-    return model
 
 
 def run(op, given, state=None, weights=None, function=None, **options):

@@ -20,7 +20,7 @@ make = partial(product_cases.make, device="cuda")
 
 
 @DTYPE
-@pytest.mark.parametrize("rows", [1, 2, 3, 8, 9, 21, 32])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 9, 21, 32])
 @pytest.mark.parametrize("width", [64, 768, 2048, 4096])
 def test_the_groups_of_a_layer(width, rows, dtype, op):
     ranks = [max(32, width // each) for each in (16, 24, 8, 24)]
@@ -67,24 +67,25 @@ def test_behind_launches_that_write_what_it_reads(op):
 @pytest.mark.parametrize("rows", [1, 5, 8, 27])
 @pytest.mark.parametrize("name", ["RWKV7", "RWKV6", "RWKV5"])
 def test_steps(name, rows, dtype, op, monkeypatch):
-    """Three steps: as they are, and twice from a graph; logits and states are those of a float32 model."""
+    """Three steps: as they are, and twice from a graph; logits and states are those by products of torch."""
     sizes = {"width": 256, "head_size": 64, "hidden": 512, "layers": 3, "vocabulary": 400}
     ranks = {"ranks": {"w": 32, "a": 48, "v": 32, "g": 64}} if name == "RWKV7" else {}
     model = nn_cases.make(dtype, name=name, **sizes, **ranks).cuda()
 
-    def run(model):
+    def run():
         pool = model.new_pool(rows)
+        torch.manual_seed(0)
+        pool["wkv"].normal_(std=16)  # of a first token r.k may be near 0, and the norm behind makes any rounding large
         logits = [model.step(nn_cases.make_tokens(model, rows, seed=seed).cuda(), pool) for seed in range(3)]
         return [*(x.clone() for x in logits), *(pool[x].clone() for x in model._State._fields)]
 
     taken = []
     together = of_nn._together
     monkeypatch.setattr(of_nn, "_together", lambda several: taken.append(together(several)) or taken[-1])
-    ours = run(model)
+    ours = run()
     assert taken
     assert not any(None in several for several in taken)
-    model = nn_cases.make(dtype, name=name, **sizes, **ranks).cuda().float()
-    exact, *others = (run(comparing.rounded_otherwise(model, noise)) for noise in (0, *[LIMITS[dtype]] * 8))
-    for place, (x, want) in enumerate(zip(ours, exact, strict=True)):
-        apart = max(comparing.relative(several[place], want) for several in others)
-        assert comparing.relative(x, want) < 10 * LIMITS[dtype] + apart
+    monkeypatch.setattr(of_nn, "_together", lambda several: [None] * len(several))
+    model = nn_cases.make(dtype, name=name, **sizes, **ranks).cuda()
+    for x, y in zip(ours, run(), strict=True):
+        assert comparing.relative(x, y) < 10 * LIMITS[dtype]
