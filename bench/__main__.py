@@ -12,7 +12,21 @@ from typing import Any
 
 import torch
 
-from bench import cases, curves, decode, layers, measure, plot, processes, record, service, suites, training, warm_fla
+from bench import (
+    cases,
+    curves,
+    decode,
+    host,
+    layers,
+    measure,
+    plot,
+    processes,
+    record,
+    service,
+    suites,
+    training,
+    warm_fla,
+)
 from bench.cases import Case
 from rwkv_jit.desk import bench, cli
 from rwkv_jit.kernels import stats
@@ -52,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     add("ops", "measure the ops, torch, and FLA, Wind and others if they are installed", _ops, _show, _add_options)
     for module, name, summary in (
         (layers, "layers", "measure the small operations of a layer and the loss, beside torch"),
+        (host, "host", "measure known calls, eager and compiled: the host's time and the GPU's"),
         (service, "service", "measure the cost of the service: imports, first calls, host time of a call"),
         (training, "training", "measure how fast models of RWKV-7 train, and their time mixing, with FLA's"),
         (decode, "decode", "measure how fast models of RWKV-5, 6 and 7 decode tokens and read prompts"),

@@ -13,9 +13,10 @@ import rwkv_jit
 from rwkv_jit.desk import bench, figures
 from rwkv_jit.desk.inputs import DTYPES, OURS, PHASES, USUAL_PHASES, Function, Given, Who, call_of, read_shape
 
-# Their inputs: t has all tokens, h has them by heads, c and digits have channels alone.
+# Their inputs: t has all tokens, h has them by heads, c and digits have channels alone, f has four taps of each.
 WORKS = {
-    "token_shift, 6 mixes": "t6", "token_shift, 1 mix": "t1", "prepare_keys": "hhhhhcccc", "gated_norm": "htcchhhc",
+    "token_shift, 6 mixes": "t6", "token_shift, 1 mix": "t1", "norm_shift, 6 mixes": "tcc6", "causal_conv1d": "tf",
+    "prepare_keys": "hhhhhcccc", "gated_norm": "htcchhhc",
     "gated": "tt", "activate": "t", "cross_entropy": "", "linear_cross_entropy": "", "RWKV7TimeMix": "tt",
     "RWKV7TimeMix, products": "", "RWKV7Block": "tt", "RWKV7Block, products": "",
 }  # fmt: skip
@@ -75,7 +76,7 @@ def rows_of(case: Work, device: str) -> list[dict[str, Any]]:
 def calls_for(case: Work, device: str) -> Given:
     """Return what a work of a layer is measured with; a module stands beside the products of its matrices alone."""
     (batch, tokens, width), random = case.shape, partial(torch.randn, device=device, dtype=case.dtype)
-    sizes = {"t": (batch, tokens, width), "h": (batch, tokens, width // 64, 64), "c": (width,)}
+    sizes = {"t": (batch, tokens, width), "h": (batch, tokens, width // 64, 64), "c": (width,), "f": (width, 4)}
     inputs = [random(sizes.get(letter) or (int(letter), width)) for letter in WORKS[case.op]]
     name, _, more = case.op.partition(", ")
     ours: Any = getattr(rwkv_jit.nn if name.startswith("RWKV7") else rwkv_jit, name)
@@ -97,6 +98,10 @@ def calls_for(case: Work, device: str) -> Given:
     elif name == "prepare_keys":
         names = ("k", "v", "rate", "v_first", "v_gate", "k_k", "k_a", "a0", "v0")
         ours, theirs = (partial(lambda f, *x: f(**dict(zip(names, x, strict=True))), f) for f in (ours, theirs))
+    elif name == "norm_shift":
+        ours, theirs = (partial(lambda f, *x: (*f(*x)[1], f(*x)[2]), f) for f in (ours, theirs))
+    elif name == "causal_conv1d":
+        ours, theirs = (partial(lambda f, *x: f(*x)[0], f) for f in (ours, theirs))
     elif name == "activate":
         ours, theirs = (partial(f, kinds="relu_squared") for f in (ours, theirs))
     everyone: dict[Who, Function | None] = {

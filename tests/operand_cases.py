@@ -291,8 +291,9 @@ def check_delta(words, sizes, dtype=BF16, wide=FP32):
     whole = Schedule(tuple(renamed(whole.steps, absent)), results, vectors=whole.vectors)
     written = Plan(whole, p, inputs).run([*inputs.values()])
     grads = {f"grad_{each}": torch.randn_like(x) for each, x in zip(results, written, strict=True)}
-    if kinds[0] == "softplus":  # a token that leaves nothing has no gradient of its log-decay
-        grads["grad_w"].masked_fill_(written[[*results].index("w")] < -87, 0)
+    if kinds[0] == "softplus":
+        # A token that leaves nothing has no gradient of its log-decay. One sign: sums for a head do not cancel then.
+        grads["grad_w"].abs_().masked_fill_(written[[*results].index("w")] < -87, 0)
 
     types = {**p.types, **{each: tensors.STORAGE[x.dtype] for each, x in grads.items()}}
     parts = {f"d{each}": f"d{each}_parts" for each in ("k", "q") if each in inputs} if several > 1 else {}

@@ -364,6 +364,7 @@ def test_arguments_that_do_not_go_together(measured, run, arguments, message):
         (["ops", "--op", "wkv6", "--inputs", "packed", "--shape", "2,32,1,8"], "packed ones are a batch of 1 with 16"),
         (["layers", "--shape", "1,2,3"], "B,T,C with C a multiple of 64, got '1,2,3'"),
         (["layers", "--shape", "a,b,64"], "B,T,C with C a multiple of 64, got 'a,b,64'"),
+        (["host", "--shape", "1,2,3"], "expected positive numbers B,T,H,N, got '1,2,3'"),
     ],
 )
 def test_arguments_of_the_folder_that_do_not_go_together(measured, capsys, arguments, message):
@@ -379,6 +380,24 @@ def test_layers_are_measured_on_the_cpu(capsys, monkeypatch):
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert {row["op"] for row in rows} == {*layers.WORKS}
     assert all(row["median_ms"] == 2.0 for row in rows)
+
+
+def test_known_calls_are_measured_on_the_cpu(capsys, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch, "compile", lambda function: compiled.append(function) or function)
+    monkeypatch.setattr(figures, "cpu_ms", lambda call: [3.0, 1.0, 2.0] if call() is not None else [])
+    assert program.main(["host", "--json", "--eager"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    every = {(op, phase) for op in OPS for phase in ("forward", "forward+backward", "update")}
+    every -= {("wkv4", "update"), *((op, phase) for op, phase in every if op == "timex")}
+    assert every < {(row["call"], row["phase"]) for row in rows}
+    assert {"norm_shift, 6 mixes", "causal_conv1d", "gated_norm", "prepare_keys"} < {row["call"] for row in rows}
+    assert all(row["eager_ms"] == 2.0 and row["compiled_ms"] is row["skipped"] is None for row in rows)
+    assert program.main(["host", "--json", "--op", "kda", "--op", "activate", "--shape", "2,3,2,32"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"][2:]  # behind those of torch
+    assert [row["call"] for row in rows] == ["kda"] * 3 + ["activate"] * 2
+    assert [row["compiled_ms"] for row in rows] == [2.0] * len(compiled) == [2.0] * 5
 
 
 def test_what_the_machine_cannot_do_is_said(run, monkeypatch):
