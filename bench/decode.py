@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,16 +13,19 @@ from bench import cases, models, record
 from bench.models import GRAPHED, MODELS, NODES, PARTS
 from bench.rwkv7_models import HEAD_SIZE, Sizes
 from bench.training import tell, told
-from rwkv_jit.desk import bench, terminal
+from rwkv_jit.desk import bench, figures, terminal
 
 LARGE, SMALL = Sizes(24, 2048, 1, 1, 65536), Sizes(2, 64, 1, 1, 256)  # the small ones without a GPU
 BATCHES, PROMPTS = {"cuda": [1, 32, 256], "cpu": [1, 2]}, {"cuda": [512, 4096], "cpu": [16]}
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+_READ, _WRITTEN = 8, 64  # tokens
 METHODS = (
     "Median and quartiles of a step. A token: `step` of so many sequences, whose states lie in a pool; of the bytes: "
     "weights and states, read and written, at the speed of a copy in the same run. A prompt: `prefill` of one "
     "sequence; of the FLOPs: two for each weight of a matrix and token, and the recurrence, of dense 16-bit matrices. "
+    f"generate: a token of it, of {_WRITTEN} that continue prompts of {_READ}, drawn with its defaults. "
 )
+GENERATE = "generate"
 
 
 def row_of(
@@ -34,8 +38,10 @@ def row_of(
         "part": "prompt" if is_prompt else "token", "model": name, "by": f"rwkv_jit {mode}, {dtype}", "ranks": 1,
         **sizes._asdict(), "parameters": dtype, **models.EMPTY, "copy_use": None,
     }  # fmt: skip
-    with models.survived(row), models.running(mode):
+    with models.survived(row), models.running(GRAPHED if mode == GENERATE else mode):
         model._decoder.calls.forget()
+        if mode == GENERATE:
+            return row | generated(model, sizes, device)
         pool = model.new_pool(sizes.batch)
         step = _step_of(model, pool, sizes, device)
         for _ in range(models.WARM_UP):
@@ -53,6 +59,18 @@ def row_of(
         elif copy_tb_per_s is not None:
             row["copy_use"] = _bytes_of(model, pool) / (1e12 * copy_tb_per_s) / seconds
     return row
+
+
+def generated(model: Any, sizes: Sizes, device: str) -> dict[str, Any]:
+    """Return what a row says of a token of `generate`, by the clock: prompts and the host's work are within."""
+    prompts = torch.randint(sizes.vocabulary, (sizes.batch, _READ), device=device)
+    times = []
+    for _ in range(models.WARM_UP + 5):
+        begun = time.perf_counter()
+        model.generate(prompts, _WRITTEN).sum().item()
+        times.append(1e3 * (time.perf_counter() - begun) / _WRITTEN)
+    found = figures.spread(times[models.WARM_UP :])
+    return found | {"tokens_per_s": sizes.batch / found["median_ms"] * 1e3}
 
 
 def _step_of(model: Any, pool: Any, sizes: Sizes, device: str) -> Callable[[], Any]:
@@ -96,7 +114,7 @@ def run(parsed: argparse.Namespace) -> dict[str, Any]:
     dtype, copy = DTYPES[parsed.dtype or ("float32" if device == "cpu" else "float16")], None
     if device == "cuda":
         copy = cases.copy_tb_per_s()
-    calls = [(sizes._replace(batch=batch), mode) for batch in batches for mode in (PARTS, GRAPHED)]
+    calls = [(sizes._replace(batch=batch), mode) for batch in batches for mode in (PARTS, GRAPHED, GENERATE)]
     calls += [(sizes._replace(tokens=tokens), mode) for tokens in prompts for mode in (PARTS, NODES)]
     rows, model = list[dict[str, Any]](), None
     for name in parsed.model or MODELS:

@@ -76,9 +76,10 @@ def _allow_graphs(count: int) -> None:
 
 def _ours(
     sizes: Sizes, device: str, dtype: torch.dtype = torch.bfloat16, is_compiled: bool = False, mode: str = NODES,
-    kind: str = "RWKV7",
+    kind: str = "RWKV7", checkpointing: bool = False,
 ) -> Made:  # fmt: skip
     model = rwkv7_models.our_model(sizes, device, dtype, MODELS[kind])
+    model.checkpointing = checkpointing
     _compiled(list(model.blocks), is_compiled)
     return Made(model.loss, model.param_groups(**RATES), model, mode, dtype != torch.bfloat16)
 
@@ -90,11 +91,14 @@ def _theirs(sizes: Sizes, device: str, is_compiled: bool = False, **options: Any
     return Made(rwkv7_models.fla_loss(model), rwkv7_models.groups_in_fla(ours, model, **RATES))
 
 
-_OF_MODES = {"rwkv_jit": NODES, "rwkv_jit as parts": PARTS, "rwkv_jit graphed": GRAPHED}
+_OF_MODES: dict[str, dict[str, Any]] = {
+    "rwkv_jit": {}, "rwkv_jit as parts": {"mode": PARTS}, "rwkv_jit graphed": {"mode": GRAPHED},
+    "rwkv_jit checkpointing": {"checkpointing": True},
+}  # fmt: skip
 OURS: dict[str, Callable[..., Made]] = {
-    f"{name}{of_dtype}": partial(_ours, mode=mode, dtype=dtype)
+    f"{name}{of_dtype}": partial(_ours, dtype=dtype, **options)
     for of_dtype, dtype in (("", torch.bfloat16), (", float32 parameters", torch.float32))
-    for name, mode in _OF_MODES.items()
+    for name, options in _OF_MODES.items()
 }
 OURS["rwkv_jit compiled"] = partial(_ours, is_compiled=True)
 WHO: dict[str, Callable[[Sizes, str], Made]] = {

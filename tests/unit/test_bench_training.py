@@ -156,6 +156,7 @@ def test_tokens_and_prompts_are_measured(program):
     assert [json.loads(line) for line in said.splitlines() if line.startswith("{")] == rows
     assert [(row["part"], row["by"], row["batch"], row["tokens"], row["skipped"]) for row in rows] == [
         ("token", "rwkv_jit parts, float32", 3, 1, None), ("token", "rwkv_jit graphed, float32", 3, 1, None),
+        ("token", "rwkv_jit generate, float32", 3, 1, None),
         ("prompt", "rwkv_jit parts, float32", 1, 16, None), ("prompt", "rwkv_jit nodes, float32", 1, 16, None),
     ]  # fmt: skip
     for row in rows:
@@ -166,7 +167,7 @@ def test_tokens_and_prompts_are_measured(program):
     assert code == 0
     assert "a token: 1 layers, width 64, vocabulary 256" in printed
     assert [printed.count(x) for x in ("RWKV7 ", "RWKV6 ", "a prompt: ", "graphed, bfloat16", "skipped")] == [
-        2, 2, 0, 2, 0,
+        3, 3, 0, 2, 0,
     ]  # fmt: skip
 
 
