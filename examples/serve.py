@@ -217,7 +217,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help="decode every request again alone, and compare")
     parser.add_argument("--quiet", action="store_true", help="no live table")
     parser.add_argument("--json", action="store_true", help="print a summary as JSON, and nothing else")
-    parser.add_argument("--http", metavar="[HOST:]PORT", type=address, help="serve OpenAI's API; port 0 is a free one")
+    parser.add_argument("--http", metavar="ADDRESS", type=address, help="serve OpenAI's API at [HOST:]PORT")
     for name, what in (
         ("queue", "requests that may wait for a slot"), ("prefixes", "beginnings of prompts whose states are kept"),
         ("max_tokens", "the longest answer, in tokens"), ("grace", "seconds that requests have to end after a signal"),

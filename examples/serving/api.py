@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from serving.engine import Engine
-from serving.fields import CHAT_STOP, Asked, Refused, read_fields
+from serving.fields import CHAT_STOP, Asked, Refused, read_fields, shown
 from serving.scheduler import Request
 from serving.vocabularies import TokenizerFile, Vocabulary
 
@@ -154,7 +154,9 @@ def application(engine: Engine, vocabulary, model: str, most_tokens: int, ended)
         try:
             return vocabulary.prompt(prompt.encode()) if isinstance(prompt, str) else prompt
         except UnicodeEncodeError as error:
-            raise Refused(400, f"{name}: expected text of UTF-8, got {error.object[error.start]!r}", name) from None
+            raise Refused(
+                400, f"{name}: expected text of UTF-8, got {shown(error.object[error.start])}", name
+            ) from None
 
     async def leave(requests: list[Request]) -> None:
         engine.leave(requests)
@@ -197,7 +199,7 @@ def application(engine: Engine, vocabulary, model: str, most_tokens: int, ended)
     async def one_model(http: HTTPRequest) -> Response:
         name = http.path_params["name"]
         if name != model:
-            raise Refused(404, f"model: expected {model!r}, got {name!r}", "model", "model_not_found")
+            raise Refused(404, f"model: expected {shown(model)}, got {shown(name)}", "model", "model_not_found")
         return JSONResponse(card)
 
     async def refuse(http: HTTPRequest, error: Exception) -> Response:

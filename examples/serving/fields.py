@@ -1,5 +1,6 @@
 """The fields of a request to OpenAI's API: which there are, what they may be, and what is said of others."""
 
+import json
 import math
 import secrets
 from dataclasses import dataclass
@@ -47,31 +48,30 @@ def read_fields(body, model: str, most_tokens: int, vocabulary: int, is_chat: bo
     if not isinstance(name, str):
         raise wrong("model", "the name of a model", name)
     if name != model:
-        raise Refused(404, f"model: expected {model!r}, got {shown(name)}", "model", "model_not_found")
+        raise Refused(404, f"model: expected {shown(model)}, got {shown(name)}", "model", "model_not_found")
     fixed = FIXED | {"logprobs": NO_LOGPROBS[is_chat]}
     for name in fixed.keys() & body.keys():
         value = body.pop(name)
         if not any(type(value) is type(only) and value == only for only in fixed[name]):
-            expected = " or ".join(map(repr, fixed[name][:1])) or "nothing"
-            raise wrong(name, f"{expected}, as this server supports no other value", value)
+            only = shown(fixed[name][0]) if fixed[name] else "nothing"
+            raise wrong(name, f"{only}, as this server supports no other value", value)
     prompts = [chat_of(body.pop("messages", None))] if is_chat else prompts_of(body.pop("prompt", None), vocabulary)
-    longest = [body.pop(name, None) for name in ("max_tokens", *(["max_completion_tokens"] if is_chat else []))]
-    name, count = next(
-        ((name, x) for name, x in zip(("max_tokens", "max_completion_tokens"), longest, strict=False) if x is not None),
-        ("max_tokens", most_tokens if is_chat else min(16, most_tokens)),
-    )
-    is_stream = flag(body, "stream")
+    if is_chat and "max_completion_tokens" in body:  # the newer name
+        body.pop("max_tokens", None)
+        new_tokens = number(body, "max_completion_tokens", int, most_tokens, 1, most_tokens)
+    else:
+        new_tokens = number(body, "max_tokens", int, most_tokens if is_chat else min(16, most_tokens), 1, most_tokens)
     options = body.pop("stream_options", {})
     if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
         raise wrong("stream_options", '{"include_usage": true or false}', options)
     asked = Asked(
         prompts,
-        number({name: count}, name, int, 0, 1, most_tokens),
+        new_tokens,
         number(body, "temperature", float, 1.0, 0, 2),
         number(body, "top_p", float, 1.0, 0, 1),
         number(body, "seed", int, secrets.randbits(62), -(2**63), 2**63 - 1),
         stops_of(body.pop("stop", [])),
-        is_stream,
+        flag(body, "stream"),
         flag(options, "include_usage"),
     )
     for name in body.keys() - IGNORED:
@@ -85,8 +85,8 @@ def wrong(name: str, expected: str, value) -> Refused:
 
 
 def shown(value) -> str:
-    """Return a value as an error shows it: long ones are cut."""
-    text = "nothing" if value is None else repr(value)
+    """Return a value as an error shows it, in JSON: long ones are cut."""
+    text = "nothing" if value is None else json.dumps(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

@@ -129,13 +129,13 @@ def test_64_clients_at_once_get_what_each_gets_alone(tiny, model):
 
 def test_streams_are_what_comes_at_once(tiny, model):
     """Drawn ones too, of several prompts, up to a stop string, with the counts of tokens."""
-    (text,) = [choice.text for choice in create(tiny, prompt_of(1, 20), 24).choices]
+    (text,) = [choice.text for choice in create(tiny, prompt_of(1, 20), 14).choices]
     stop = text[9:12]  # no token is this long
     for more in (
         {}, {"stop": stop}, {"stop": ["\0", text[7:9] + "\0"]}, {"temperature": 1.3, "top_p": 0.9, "seed": 5},
         {"prompt": [prompt_of(1, 20), prompt_of(2, 9)], "temperature": 1.0, "seed": 7},
     ):  # fmt: skip
-        asked = {"prompt": prompt_of(1, 20), "count": 24, **more}
+        asked = {"prompt": prompt_of(1, 20), "count": 14, **more}
         whole = create(tiny, **asked)
         events = list(create(tiny, **asked, stream=True, stream_options={"include_usage": True}))
         *events, last = events
@@ -149,9 +149,9 @@ def test_streams_are_what_comes_at_once(tiny, model):
             assert (choice.text, choice.finish_reason) == (text[: text.index(stop)], "stop")
             assert whole.usage.completion_tokens == text.index(stop) + 3
         elif "prompt" not in more:
-            assert (choice.finish_reason, len(choice.text)) == ("length", 24)
-            assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (20, 24)
-            assert whole.usage.total_tokens == 44
+            assert (choice.finish_reason, len(choice.text)) == ("length", 14)
+            assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (20, 14)
+            assert whole.usage.total_tokens == 34
             assert (choice.text == text) == ("seed" not in more)
     wait_for(lambda: is_idle(tiny))
 
@@ -188,7 +188,7 @@ def test_chats(tiny, model):
 def test_models(tiny):
     (card,) = tiny.client.models.list().data
     assert (card.id, tiny.client.models.retrieve("tiny").id) == ("tiny", "tiny")
-    with pytest.raises(openai.NotFoundError, match="model: expected 'tiny', got 'other/one'"):
+    with pytest.raises(openai.NotFoundError, match='model: expected "tiny", got "other/one"'):
         tiny.client.models.retrieve("other/one")
 
 
@@ -267,7 +267,7 @@ def test_full_pool_lets_requests_wait(model):
         seen, step = [], served.server.step
         served.server.step = lambda: (step(), seen.append((len(served.server.running), len(served.server.waiting))))
         prompts = [prompt_of(number, 10) for number in range(6)]
-        asked = [threads.submit(create, served, prompt, 30) for prompt in prompts]
+        asked = [threads.submit(create, served, prompt, 20) for prompt in prompts]
         wait_for(lambda: len(served.engine.open) == 6)
         with pytest.raises(openai.RateLimitError, match="expected at most 6 requests at once") as refused:
             create(served, "one more")
@@ -336,34 +336,33 @@ ONLY = "as this server supports no other value"
     ("field", "value", "expected", "got"),
     [
         ("prompt", None, PROMPT, "nothing"),
-        ("prompt", "", "at least one character in each", "''"),
+        ("prompt", "", "at least one character in each", '""'),
         ("prompt", [], PROMPT, "[]"),
-        ("prompt", [1, "x"], PROMPT, "[1, 'x']"),
+        ("prompt", [1, "x"], PROMPT, '[1, "x"]'),
         ("prompt", [1, 256], "tokens from 0 to 255", "256"),
-        ("prompt", "a\ud800", "text of UTF-8", "'\\ud800'"),
+        ("prompt", "a\ud800", "text of UTF-8", '"\\ud800"'),
         ("max_tokens", 0, "an integer from 1 to 2000", "0"),
-        ("max_tokens", True, "an integer from 1 to 2000", "True"),
-        ("max_tokens", 10**400, "an integer from 1 to 2000", f"1{'0' * 76}..."),
+        ("max_tokens", True, "an integer from 1 to 2000", "true"),
+        ("max_tokens", 10**90, "an integer from 1 to 2000", f"1{'0' * 76}..."),
         ("temperature", 2.5, "a number from 0 to 2", "2.5"),
-        ("temperature", "warm", "a number from 0 to 2", "'warm'"),
-        ("temperature", float("nan"), "a number from 0 to 2", "nan"),
+        ("temperature", "warm", "a number from 0 to 2", '"warm"'),
+        ("temperature", float("nan"), "a number from 0 to 2", "NaN"),
         ("top_p", -1, "a number from 0 to 1", "-1"),
         ("seed", 1.5, f"an integer from {-(2**63)} to {2**63 - 1}", "1.5"),
-        ("stop", ["a"] * 5, STOP, "['a', 'a', 'a', 'a', 'a']"),
-        ("stop", "", STOP, "''"),
+        ("stop", ["a"] * 5, STOP, '["a", "a", "a", "a", "a"]'),
+        ("stop", "", STOP, '""'),
         ("stream", 1, "true or false", "1"),
-        ("stream_options", {"x": 1}, '{"include_usage": true or false}', "{'x': 1}"),
+        ("stream_options", {"x": 1}, '{"include_usage": true or false}', '{"x": 1}'),
         ("n", 2, f"1, {ONLY}", "2"),
-        ("echo", True, f"False, {ONLY}", "True"),
+        ("echo", True, f"false, {ONLY}", "true"),
         ("logprobs", 0, f"nothing, {ONLY}", "0"),
         ("presence_penalty", 1, f"0, {ONLY}", "1"),
         ("model", 7, "the name of a model", "7"),
-        ("model", "gpt", "'tiny'", "'gpt'"),
+        ("model", "gpt", '"tiny"', '"gpt"'),
         ("messages", [], "a list of at least one message", "[]"),
-        ("messages[0]", [{"role": "tool"}], ROLE, "{'role': 'tool'}"),
-        ("messages[0].content", [{"role": "user", "content": [{"type": "image"}]}], "a text", "[{'type': 'image'}]"),
+        ("messages[0]", [{"role": "tool"}], ROLE, '{"role": "tool"}'),
+        ("messages[0].content", [{"role": "user", "content": [{"type": "image"}]}], "a text", '[{"type": "image"}]'),
     ],
-    ids=str,
 )
 def test_bad_fields_are_named(tiny, field, value, expected, got):
     name, is_chat = field.partition("[")[0], field.startswith("messages")
@@ -377,9 +376,9 @@ def test_bad_fields_are_named(tiny, field, value, expected, got):
 def test_fields_that_nobody_knows(tiny):
     status, error = post(tiny, {"model": "tiny", "prompt": "x", "colour": "red"})
     assert (status, error["param"]) == (400, "colour")
-    assert error["message"] == "Unrecognized request argument supplied: 'colour'"
+    assert error["message"] == 'Unrecognized request argument supplied: "colour"'
     status, error = post(tiny, {"model": "tiny", **CHAT, "logprobs": True}, "chat/")
-    assert (status, error["message"]) == (400, f"logprobs: expected False, {ONLY}, got True")
+    assert (status, error["message"]) == (400, f"logprobs: expected false, {ONLY}, got true")
 
 
 def post(served, body, before="", method="POST"):
@@ -446,7 +445,7 @@ def test_a_signal_lets_requests_end(tmp_path):
         try:
             url = next(line for line in process.stderr if line.startswith("listening on ")).split()[-1]
             client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60)
-            asked = {"model": "random", "prompt": "x", "temperature": 0, "max_tokens": 60}
+            asked = {"model": "random", "prompt": "x", "temperature": 0, "max_tokens": 40}
             stream = client.completions.create(**asked, stream=True)
             events = [next(stream)]
             whole = threads.submit(client.completions.create, **asked)
@@ -455,12 +454,12 @@ def test_a_signal_lets_requests_end(tmp_path):
             events += stream
             assert events[-1].choices[0].finish_reason == "length"
             assert whole.result().choices[0].text == "".join(event.choices[0].text for event in events)
-            assert whole.result().usage.completion_tokens == 60
+            assert whole.result().usage.completion_tokens == 40
             assert process.wait(30) == 0
         finally:
             process.kill()
         said = json.loads(process.stdout.read())
-        assert (said["finished"], said["decode_tokens"]) == (2, 2 * 59)
+        assert (said["finished"], said["decode_tokens"]) == (2, 2 * 39)
         assert "Traceback" not in process.stderr.read()
     with pytest.raises(openai.APIConnectionError):
         client.models.list()
