@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import http.client
 import json
 import os
 import re
@@ -54,15 +55,15 @@ def started(model, slots=16, prefill_tokens=64, queue=64, prefixes=0, grace=20):
     """A server in a thread, on a free port."""
     server = Server(model, slots, prefill_tokens, None, prefixes)
     engine = Engine(server, queue)
-    http = api.HTTPServer(engine, Vocabulary(None), "tiny", "127.0.0.1", 0, MOST, grace)
-    thread = threading.Thread(target=http.run)
+    host = api.HTTPServer(engine, Vocabulary(None), "tiny", "127.0.0.1", 0, MOST, grace)
+    thread = threading.Thread(target=host.run)
     thread.start()
     try:
-        wait_for(lambda: http.started or not thread.is_alive())
-        client = openai.OpenAI(base_url=http.url, api_key="none", max_retries=0, timeout=60)
-        yield types.SimpleNamespace(server=server, engine=engine, http=http, thread=thread, client=client)
+        wait_for(lambda: host.started or not thread.is_alive())
+        client = openai.OpenAI(base_url=host.url, api_key="none", max_retries=0, timeout=60)
+        yield types.SimpleNamespace(server=server, engine=engine, http=host, thread=thread, client=client)
     finally:
-        http.stop()
+        host.stop()
         thread.join(60)
         assert not thread.is_alive()
 
@@ -82,6 +83,19 @@ def wait_for(condition, seconds=20):
 
 def is_idle(served):
     return not (served.engine.open or served.engine.leaving or served.server.is_busy)
+
+
+def held(served, after=lambda: None):
+    """Hold a server's steps back until the returned event is set, and call something after each."""
+    step, may_step = served.server.step, threading.Event()
+
+    def wait_and_step():
+        may_step.wait(20)
+        step()
+        after()
+
+    served.server.step = wait_and_step
+    return may_step
 
 
 def prompt_of(number, length):
@@ -179,7 +193,9 @@ def test_chats(tiny, model):
     whole = tiny.client.chat.completions.create(**asked)
     (choice,) = whole.choices
     assert (choice.message.role, choice.finish_reason, whole.usage.completion_tokens) == ("assistant", "length", 9)
+    assert whole.usage.prompt_tokens == len(prompt)
     check_greedy(model, prompt, choice.message.content)
+    assert fields.read_fields({"model": "m", "messages": messages}, "m", 9, 256, True).prompts == [prompt]
     first, *events = tiny.client.chat.completions.create(**asked, stream=True)
     assert (first.choices[0].delta.role, first.object) == ("assistant", "chat.completion.chunk")
     assert "".join(event.choices[0].delta.content for event in events) == choice.message.content
@@ -209,20 +225,19 @@ def test_blocks_of_the_docs(tiny, tmp_path):
 
 
 def test_clients_that_are_killed_free_their_slots(model):
-    """A stream, a whole answer, and one that waits for a slot."""
-    with started(model, slots=2) as served, ThreadPoolExecutor(4) as threads:
+    """One that reads a stream, one that waits for the whole answer, and one that waits for a slot."""
+    with started(model, slots=2) as served:
         stream = create(served, "a", MOST, stream=True)
         next(stream)
-
-        def hurried(prompt):
-            with pytest.raises(openai.APITimeoutError):
-                create(served, prompt, MOST, timeout=0.5)
-
-        hurried_ones = [threads.submit(hurried, prompt) for prompt in ("b", "c")]
+        connections = []
+        for prompt in ("b", "c"):
+            connections.append(http.client.HTTPConnection(served.http.url.split("/")[2]))
+            body = {"model": "tiny", "prompt": prompt, "max_tokens": MOST}
+            connections[-1].request("POST", "/v1/completions", json.dumps(body))
         wait_for(lambda: len(served.server.running) == 2 and len(served.server.waiting) == 1)
         requests = list(served.engine.open)
-        for hurried in hurried_ones:
-            hurried.result()
+        for connection in connections:
+            connection.close()
         wait_for(lambda: [*served.engine.open] == requests[:1] and served.server.running == requests[:1])
         stream.close()
         wait_for(lambda: is_idle(served))
@@ -264,8 +279,8 @@ def test_who_leaves_is_dropped_before_the_next_step(model):
 
 def test_full_pool_lets_requests_wait(model):
     with started(model, slots=2, queue=4) as served, ThreadPoolExecutor(6) as threads:
-        seen, step = [], served.server.step
-        served.server.step = lambda: (step(), seen.append((len(served.server.running), len(served.server.waiting))))
+        seen, may_step = [], held(served, lambda: seen.append((len(server.running), len(server.waiting))))
+        server = served.server
         prompts = [prompt_of(number, 10) for number in range(6)]
         asked = [threads.submit(create, served, prompt, 20) for prompt in prompts]
         wait_for(lambda: len(served.engine.open) == 6)
@@ -275,6 +290,7 @@ def test_full_pool_lets_requests_wait(model):
         assert int(refused.value.response.headers["retry-after"]) > 0
         with pytest.raises(openai.BadRequestError, match="prompt: expected at most 6 prompts, got 7"):
             create(served, ["x"] * 7)
+        may_step.set()
         for prompt, answer in zip(prompts, asked, strict=True):
             check_greedy(model, prompt, answer.result().choices[0].text)
         assert max(seen) == (2, 4)
@@ -441,20 +457,16 @@ def test_a_signal_lets_requests_end(tmp_path):
         [sys.executable, *shlex.split(command.replace("8000", "0")), *small], env=environment, cwd=ROOT,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    with process, ThreadPoolExecutor(2) as threads:
+    with process:
         try:
             url = next(line for line in process.stderr if line.startswith("listening on ")).split()[-1]
             client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60)
-            asked = {"model": "random", "prompt": "x", "temperature": 0, "max_tokens": 40}
-            stream = client.completions.create(**asked, stream=True)
-            events = [next(stream)]
-            whole = threads.submit(client.completions.create, **asked)
-            time.sleep(0.2)  # until it waits
+            asked = {"model": "random", "prompt": "x", "temperature": 0, "max_tokens": 40, "stream": True}
+            streams = [client.completions.create(**asked) for _ in range(2)]  # each returns when its request is in
             process.send_signal(signal.SIGTERM)
-            events += stream
-            assert events[-1].choices[0].finish_reason == "length"
-            assert whole.result().choices[0].text == "".join(event.choices[0].text for event in events)
-            assert whole.result().usage.completion_tokens == 40
+            first, second = ([event.choices[0] for event in stream] for stream in streams)
+            assert first[-1].finish_reason == second[-1].finish_reason == "length"
+            assert "".join(x.text for x in first) == "".join(x.text for x in second)
             assert process.wait(30) == 0
         finally:
             process.kill()
@@ -463,6 +475,22 @@ def test_a_signal_lets_requests_end(tmp_path):
         assert "Traceback" not in process.stderr.read()
     with pytest.raises(openai.APIConnectionError):
         client.models.list()
+
+
+def test_a_stop_lets_requests_end(model):
+    with started(model, slots=1) as served, ThreadPoolExecutor(2) as threads:
+        may_step = held(served)
+        asked = [threads.submit(create, served, prompt, 20) for prompt in "ab"]
+        wait_for(lambda: len(served.engine.open) == 2)
+        served.http.stop()
+        may_step.set()
+        for prompt, answer in zip("ab", asked, strict=True):
+            text = answer.result().choices[0].text
+            assert len(text) == 20
+            check_greedy(model, prompt, text)
+        served.thread.join(20)
+        assert not served.thread.is_alive()
+        assert served.server.pool.allocated == ()
 
 
 def test_requests_that_take_too_long_are_told(model):
