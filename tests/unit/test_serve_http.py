@@ -512,20 +512,21 @@ def test_requests_that_take_too_long_are_told(model):
 
 
 def test_a_step_that_fails_is_told_to_all_and_ends_the_server(model, capsys):
-    with started(model, slots=1, grace=5) as served, ThreadPoolExecutor(2) as threads:
+    with started(model, slots=1, grace=30) as served, ThreadPoolExecutor(2) as threads:
         asked = [threads.submit(create, served, prompt, MOST) for prompt in "ab"]
         wait_for(lambda: len(served.engine.open) == 2)
 
         def fail():
             raise RuntimeError("out of memory")
 
-        served.server.step = fail
+        begin, served.server.step = time.monotonic(), fail
         for each in asked:
             with pytest.raises(openai.InternalServerError, match="the server has failed") as refused:
                 each.result()
             assert refused.value.status_code == 500
         served.thread.join(20)
         assert not served.thread.is_alive()
+        assert time.monotonic() - begin < 20  # nobody waits for the grace
         assert served.engine.failure == "the server has failed: RuntimeError: out of memory"
     assert "RuntimeError: out of memory" in capsys.readouterr().err
 
