@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from serving.engine import Engine
-from serving.fields import CHAT_STOP, Asked, Refused, read_fields, shown
+from serving.fields import CHAT_STOP, Options, Refused, read_fields, shown
 from serving.scheduler import Request
 from serving.vocabularies import TokenizerFile, Vocabulary
 
@@ -55,9 +55,11 @@ class Writer:
 class Answer:
     """What is said to one request over HTTP, which may have several prompts."""
 
-    def __init__(self, engine: Engine, vocabulary, model: str, asked: Asked, requests: list[Request], is_chat: bool):
-        self.engine, self.asked, self.requests, self.is_chat = engine, asked, requests, is_chat
-        stops = [*asked.stops, *([CHAT_STOP] if is_chat else [])]
+    def __init__(
+        self, engine: Engine, vocabulary, model: str, options: Options, requests: list[Request], is_chat: bool
+    ):
+        self.engine, self.options, self.requests, self.is_chat = engine, options, requests, is_chat
+        stops = [*options.stops, *([CHAT_STOP] if is_chat else [])]
         self.writers = [Writer(vocabulary, stops) for _ in requests]
         self.head = {
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}", "created": int(time.time()),
@@ -105,7 +107,7 @@ class Answer:
     async def events(self) -> AsyncIterator[str]:
         """Yield events of a stream."""
         head = self.head | ({"object": "chat.completion.chunk"} if self.is_chat else {})
-        usage = {"usage": None} if self.asked.has_usage else {}
+        usage = {"usage": None} if self.options.has_usage else {}
 
         def event(choices: list[dict]) -> str:
             return f"data: {json.dumps({**head, 'choices': choices, **usage})}\n\n"
@@ -116,7 +118,7 @@ class Answer:
             async for index, text, reason in self.texts():
                 content = {"delta": {"content": text}} if self.is_chat else {"text": text}
                 yield event([self.choice(index, content, reason)])
-            if self.asked.has_usage:
+            if self.options.has_usage:
                 usage = {"usage": self.usage()}
                 yield event([])
             yield "data: [DONE]\n\n"
@@ -152,28 +154,30 @@ def application(engine: Engine, vocabulary, model: str, most_tokens: int, ended)
 
     def tokens_of(prompt: str | list[int], name: str) -> list[int]:
         try:
-            return vocabulary.prompt(prompt.encode()) if isinstance(prompt, str) else prompt
+            tokens = vocabulary.prompt(prompt.encode()) if isinstance(prompt, str) else prompt
         except UnicodeEncodeError as error:
-            raise Refused(
-                400, f"{name}: expected text of UTF-8, got {shown(error.object[error.start])}", name
-            ) from None
+            wrong = shown(error.object[error.start])
+            raise Refused(400, f"{name}: expected text of UTF-8, got {wrong}", name) from None
+        if not tokens:  # a tokenizer may strip spaces
+            raise Refused(400, f"{name}: expected at least one token, got none in {shown(prompt)}", name)
+        return tokens
 
     async def leave(requests: list[Request]) -> None:
         engine.leave(requests)
 
     async def complete(http: HTTPRequest, is_chat: bool) -> Response:
-        asked = read_fields(await body_of(http), model, most_tokens, size, is_chat)
+        options = read_fields(await body_of(http), model, most_tokens, size, is_chat)
         name = "messages" if is_chat else "prompt"
-        prompts = [await asyncio.to_thread(tokens_of, prompt, name) for prompt in asked.prompts]
-        now, temperature = time.perf_counter(), asked.temperature if asked.top_p else 0.0  # top_p=0 is greedy too
+        prompts = [await asyncio.to_thread(tokens_of, prompt, name) for prompt in options.prompts]
+        # top_p=0 is greedy, as temperature=0 is.
+        sampling = options.temperature if options.top_p else 0.0, options.top_p or 1.0
+        now, seeds = time.perf_counter(), [f"{options.seed} {index}" for index in range(len(prompts))]
         requests = [
-            Request(
-                next(numbers), prompt, asked.new_tokens, now, temperature, asked.top_p or 1.0, f"{asked.seed} {index}"
-            )
-            for index, prompt in enumerate(prompts)
+            Request(next(numbers), prompt, options.new_tokens, now, *sampling, seed)
+            for prompt, seed in zip(prompts, seeds, strict=True)
         ]
-        answer = Answer(engine, vocabulary, model, asked, requests, is_chat)
-        if asked.is_stream:  # starlette ends it when the client is gone too, and then runs the task
+        answer = Answer(engine, vocabulary, model, options, requests, is_chat)
+        if options.is_stream:  # starlette ends it when the client is gone too, and then runs the task
             left = BackgroundTask(leave, requests)
             return StreamingResponse(answer.events(), media_type="text/event-stream", background=left)
         whole, gone = asyncio.ensure_future(answer.whole()), asyncio.ensure_future(until_gone(http))

@@ -26,8 +26,8 @@ class Refused(Exception):
 
 
 @dataclass
-class Asked:
-    """What a request asks for."""
+class Options:
+    """The fields of a request, once they are checked."""
 
     prompts: list[str | list[int]]
     new_tokens: int
@@ -39,8 +39,8 @@ class Asked:
     has_usage: bool  # of a stream
 
 
-def read_fields(body, model: str, most_tokens: int, vocabulary: int, is_chat: bool) -> Asked:
-    """Return what the body of a request asks for."""
+def read_fields(body, model: str, most_tokens: int, vocabulary: int, is_chat: bool) -> Options:
+    """Return the fields of a body, or raise what is wrong with one."""
     if not isinstance(body, dict):
         raise Refused(400, f"body: expected a JSON object, got {shown(body)}")
     body = {name: value for name, value in body.items() if value is not None}  # null is absent
@@ -61,10 +61,10 @@ def read_fields(body, model: str, most_tokens: int, vocabulary: int, is_chat: bo
         new_tokens = number(body, "max_completion_tokens", int, most_tokens, 1, most_tokens)
     else:
         new_tokens = number(body, "max_tokens", int, most_tokens if is_chat else min(16, most_tokens), 1, most_tokens)
-    options = body.pop("stream_options", {})
-    if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
-        raise wrong("stream_options", '{"include_usage": true or false}', options)
-    asked = Asked(
+    of_stream = body.pop("stream_options", {})
+    if not isinstance(of_stream, dict) or of_stream.keys() - {"include_usage", "include_obfuscation"}:
+        raise wrong("stream_options", '{"include_usage": true or false}', of_stream)
+    options = Options(
         prompts,
         new_tokens,
         number(body, "temperature", float, 1.0, 0, 2),
@@ -72,11 +72,11 @@ def read_fields(body, model: str, most_tokens: int, vocabulary: int, is_chat: bo
         number(body, "seed", int, secrets.randbits(62), -(2**63), 2**63 - 1),
         stops_of(body.pop("stop", [])),
         flag(body, "stream"),
-        flag(options, "include_usage"),
+        flag(of_stream, "include_usage"),
     )
     for name in body.keys() - IGNORED:
         raise Refused(400, f"Unrecognized request argument supplied: {shown(name)}", name[:100])
-    return asked
+    return options
 
 
 def wrong(name: str, expected: str, value) -> Refused:

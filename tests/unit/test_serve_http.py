@@ -123,12 +123,12 @@ def test_64_clients_at_once_get_what_each_gets_alone(tiny, model):
     prompts = [prompt_of(number, 1 + 7 * number % 90) for number in range(64)]
 
     async def ask(client, number):
-        asked = client.completions.create(
+        answer = client.completions.create(
             model="tiny", prompt=prompts[number], max_tokens=5 + number % 8, temperature=0, stream=number % 2 == 0
         )
         if number % 2:
-            return (await asked).choices[0].text
-        return "".join([event.choices[0].text async for event in await asked])
+            return (await answer).choices[0].text
+        return "".join([event.choices[0].text async for event in await answer])
 
     async def ask_all():
         async with openai.AsyncOpenAI(base_url=tiny.http.url, api_key="none", max_retries=0, timeout=60) as client:
@@ -149,9 +149,9 @@ def test_streams_are_what_comes_at_once(tiny, model):
         {}, {"stop": stop}, {"stop": ["\0", text[7:9] + "\0"]}, {"temperature": 1.3, "top_p": 0.9, "seed": 5},
         {"prompt": [prompt_of(1, 20), prompt_of(2, 9)], "temperature": 1.0, "seed": 7},
     ):  # fmt: skip
-        asked = {"prompt": prompt_of(1, 20), "count": 14, **more}
-        whole = create(tiny, **asked)
-        events = list(create(tiny, **asked, stream=True, stream_options={"include_usage": True}))
+        body = {"prompt": prompt_of(1, 20), "count": 14, **more}
+        whole = create(tiny, **body)
+        events = list(create(tiny, **body, stream=True, stream_options={"include_usage": True}))
         *events, last = events
         assert (last.choices, last.usage) == ([], whole.usage)
         assert {event.id for event in events} == {last.id}
@@ -189,14 +189,14 @@ def test_chats(tiny, model):
         {"role": "user", "content": "And I?"},
     ]
     prompt = "System: Be short.\n\nUser: Who are you?\n\nAssistant: A model.\n\nUser: And I?\n\nAssistant:"
-    asked = {"model": "tiny", "messages": messages, "max_completion_tokens": 9, "temperature": 0}
-    whole = tiny.client.chat.completions.create(**asked)
+    body = {"model": "tiny", "messages": messages, "max_completion_tokens": 9, "temperature": 0}
+    whole = tiny.client.chat.completions.create(**body)
     (choice,) = whole.choices
     assert (choice.message.role, choice.finish_reason, whole.usage.completion_tokens) == ("assistant", "length", 9)
     assert whole.usage.prompt_tokens == len(prompt)
     check_greedy(model, prompt, choice.message.content)
     assert fields.read_fields({"model": "m", "messages": messages}, "m", 9, 256, True).prompts == [prompt]
-    first, *events = tiny.client.chat.completions.create(**asked, stream=True)
+    first, *events = tiny.client.chat.completions.create(**body, stream=True)
     assert (first.choices[0].delta.role, first.object) == ("assistant", "chat.completion.chunk")
     assert "".join(event.choices[0].delta.content for event in events) == choice.message.content
 
@@ -282,7 +282,7 @@ def test_full_pool_lets_requests_wait(model):
         seen, may_step = [], held(served, lambda: seen.append((len(server.running), len(server.waiting))))
         server = served.server
         prompts = [prompt_of(number, 10) for number in range(6)]
-        asked = [threads.submit(create, served, prompt, 20) for prompt in prompts]
+        answers = [threads.submit(create, served, prompt, 20) for prompt in prompts]
         wait_for(lambda: len(served.engine.open) == 6)
         with pytest.raises(openai.RateLimitError, match="expected at most 6 requests at once") as refused:
             create(served, "one more")
@@ -291,7 +291,7 @@ def test_full_pool_lets_requests_wait(model):
         with pytest.raises(openai.BadRequestError, match="prompt: expected at most 6 prompts, got 7"):
             create(served, ["x"] * 7)
         may_step.set()
-        for prompt, answer in zip(prompts, asked, strict=True):
+        for prompt, answer in zip(prompts, answers, strict=True):
             check_greedy(model, prompt, answer.result().choices[0].text)
         assert max(seen) == (2, 4)
 
@@ -426,6 +426,12 @@ def test_bad_bodies(tiny, monkeypatch):
     assert (status, error["message"]) == (405, "Method Not Allowed: GET /v1/completions")
 
 
+def test_prompts_without_tokens(tiny, monkeypatch):
+    monkeypatch.setattr(Vocabulary, "prompt", lambda self, text: [])
+    status, error = post(tiny, {"model": "tiny", "prompt": " "})
+    assert (status, error["message"]) == (400, 'prompt: expected at least one token, got none in " "')
+
+
 def test_openai_raises_its_errors(tiny):
     with pytest.raises(openai.BadRequestError, match="n: expected 1") as refused:
         create(tiny, "x", n=3)
@@ -436,12 +442,12 @@ def test_openai_raises_its_errors(tiny):
 
 
 def test_fields_that_are_absent_have_defaults():
-    asked = fields.read_fields({"model": "m", "prompt": "x", "stop": None, "n": 1, "user": "me"}, "m", 99, 256, False)
-    assert (asked.prompts, asked.new_tokens, asked.temperature, asked.top_p) == (["x"], 16, 1.0, 1.0)
-    assert (asked.stops, asked.is_stream, asked.has_usage) == ([], False, False)
+    plain = fields.read_fields({"model": "m", "prompt": "x", "stop": None, "n": 1, "user": "me"}, "m", 99, 256, False)
+    assert (plain.prompts, plain.new_tokens, plain.temperature, plain.top_p) == (["x"], 16, 1.0, 1.0)
+    assert (plain.stops, plain.is_stream, plain.has_usage) == ([], False, False)
     chat = fields.read_fields({"model": "m", **CHAT}, "m", 99, 256, True)
     assert (chat.prompts, chat.new_tokens) == (["User: x\n\nAssistant:"], 99)
-    assert chat.seed != asked.seed
+    assert chat.seed != plain.seed
 
 
 # ---- the end -----------------------------------------------------------------------------------------------------
@@ -461,8 +467,8 @@ def test_a_signal_lets_requests_end(tmp_path):
         try:
             url = next(line for line in process.stderr if line.startswith("listening on ")).split()[-1]
             client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60)
-            asked = {"model": "random", "prompt": "x", "temperature": 0, "max_tokens": 40, "stream": True}
-            streams = [client.completions.create(**asked) for _ in range(2)]  # each returns when its request is in
+            body = {"model": "random", "prompt": "x", "temperature": 0, "max_tokens": 40, "stream": True}
+            streams = [client.completions.create(**body) for _ in range(2)]  # each returns when its request is in
             process.send_signal(signal.SIGTERM)
             first, second = ([event.choices[0] for event in stream] for stream in streams)
             assert first[-1].finish_reason == second[-1].finish_reason == "length"
@@ -480,11 +486,11 @@ def test_a_signal_lets_requests_end(tmp_path):
 def test_a_stop_lets_requests_end(model):
     with started(model, slots=1) as served, ThreadPoolExecutor(2) as threads:
         may_step = held(served)
-        asked = [threads.submit(create, served, prompt, 20) for prompt in "ab"]
+        answers = [threads.submit(create, served, prompt, 20) for prompt in "ab"]
         wait_for(lambda: len(served.engine.open) == 2)
         served.http.stop()
         may_step.set()
-        for prompt, answer in zip("ab", asked, strict=True):
+        for prompt, answer in zip("ab", answers, strict=True):
             text = answer.result().choices[0].text
             assert len(text) == 20
             check_greedy(model, prompt, text)
@@ -513,14 +519,14 @@ def test_requests_that_take_too_long_are_told(model):
 
 def test_a_step_that_fails_is_told_to_all_and_ends_the_server(model, capsys):
     with started(model, slots=1, grace=30) as served, ThreadPoolExecutor(2) as threads:
-        asked = [threads.submit(create, served, prompt, MOST) for prompt in "ab"]
+        answers = [threads.submit(create, served, prompt, MOST) for prompt in "ab"]
         wait_for(lambda: len(served.engine.open) == 2)
 
         def fail():
             raise RuntimeError("out of memory")
 
         begin, served.server.step = time.monotonic(), fail
-        for each in asked:
+        for each in answers:
             with pytest.raises(openai.InternalServerError, match="the server has failed") as refused:
                 each.result()
             assert refused.value.status_code == 500
