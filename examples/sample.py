@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 
 import torch
-from serve import Vocabulary, limited
+from serve import limited
+from serving.vocabularies import vocabulary_of
 
 import rwkv_jit
 from rwkv_jit.nn import RWKV7
@@ -22,7 +23,7 @@ def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", type=Path, help="an RWKV-7 model, .pth or .safetensors")
     parser.add_argument("--prompt", default="The ", help="what is continued; 'The ' by default")
-    parser.add_argument("--vocabulary", metavar="FILE", type=Path, help="its tokens; without it a byte is a token")
+    parser.add_argument("--vocabulary", metavar="FILE", type=Path, help="its tokens, as of serve.py; else bytes")
     parser.add_argument("--tokens", type=limited(int, 1), default=200, help="how many are written (200)")
     parser.add_argument("--temperature", type=limited(float, 0), default=0.8, help="0 is greedy (0.8)")
     parser.add_argument("--top-p", type=limited(float, 0, 1, above=True), default=1.0, help="by default 1")
@@ -35,7 +36,7 @@ def main() -> int | str:
     options = read_options()
     device = "cpu" if options.cpu or not rwkv_jit.is_available() else "cuda"
     try:
-        vocabulary = Vocabulary(options.vocabulary)
+        vocabulary = vocabulary_of(options.vocabulary)
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         model = RWKV7.from_checkpoint(options.checkpoint, device=device, dtype=dtype)
     except ImportError:
@@ -45,8 +46,8 @@ def main() -> int | str:
     prompt = vocabulary.encode(options.prompt.encode())
     if not prompt:
         return "--prompt: expected at least one token, got none"
-    if max(vocabulary.pieces) >= len(model.emb.weight):
-        return f"the vocabulary goes to token {max(vocabulary.pieces)}, the model to {len(model.emb.weight) - 1}"
+    if vocabulary.largest >= len(model.emb.weight):
+        return f"the vocabulary goes to token {vocabulary.largest}, the model to {len(model.emb.weight) - 1}"
     generator = torch.Generator(device).manual_seed(options.seed)
     with torch.no_grad():
         written = model.generate(

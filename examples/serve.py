@@ -1,30 +1,30 @@
 """Serve an RWKV-7 model with continuous batching: requests come and go while others are being written.
 
-    python examples/serve.py [--checkpoint FILE] [--vocabulary FILE] [--prompt TEXT] [--layers N] [--width N]
-                             [--head-size N] [--vocab N] [--requests N] [--rate R] [--prompt-tokens N]
+    python examples/serve.py [--checkpoint FILE] [--vocabulary NAME] [--end-token TEXT] [--prompt TEXT] [--layers N]
+                             [--width N] [--head-size N] [--vocab N] [--requests N] [--rate R] [--prompt-tokens N]
                              [--new-tokens N] [--slots N] [--prefill-tokens N] [--temperature X] [--top-p X]
                              [--seed N] [--dtype TYPE] [--cpu] [--check] [--quiet] [--json]
+    python examples/serve.py --http [HOST:]PORT [--queue N] [--prefixes N] [--max-tokens N] [--grace SECONDS] ...
 
 Requests arrive at random times. In each step the server gives free slots to those that wait, reads a piece of the
 prompts that are not read yet, and writes one token of every running sequence. On a GPU the model does the writing from
 CUDA graphs. A live table shows tokens per second and latencies, and below it one sequence as it grows. --check then
 decodes every request again alone, and exits with 1 if a token differs. The model is that of arXiv:2503.14456. Without
 --checkpoint its weights are random and so is what it writes. --layers 24 --width 2048 --vocab 65536 is a model of 1.5
-billion parameters.
+billion parameters. With --http requests come from clients of OpenAI's API: http://HOST:PORT/v1 has completions, chats
+and the model, until SIGINT or SIGTERM. The folder `serving` beside this file has the scheduler and the API.
 """
 
 import argparse
-import ast
 import json
 import math
 import os
 import random
+import signal
 import sys
 import time
 from collections import deque
-from contextlib import nullcontext
-from dataclasses import dataclass, field
-from itertools import accumulate
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -34,7 +34,8 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
-from torch import Tensor
+from serving.scheduler import Request, Server, choose, prefill
+from serving.vocabularies import TokenizerFile, Vocabulary, vocabulary_of
 
 import rwkv_jit
 from rwkv_jit.nn import RWKV7
@@ -45,91 +46,8 @@ SMALL = 256  # the width up to which threads of a CPU wait for each other longer
 # Where random vectors lie, by the end of their names; matrices have a variance of one over their inputs.
 RANGES = {"w0": (-6, 1), "a0": (-1, 1), "v0": (-1, 1), "k_k": (0.7, 1), "k_a": (0.7, 1)}
 RANGES |= {"weight": (1, 1), "bias": (0, 0)}
+HTTP = {"queue": 256, "prefixes": 16, "max_tokens": 4096, "grace": 30}  # options of --http
 TIE = 0.3  # in 16 bits, how far a token may be from the best one, in standard deviations of the logits
-
-
-class Vocabulary:
-    """The bytes of every token: one byte each, or those of a file like rwkv_vocab_v20230424.txt."""
-
-    def __init__(self, path: Path | None):
-        self.pieces = {byte: bytes([byte]) for byte in range(256)}
-        self.end = None if path is None else 0  # the token between texts
-        if path is not None:
-            self.pieces = {self.end: b"", **self.read(path)}
-        self.tokens = {piece: token for token, piece in self.pieces.items()}
-        if any(bytes([byte]) not in self.tokens for byte in range(256)):
-            raise ValueError(f"{path} is no vocabulary: expected a token for each single byte")
-        self.longest = max(map(len, self.tokens))
-
-    @staticmethod
-    def read(path: Path) -> dict[int, bytes]:
-        """Return the tokens of a file, whose lines are: number, the text as Python writes it, length."""
-        pieces = {}
-        with open(path, encoding="utf-8") as lines:
-            for line in lines:
-                token, _, rest = line.partition(" ")
-                try:
-                    piece = ast.literal_eval(rest.rpartition(" ")[0])
-                    pieces[int(token)] = piece.encode() if isinstance(piece, str) else bytes(piece)
-                except (ValueError, SyntaxError, TypeError):
-                    raise ValueError(f"{path} is no vocabulary: expected number, text, length; got {line!r}") from None
-        return pieces
-
-    def encode(self, text: bytes) -> list[int]:
-        """Return the tokens of a text: the longest one that fits, again and again."""
-        tokens, place = [], 0
-        while place < len(text):
-            ends = range(min(place + self.longest, len(text)), place, -1)
-            end = next(end for end in ends if text[place:end] in self.tokens)
-            tokens.append(self.tokens[text[place:end]])
-            place = end
-        return tokens
-
-    def decode(self, tokens: list[int]) -> str:
-        """Return a text that a terminal can show."""
-        text = b"".join(self.pieces.get(token, b"?") for token in tokens).decode(errors="replace")
-        return "".join(x if x.isprintable() or x == "\n" else "\N{MIDDLE DOT}" for x in text)
-
-
-# ---- requests ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class Request:
-    """A prompt, and what became of it. Times are in seconds."""
-
-    number: int
-    prompt: list[int]
-    new_tokens: int
-    arrival: float = 0.0
-    temperature: float = 0.0  # 0 takes the most likely token
-    top_p: float = 1.0
-    seed: str = ""
-    slot: int = 0
-    read: int = 0  # tokens of the prompt
-    tokens: list[int] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)  # when each token was there
-
-    def __post_init__(self):
-        if not self.prompt:
-            raise ValueError("prompt: expected at least one token, got none")
-        self.random = random.Random(self.seed)  # its own, so that a text does not depend on other requests
-
-
-def choose(logits: Tensor, requests: list[Request]) -> list[int]:
-    """Return the next token of every request; row i of the logits is that of request i."""
-    best = logits.argmax(-1)
-    if all(request.temperature == 0 for request in requests):
-        return best.tolist()
-    numbers = [(r.temperature or 1.0, r.top_p, r.random.random() if r.temperature else 0.0) for r in requests]
-    temperature, top_p, draw = torch.tensor(numbers, device=logits.device).T.unsqueeze(-1)
-    chances, order = torch.softmax(logits / temperature, dim=-1).sort(descending=True, stable=True)
-    kept = chances.cumsum(-1) - chances < top_p  # the most likely token always is
-    sums = (chances * kept).cumsum(-1)
-    place = torch.searchsorted(sums, draw * sums[:, -1:], right=True)
-    place = torch.minimum(place, kept.sum(-1, keepdim=True) - 1)
-    drawn = order.gather(-1, place).squeeze(-1).tolist()
-    return [x if r.temperature else y for r, x, y in zip(requests, drawn, best.tolist(), strict=True)]
 
 
 def random_model(layers: int, width: int, head_size: int, vocab: int, seed: int, device: str, dtype) -> RWKV7:
@@ -142,109 +60,6 @@ def random_model(layers: int, width: int, head_size: int, vocab: int, seed: int,
         else:
             x.uniform_(*RANGES.get(name.rpartition(".")[2], (0, 1)), generator=generator)
     return model.to(dtype)
-
-
-def prefill(model: RWKV7, pool: rwkv_jit.StatePool, pieces: list[tuple[int, list[int]]]) -> Tensor:
-    """Read the next tokens of several slots, one text behind another, and return the logits behind each."""
-    device, slots = model.emb.weight.device, [slot for slot, _ in pieces]
-    tokens = torch.tensor([[token for _, piece in pieces for token in piece]], device=device)
-    bounds = torch.tensor([0, *accumulate(len(piece) for _, piece in pieces)], device=device)
-    return model.prefill(tokens, pool, slots, bounds).float()
-
-
-class Decoder:
-    """One more token of many texts: batches are padded to a power of two, each with a CUDA graph of the model's."""
-
-    def __init__(self, model: RWKV7, pool: rwkv_jit.StatePool):
-        self.model, self.pool = model, pool
-        most = 1 << (len(pool) - 2).bit_length()
-        for size in reversed([1 << power for power in range(most.bit_length())]):  # on the padding
-            for _ in range(2):  # the first compiles and loads what it needs, the second is captured
-                self([0] * size, [0] * size)
-
-    def __call__(self, tokens: list[int], slots: list[int]) -> Tensor:
-        """Return the logits behind a token of each slot."""
-        count, size = len(tokens), 1 << (len(tokens) - 1).bit_length()
-        both = torch.tensor([[*given, *[0] * (size - count)] for given in (tokens, slots)])
-        both = both.to(self.model.emb.weight.device)
-        return self.model.step(both[0], self.pool, both[1])[:count].float()
-
-
-class Server:
-    """Gives slots to requests, reads their prompts piece by piece, and writes all texts side by side."""
-
-    def __init__(self, model: RWKV7, slots: int, prefill_tokens: int, end: int | None = None):
-        self.model, self.prefill_tokens, self.end = model, prefill_tokens, end
-        self.pool = model.new_pool(slots + 1, reserved=1)
-        self.decoder = Decoder(model, self.pool)
-        self.waiting: deque[Request] = deque()
-        self.reading: list[Request] = []
-        self.running: list[Request] = []
-        self.finished: list[Request] = []
-        self.spent = {"prefill": [0, 0.0], "decode": [0, 0.0]}  # tokens and seconds
-        for count in {1, prefill_tokens}:  # on the padding: kernels are there before the first request
-            prefill(model, self.pool, [(0, [0] * count)])
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a step would do anything."""
-        return bool(self.waiting or self.reading or self.running)
-
-    def step(self) -> None:
-        """Let requests in, read up to `prefill_tokens` of prompts, and write a token of every running text."""
-        entering = min(len(self.waiting), self.pool.free_count)
-        for slot in self.pool.allocate(entering):
-            request = self.waiting.popleft()
-            request.slot = slot
-            self.reading.append(request)
-        for name, work in (("prefill", self.read), ("decode", self.write)):
-            begin = time.perf_counter()
-            count = work()
-            if self.pool.wkv.is_cuda:
-                torch.cuda.synchronize()
-            self.spent[name][0] += count
-            self.spent[name][1] += (time.perf_counter() - begin) if count else 0.0
-
-    def read(self) -> int:
-        """Read the next piece of the prompts, oldest first; return how many tokens that were."""
-        left, taken, pieces = self.prefill_tokens, [], []
-        for request in self.reading:
-            piece = request.prompt[request.read : request.read + left]
-            if piece:
-                taken.append(request)
-                pieces.append((request.slot, piece))
-                request.read += len(piece)
-                left -= len(piece)
-        if not pieces:
-            return 0
-        logits = prefill(self.model, self.pool, pieces)
-        done = [row for row, request in enumerate(taken) if request.read == len(request.prompt)]
-        if done:
-            ready = [taken[row] for row in done]
-            self.reading = [request for request in self.reading if request not in ready]
-            self.running += ready
-            self.append(ready, logits[done])
-        return self.prefill_tokens - left
-
-    def write(self) -> int:
-        """Write one token of every running text; return how many they are."""
-        texts = list(self.running)
-        if texts:
-            logits = self.decoder([text.tokens[-1] for text in texts], [text.slot for text in texts])
-            self.append(texts, logits)
-        return len(texts)
-
-    def append(self, requests: list[Request], logits: Tensor) -> None:
-        """Add the next token to texts, and free the slots of those that are finished."""
-        chosen = choose(logits, requests)
-        now = time.perf_counter()
-        for request, token in zip(requests, chosen, strict=True):
-            request.tokens.append(token)
-            request.times.append(now)
-            if len(request.tokens) == request.new_tokens or token == self.end:
-                self.pool.free(request.slot)
-                self.running.remove(request)
-                self.finished.append(request)
 
 
 def check(model: RWKV7, requests: list[Request]) -> tuple[list[str], int]:
@@ -277,7 +92,7 @@ def check(model: RWKV7, requests: list[Request]) -> tuple[list[str], int]:
 # ---- the program -------------------------------------------------------------------------------------------------
 
 
-def make_requests(options: argparse.Namespace, vocabulary: Vocabulary) -> list[Request]:
+def make_requests(options: argparse.Namespace, vocabulary: Vocabulary | TokenizerFile) -> list[Request]:
     """Return requests for pieces of Python's help texts, with random lengths and random gaps between arrivals."""
     source, now, requests = random.Random(options.seed), 0.0, []
     text = vocabulary.encode("\n\n".join(topics[name] for name in sorted(topics))[:20_000].encode())
@@ -311,10 +126,11 @@ def measured(server: Server) -> dict:
     return {**speeds, "first_token_ms": first, "next_token_ms": percentiles(gaps)}
 
 
-def view(server: Server, title: str, vocabulary: Vocabulary) -> Group:
+def view(server: Server, title: str, vocabulary: Vocabulary | TokenizerFile) -> Group:
     """Return the table, and the end of the oldest text that is still growing."""
     said = measured(server)
-    counts = [f"{len(getattr(server, name))} {name}" for name in ("waiting", "reading", "running", "finished")]
+    counts = [f"{len(getattr(server, name))} {name}" for name in ("waiting", "reading", "running")]
+    counts.append(f"{server.finished_count} finished")
     table = Table("work", "tokens/s", "time, ms", "p50", "p90", "p99", title=title, caption=", ".join(counts))
     for work, what in (("prefill", "first token"), ("decode", "next token")):
         numbers = said[f"{work}_tokens_per_s"], *said[f"{what.replace(' ', '_')}_ms"].values()
@@ -343,6 +159,27 @@ def serve(server: Server, requests: list[Request], show) -> float:
     return time.perf_counter() - begin
 
 
+def serve_http(server: Server, vocabulary: Vocabulary | TokenizerFile, options: argparse.Namespace, show) -> str | None:
+    """Serve clients of OpenAI's API until a signal comes; return what has failed."""
+    from serving.api import HTTPServer
+    from serving.engine import Engine
+
+    engine = Engine(server, options.queue, show)
+    name = options.checkpoint.stem if options.checkpoint else "random"
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # uvicorn raises its signal again when it has ended
+    with suppress(KeyboardInterrupt):
+        HTTPServer(engine, vocabulary, name, *options.http, options.max_tokens, options.grace).run()
+    return engine.failure
+
+
+def address(text: str) -> tuple[str, int]:
+    """Return the host and the port of an address."""
+    host, _, port = text.rpartition(":")
+    if not port.isdecimal() or int(port) > 65535:
+        raise argparse.ArgumentTypeError(f"expected a port, or a host and a port as 127.0.0.1:8000, got {text}")
+    return host.strip("[]") or "127.0.0.1", int(port)
+
+
 def limited(kind: type, least: float, most: float = math.inf, above: bool = False):
     """Return a reader of a number from `least`, or above it, to `most`."""
 
@@ -362,7 +199,9 @@ def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     count, counts = limited(int, 1), {"requests": 64, "prompt_tokens": 64, "new_tokens": 64, "prefill_tokens": 256}
     parser.add_argument("--checkpoint", metavar="FILE", type=Path, help="an RWKV-7 model, .pth or .safetensors")
-    parser.add_argument("--vocabulary", metavar="FILE", type=Path, help="its tokens; without it a byte is a token")
+    said = "its tokens: a list like RWKV's, a tokenizer.json, or rwkv for that of the package; else bytes"
+    parser.add_argument("--vocabulary", metavar="NAME", type=Path, help=said)
+    parser.add_argument("--end-token", metavar="TEXT", help="the token of a tokenizer.json that ends a sequence")
     parser.add_argument("--prompt", metavar="TEXT", help="the prompt of the first request")
     for name, default in MODEL.items():
         kind = limited(int, 256) if name == "vocab" else count
@@ -378,7 +217,20 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help="decode every request again alone, and compare")
     parser.add_argument("--quiet", action="store_true", help="no live table")
     parser.add_argument("--json", action="store_true", help="print a summary as JSON, and nothing else")
+    parser.add_argument("--http", metavar="ADDRESS", type=address, help="serve OpenAI's API at [HOST:]PORT")
+    for name, what in (
+        ("queue", "requests that may wait for a slot"), ("prefixes", "beginnings of prompts whose states are kept"),
+        ("max_tokens", "the longest answer, in tokens"), ("grace", "seconds that requests have to end after a signal"),
+    ):  # fmt: skip
+        kind, said = limited(int, 1 if name == "max_tokens" else 0), f"with --http: {what}; by default {HTTP[name]}"
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=said)
     options = parser.parse_args()
+    refused = ("prompt", "check") if options.http else HTTP
+    for name in refused:
+        if getattr(options, name) not in (None, False):
+            parser.error(f"--{name.replace('_', '-')} is for runs {'without' if options.http else 'with'} --http")
+    for name, default in HTTP.items():
+        setattr(options, name, default if getattr(options, name) is None else getattr(options, name))
     for name, default in MODEL.items():
         if options.checkpoint and getattr(options, name):
             parser.error(f"--{name.replace('_', '-')} is for random weights; the checkpoint has its own")
@@ -395,8 +247,14 @@ def read_options() -> argparse.Namespace:
 def main() -> int | str:
     options = read_options()
     kind = options.device, DTYPES[options.dtype]
+    if options.http:
+        try:
+            import starlette  # noqa: F401
+            import uvicorn  # noqa: F401
+        except ImportError as error:
+            return f"--http needs {error.name}: pip install starlette uvicorn"
     try:
-        vocabulary = Vocabulary(options.vocabulary)
+        vocabulary = vocabulary_of(options.vocabulary, options.end_token)
         if options.checkpoint:
             model = RWKV7.from_checkpoint(options.checkpoint, device=kind[0], dtype=kind[1])
         else:
@@ -406,28 +264,38 @@ def main() -> int | str:
     except (OSError, ValueError) as error:
         return str(error)
     known = len(model.emb.weight)
-    if max(vocabulary.pieces) >= known:
-        return f"the vocabulary goes to token {max(vocabulary.pieces)}, the model to {known - 1}"
+    if vocabulary.largest >= known:
+        return f"the vocabulary goes to token {vocabulary.largest}, the model to {known - 1}"
     try:
-        requests = make_requests(options, vocabulary)
+        requests = [] if options.http else make_requests(options, vocabulary)
     except ValueError as error:
         return f"--{error}"
-    server = Server(model, options.slots, options.prefill_tokens, vocabulary.end)
+    prefixes = options.prefixes if options.http else 0
+    server = Server(model, options.slots, options.prefill_tokens, vocabulary.end, prefixes)
     count = sum(x.numel() for x in model.parameters())
     title = f"RWKV-7, {count / 1e6:,.1f} M parameters, {options.device} {options.dtype}"
-    is_shown, last = not (options.quiet or options.json), 0.0
+    pause = 0.5 if options.http else 0.1
+    is_shown, last, failure = not (options.quiet or options.json), 0.0, None
 
     with Live(auto_refresh=False) if is_shown else nullcontext() as live:
 
         def show() -> None:
             nonlocal last
-            if is_shown and (time.perf_counter() - last > 0.1 or not server.is_busy):
+            if is_shown and (time.perf_counter() - last > pause or not server.is_busy):
                 live.update(view(server, title, vocabulary), refresh=True)
                 last = time.perf_counter()
 
-        seconds = serve(server, requests, show)
-    said = {"model": title, "requests": len(requests), "finished": len(server.finished), "seconds": round(seconds, 3)}
+        if options.http:
+            begin = time.perf_counter()
+            failure = serve_http(server, vocabulary, options, show)
+            seconds = time.perf_counter() - begin
+        else:
+            seconds = serve(server, requests, show)
+    said = {"model": title} | ({} if options.http else {"requests": len(requests)})
+    said |= {"finished": server.finished_count, "seconds": round(seconds, 3)}
     said |= {f"{name}_tokens": spent[0] for name, spent in server.spent.items()} | measured(server)
+    if failure:
+        return failure
     problems = []
     if options.check:
         problems, ties = check(model, server.finished)

@@ -108,7 +108,7 @@ def test_code_runs(page, tmp_path, monkeypatch):
 # ---- commands ----------------------------------------------------------------------------------------------------
 
 _COMMANDS = re.compile(r"(?:^<!-- not run: ([^\n]+) -->\n)?^```(console|bash)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-_TOOLS = {"pip", "pytest", "mkdir", "chgrp", "chmod", "export", "vllm"}  # of others, in blocks that are not run
+_TOOLS = {"pip", "pytest", "mkdir", "chgrp", "chmod", "export", "curl", "vllm"}  # of others, in blocks that are not run
 
 
 def command_blocks(page):

@@ -65,6 +65,8 @@ def test_help_runs_nothing(name, example, monkeypatch, capsys, root):
         ("train_lm", "tqdm", [], "this example needs tqdm: pip install matplotlib tqdm"),
         ("unusual_head_sizes", "tqdm", [], "this example needs tqdm: pip install matplotlib tqdm"),
         ("unusual_head_sizes", "matplotlib", [], "this example needs matplotlib: pip install matplotlib tqdm"),
+        ("serve", "uvicorn", ["--http", "0"], "--http needs uvicorn: pip install starlette uvicorn"),
+        ("serve", "starlette", ["--http", "0"], "--http needs starlette: pip install starlette uvicorn"),
         ("timex", "matplotlib.figure", ["--plot", "x.png"], "--plot needs matplotlib: pip install matplotlib tqdm"),
     ],
 )

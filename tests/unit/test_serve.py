@@ -93,7 +93,7 @@ def test_batch_is_each_text_alone(serve, model):
     slots = pool.allocate(6)[1:]
     slots.reverse()
     untouched = pool.wkv[:, 1].fill_(7).clone()
-    decoder = serve.Decoder(model, pool)
+    decoder = sys.modules["serving.scheduler"].Decoder(model, pool)
     found = [serve.prefill(model, pool, list(zip(slots, prompts, strict=True)))]
     found += [decoder([token] * 5, slots).clone() for token in (65, 66)]
     assert torch.equal(pool.wkv[:, 1], untouched)
@@ -341,8 +341,9 @@ def test_table_and_text_are_shown(program, capsys):
 
 
 def test_wrong_decoding_is_found(serve, program, monkeypatch, capsys):
-    call = serve.Decoder.__call__
-    monkeypatch.setattr(serve.Decoder, "__call__", lambda self, *what: call(self, *what).roll(1, -1))
+    decoder = sys.modules["serving.scheduler"].Decoder
+    call = decoder.__call__
+    monkeypatch.setattr(decoder, "__call__", lambda self, *what: call(self, *what).roll(1, -1))
     said = program(*SMALL, "--requests", 2, "--rate", "inf", "--check", "--json")
     assert said.startswith("not what one-by-one decoding writes:\nrequest ")
     assert json.loads(capsys.readouterr().out)["differ"] == 2
