@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from rwkv_jit.call import recording
+from rwkv_jit.call import recording, tensors
 
 Call = Mapping[str, Any]  # the tensors and sizes of a call, by what its extension calls them
 Run = Callable[[Call], Any]
@@ -45,9 +45,12 @@ def fill_sum(buffer: Tensor, total: Tensor) -> None:
     parts[0].copy_(total.reshape(-1))
 
 
-def or_zeros(state: Tensor | None, rows: Tensor) -> Tensor:
+def or_zeros(state: Any, name: str, rows: Any) -> Any:
     """Return a state, or where there is none one of zeros in the dtype of rows (..., H, N), for all sequences."""
-    return rows.new_zeros(rows.shape[-2], rows.shape[-1], rows.shape[-1]) if state is None else state
+    if state is None:
+        rows = tensors.from_any(name, rows)
+        state = rows.new_zeros(rows.shape[-2], rows.shape[-1], rows.shape[-1])
+    return state
 
 
 def kept(s: Tensor, count: int) -> Tensor:

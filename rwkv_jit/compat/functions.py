@@ -40,23 +40,22 @@ def scriptable(function: _F) -> _F:
     then it takes as many as a script has, and returns a tensor.
     """
     signature = inspect.signature(function, eval_str=True)
-    needed = [each for each in signature.parameters.values() if _is_needed(each)]
-    if len(needed) < len(signature.parameters):
+    parameters = list(signature.parameters.values())
+    needed = [each for each in parameters if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
+    if len(needed) < len(parameters):
         parameters = [each.replace(annotation=each.empty) for each in needed]
         parameters.append(inspect.Parameter("others", inspect.Parameter.VAR_POSITIONAL))
         signature = inspect.Signature(parameters)
     function.__signature__ = signature  # type: ignore[attr-defined]
+    vars(function).pop("__wrapped__", None)  # of which TorchScript would read the signature
     return torch.jit.ignore(function)  # type: ignore[no-any-return]
-
-
-def _is_needed(parameter: inspect.Parameter) -> bool:
-    return parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
 
 
 # ---- RWKV-7 for training -----------------------------------------------------------------------------------------
 
 
 @scriptable
+@named(r="q")
 def RUN_CUDA_RWKV7g(
     q: Any, w: Any, k: Any, v: Any, a: Any, b: Any, HEAD_SIZE: int = 64, dot_prec: str = "fp32"
 ) -> Tensor:
@@ -84,6 +83,7 @@ def RWKV7_STATE_CLAMPW_CUDA(
 
 
 @scriptable
+@named(object, initial_state="s0")
 def RWKV7_STATE_PASSING_CLAMPW_CUDA(
     s0: Tensor, r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -134,7 +134,7 @@ class TritonRWKV7:
 
         Rows are (B, T, H, N), s0 (B, H, N, N) or (H, N, N); None are zeros in the dtype of w. `dot_prec` has no effect.
         """
-        return buffers.with_final(wkv7, [q, w, k, v, z, b], buffers.or_zeros(s0, w))
+        return buffers.with_final(wkv7, [q, w, k, v, z, b], buffers.or_zeros(s0, "w", w))
 
 
 # ---- RWKV-7 for inference ----------------------------------------------------------------------------------------
@@ -147,6 +147,7 @@ def RWKV7_OP(state: Tensor, r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tenso
 
 
 @scriptable
+@named(object, initial_state="state")
 def RWKV7_BATCH_OP(state: Tensor, r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Return y of RWKV-7 and move the states (B, H, N, N), float32, on, as `wkv7` with the decay exp(-exp(w)).
 
@@ -184,12 +185,14 @@ def RUN_CUDA_RWKV6(*given: Any, **named: Any) -> Tensor:
     if "B" in by_name:
         B, T, C, H = (by_name[name] for name in names[:4])
         return RUN_CUDA_RWKV6_STATE(B, T, C, H, r, k, v, w, u, None)
+    u = tensors.from_any("u", u)
     if u.dim() != 2:
         raise ValueError(f"u: expected shape [H, N], got {list(u.shape)}")
     return buffers.y_of(wkv6, [*rows.by_size(u.shape[1], r=r, k=k, v=v, w=w), u]).flatten(2)
 
 
 @scriptable
+@named(object, initial_state="s")
 def RUN_CUDA_RWKV6_STATE(
     B: int, T: int, C: int, H: int, r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, s: Tensor | None
 ) -> Tensor:
@@ -232,6 +235,7 @@ class TimeX:
 # ---- with states that are returned -------------------------------------------------------------------------------
 
 
+@named(object, r="receptance", k="key", v="value", w="time_decay", u="time_first", initial_state="state")
 def rwkv5_cuda_linear_attention(
     receptance: Tensor, key: Tensor, value: Tensor, time_decay: Tensor, time_first: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -246,6 +250,7 @@ def rwkv5_cuda_linear_attention(
     return out.flatten(2), last
 
 
+@named(object, r="receptance", k="key", v="value", w="time_decay", u="time_first", initial_state="state")
 def rwkv6_cuda_linear_attention(
     receptance: Tensor, key: Tensor, value: Tensor, time_decay: Tensor, time_first: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from rwkv_jit.compat import hf_models, replacing
+from rwkv_jit.compat.naming import named
 from rwkv_jit.kernels.errors import brief
 from rwkv_jit.ops.wkv5 import wkv5
 from rwkv_jit.ops.wkv6 import wkv6
@@ -26,8 +27,10 @@ FUNCTIONS = {
     "rwkv7_recurrent": "rwkv_jit.compat",
 }
 KERNELS = Path(__file__).with_name("hf_kernels")
+_NAMES = {"r": "receptance", "k": "key", "v": "value", "w": "time_decay", "u": "time_first", "initial_state": "state"}
 
 
+@named(**_NAMES)
 def rwkv5_linear_attention(
     training: bool, receptance: Tensor, key: Tensor, value: Tensor, time_decay: Tensor, time_first: Tensor,
     state: Tensor | None,
@@ -45,6 +48,7 @@ def rwkv5_linear_attention(
     return _mix(wkv5, rows, time_decay, time_first, state)
 
 
+@named(**_NAMES)
 def rwkv6_linear_attention(
     training: bool, receptance: Tensor, key: Tensor, value: Tensor, time_decay: Tensor, time_first: Tensor,
     state: Tensor | None,

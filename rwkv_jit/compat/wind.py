@@ -89,7 +89,7 @@ def load_backstepping_longhead(head_size: int, batchsz_times_heads_estimate: int
 
 @named(initial_state="s0")
 def _attend(inputs: Sequence[Any], s0: Any, cu_seqlens: Any = None) -> tuple[Tensor, Tensor]:
-    return buffers.with_final(wkv7, inputs, buffers.or_zeros(s0, inputs[3]), cu_seqlens=cu_seqlens)
+    return buffers.with_final(wkv7, inputs, buffers.or_zeros(s0, "v", inputs[3]), cu_seqlens=cu_seqlens)
 
 
 # ---- extensions --------------------------------------------------------------------------------------------------
