@@ -15,18 +15,6 @@ Call = Mapping[str, Any]  # the tensors and sizes of a call, by what its extensi
 Run = Callable[[Call], Any]
 
 
-def heads(t: Call, names: str) -> list[Tensor]:
-    """Return rows of channels as (batch, tokens, heads, channels of a head)."""
-    return [t[name].reshape(t["B"], t["T"], t["H"], -1) for name in names.split()]
-
-
-def states(t: Call, name: str) -> Tensor:
-    """Return states of rows of channels as (batch, heads, N, N)."""
-    size = t["C"] // t["H"]
-    state: Tensor = t[name].reshape(t["B"], t["H"], size, size)
-    return state
-
-
 def fill(buffer: Tensor, result: Tensor) -> None:
     """Write a result into the caller's tensor, in its dtype and shape."""
     buffer.copy_(result.reshape(buffer.shape))
