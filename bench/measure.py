@@ -38,8 +38,6 @@ COLUMNS = (
     "suite", "op", "shape", "dtype", "phase", "inputs", "who", "what", "median_ms", "low_ms", "high_ms", "runs",
     "in_graph", "host_us", "floor_ms", "fraction", "peak_mib", "error", "errors", "other_error", "other", "skipped",
 )  # fmt: skip
-
-
 SHOWN = {
     "by": "{who} {what}", "ms": "{median_ms:.4f}", "quartiles": "{low_ms:.4f} to {high_ms:.4f}",
     "of the floor": "{fraction:.0%}", "in a graph": "{in_graph}", "host us": "{host_us:.1f}", "": "{mark}",

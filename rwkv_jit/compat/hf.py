@@ -135,8 +135,9 @@ def patch(target: ModuleType | nn.Module) -> list[str]:
             )
     for (module, name), ours in found.items():
         replacing.put(module, name, ours)
-    layers = hf_models.layers_of(target) if isinstance(target, nn.Module) else []
-    owners: list[tuple[str, Any]] = [*((module.__name__, module) for module in modules), *layers]
+    owners: list[tuple[str, Any]] = [(module.__name__, module) for module in modules]
+    if isinstance(target, nn.Module):
+        owners += [(name or type(part).__name__, part) for name, part in target.named_modules()]
     replaced = [f"{module.__name__}.{name}" for module, name in found] + hf_models.put_into(owners)
     if not replaced:
         known = " or ".join((*FUNCTIONS, *hf_models.FUNCTIONS))
