@@ -351,6 +351,8 @@ def run(parsed: argparse.Namespace) -> dict[str, Any]:
         if parsed.model is None or "RWKV7" in parsed.model:
             of_layer = [name for name in names if "layer" in parts and name in LAYERS]
             calls += [partial(layer_row, name, sizes, layer_width, device) for name in of_layer]
+        if not calls:
+            raise ValueError(f"--who: nothing of {', '.join(names)} is measured in {', '.join(parts)} of these models")
         rows = [told(call()) for call in calls]
     result = {"env": bench.environment(), "device": device, "rows": rows}
     if parsed.record:
