@@ -82,16 +82,19 @@ def fill_recorded(
 
     Where an input wants a gradient, what the op keeps for it stays as long as there is the scratch.
     """
-    if any(x.requires_grad for x in (*inputs, state) if x is not None):
+    is_recorded = any(x.requires_grad for x in (*inputs, state) if x is not None)
+    if is_recorded:
         # The caller may write to its state before the backward, which is not given it.
         initial = None if state is None else state.detach().clone()
         call = _recorded[scratch] = _Recorded(op, inputs, initial, last is not None, options)
-        call.move_to(y, last)
-        return
-    result, final = run(op, inputs, state, **options)
-    fill(y, result)
-    if last is not None:
-        fill(last, final)
+        results = [x if x is None else x.detach() for x in call.results]
+    else:
+        results = [*run(op, inputs, state, **options)]
+    for buffer, result in zip((y, last), results, strict=True):
+        if buffer is not None and result is not None:
+            fill(buffer, result)
+            if is_recorded and result.is_cuda:  # a kernel's backward does not read its results
+                result.untyped_storage().resize_(0)
 
 
 class _Recorded:
@@ -110,15 +113,6 @@ class _Recorded:
                 **options,
             )
         self.results: tuple[Tensor, Tensor | None] = y, final
-
-    def move_to(self, y: Tensor, last: Tensor | None) -> None:
-        """Fill the caller's tensors, and leave the memory of the results, which a kernel's backward does not read."""
-        for buffer, result in zip((y, last), self.results, strict=True):
-            if buffer is None or result is None:
-                continue
-            fill(buffer, result.detach())
-            if result.is_cuda:
-                result.untyped_storage().resize_(0)
 
     def is_of(self, inputs: Sequence[Tensor], state: Tensor | None, has_final: bool) -> bool:
         """Return whether it is the call of these, of which a state may be a copy."""
