@@ -75,9 +75,7 @@ def RWKV7_CLAMPW_CUDA(r: Any, w: Any, k: Any, v: Any, a: Any, b: Any, HEAD_SIZE:
 
 
 @scriptable
-def RWKV7_STATE_CLAMPW_CUDA(
-    s0: Tensor, r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor
-) -> Tensor:  # fmt: skip
+def RWKV7_STATE_CLAMPW_CUDA(s0: Tensor, r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Return y of `RWKV7_STATE_PASSING_CLAMPW_CUDA`."""
     return RWKV7_STATE_PASSING_CLAMPW_CUDA(s0, r, w, k, v, a, b)[0]
 
@@ -207,9 +205,7 @@ def RUN_CUDA_RWKV6_STATE(
 
 
 @scriptable
-def RUN_CUDA_RWKV5(
-    B: int, T: int, C: int, H: int, r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor
-) -> Tensor:  # fmt: skip
+def RUN_CUDA_RWKV5(B: int, T: int, C: int, H: int, r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> Tensor:
     """Return y of RWKV-5 from no state, as `wkv5` with the decay exp(-exp(w)); w and u are (H, N). From RWKV-LM."""
     size = rows.head_size(C, H)
     inputs = rows.by_shape((B, T, H, size), r=r, k=k, v=v)
@@ -258,9 +254,7 @@ def rwkv6_cuda_linear_attention(
 
     From flash-rwkv, as `rwkv5_cuda_linear_attention`; time_decay is (B, T, C).
     """
-    state, inputs = rows.by_state(
-        state, "state", receptance=receptance, key=key, value=value, time_decay=time_decay
-    )  # fmt: skip
+    state, inputs = rows.by_state(state, "state", receptance=receptance, key=key, value=value, time_decay=time_decay)
     by_head = rows.by_shape(tuple(state.shape[1:3]), time_first=time_first)
     return buffers.with_final(wkv6, [*inputs, *by_head], state)
 

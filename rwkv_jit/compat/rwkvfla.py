@@ -24,9 +24,7 @@ def chunk_rwkv7(
     if w is None and log_w is None:
         raise ValueError("w: expected w or log_w, got neither")
     rows, decay = ((r, log_w, k, v, a, b), "log") if w is None else ((r, w, k, v, a, b), "raw")
-    return _run(
-        wkv7, rows, head_first, (initial_state, output_final_state, cu_seqlens), scale=scale, decay=decay
-    )  # fmt: skip
+    return _run(wkv7, rows, head_first, (initial_state, output_final_state, cu_seqlens), scale=scale, decay=decay)
 
 
 def chunk_rwkv6(

@@ -33,9 +33,7 @@ def attn_triton_bighead(
     return _attend((r, w, k, v, a, b), s0)
 
 
-def attn_chunked_cuda(
-    r: Any, w: Any, k: Any, v: Any, a: Any, b: Any, s0: Any = None
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def attn_chunked_cuda(r: Any, w: Any, k: Any, v: Any, a: Any, b: Any, s0: Any = None) -> tuple[Tensor, Tensor]:
     """Return what `attn_triton_bighead` does, from the same arguments."""
     return _attend((r, w, k, v, a, b), s0)
 
