@@ -141,7 +141,8 @@ class TritonRWKV7:
 @scriptable
 def RWKV7_OP(state: Tensor, r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Return y (T, C) of one sequence and move its state (H, N, N) on, as `RWKV7_BATCH_OP`. From Albatross."""
-    return RWKV7_BATCH_OP(state[None], r[None], w[None], k[None], v[None], a[None], b[None])[0]
+    state = tensors.from_any("state", state, in_place=True)
+    return RWKV7_BATCH_OP(state[None], *rows.of_batch_1(r=r, w=w, k=k, v=v, a=a, b=b))[0]
 
 
 @scriptable

@@ -50,7 +50,7 @@ def attn_chunked_cuda_varlen(
     Rows are (T, H, N), s0 (S, H, N, N), (H, N, N) or None. Sequence i is the tokens cu_seqlens[i] to cu_seqlens[i + 1],
     of any number.
     """
-    y, last = _attend([x[None] for x in (r, w, k, v, a, b)], s0, cu_seqlens)
+    y, last = _attend(rows.of_batch_1(r=r, w=w, k=k, v=v, a=a, b=b), s0, cu_seqlens)
     return y[0], last
 
 

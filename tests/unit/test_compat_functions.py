@@ -17,6 +17,7 @@ from rwkv_jit.compat import (
     RWKV7_STATE_CLAMPW_CUDA,
     RWKV7_STATE_PASSING_CLAMPW_CUDA,
     RUN_CUDA_RWKV7g,
+    rwkvfla,
 )
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -451,6 +452,14 @@ def seven(size=8):
                                                     torch.zeros(2, 2, 4, 4)), TypeError, "^time_decay: expected torch"),
         (lambda: compat.attn_chunked_cuda(*(torch.zeros(1, 2, 2, 4) for _ in "rwk"), *[None] * 3), TypeError,
          r"^v: expected a torch\.Tensor or an array"),
+        (lambda: RWKV7_OP(None, *(x[0] for x in seven())), TypeError, r"state: expected a torch\.Tensor or an array"),
+        (lambda: RWKV7_OP(torch.zeros(2, 4, 4), *(x[0] for x in seven()[:5]), None), TypeError,
+         r"^b: expected a torch\.Tensor or an array"),
+        (lambda: compat.attn_chunked_cuda_varlen(*(torch.zeros(2, 2, 4) for _ in range(5)), None, None, [0, 2]),
+         TypeError, r"^b: expected a torch\.Tensor or an array"),
+        (lambda: rwkvfla.chunk_rwkv6(None, *seven()[:4]), TypeError, r"^r: expected a torch\.Tensor or an array"),
+        (lambda: rwkvfla.chunk_rwkv7(None, *seven()[:5], head_first=True), TypeError, r"^r: expected a torch\.Tensor"),
+        (lambda: rwkvfla.chunk_rwkv7(*seven()[:5], log_w=5), TypeError, r"^log_w: expected a torch\.Tensor"),
         (lambda: compat.TimeX.apply(torch.zeros(3, 4), torch.zeros(2, 3, 5), 2, 3, 4, 0.0), ValueError,
          "k: expected 24 elements, 2 x 3 x 4"),
         (lambda: compat.rwkv6_cuda_linear_attention(*seven()[:4], torch.zeros(9), torch.zeros(2, 2, 4, 4)), ValueError,
