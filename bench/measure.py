@@ -275,9 +275,7 @@ def rows_of(entry: Entry, copy_tb_per_s: float, peers: Sequence[Contestant] = ()
     return measured + skipped
 
 
-def run_once(
-    case: Case, contestant: Contestant, given: Given, grad: Callable[..., Any] = torch.autograd.grad
-) -> Callable[[], Any]:
+def run_once(case: Case, contestant: Contestant, given: Given) -> Callable[[], Any]:
     """Return the call of a case by a contestant; for a backward alone, the forward runs here.
 
     An update changes states of its own. It holds what it returned last: where that is new memory, each set has its own.
@@ -297,6 +295,7 @@ def run_once(
     if not case.has_gradients:
         return lambda: contestant.run(inputs, state, more)
     leaves = [x for x in inputs if x.requires_grad]
+    grad: Any = torch.autograd.grad
     if case.phase == "forward+backward":
         return lambda: grad(contestant.run(inputs, None, more)[0], leaves, given.dy)
     y = contestant.run(inputs, None, more)[0]

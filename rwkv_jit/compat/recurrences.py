@@ -65,8 +65,7 @@ class Recurrence(NamedTuple):
 
     def forward(self, t: Call) -> None:
         """Fill y, from no state, from one of each sequence or from one for all."""
-        state = _state(t, t.get("s"))
-        buffers.fill(t["y"], buffers.run(self.op, self.inputs(t), state, **self.options(t))[0])
+        buffers.fill(t["y"], buffers.run(self.op, self.inputs(t), _state(t, t.get("s")), **self.options(t))[0])
 
     def backward(self, t: Call, s: Tensor | None = None) -> None:
         """Fill the gradients, that of w of the model's own w, whatever w is, and that of a state last; `s` is for s."""

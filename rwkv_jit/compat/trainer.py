@@ -218,8 +218,7 @@ def out_backward(t: Call) -> list[Tensor]:
     """Return the gradients of x, r, k, v, r_k, weight, bias and g."""
     inputs = _out_inputs(t, f"{OUT} grad_xg")
     wanted = {name: t["x" if name == "y" else name] for name in inputs}
-    grads = {"out": t["grad_xg"]}
-    return _gradients("gated_norm", grads, inputs, wanted, _EPS_OF_HEADS, ("identity", "layer"))
+    return _gradients("gated_norm", {"out": t["grad_xg"]}, inputs, wanted, _EPS_OF_HEADS, ("identity", "layer"))
 
 
 def _out_inputs(t: Call, names: str) -> dict[str, Tensor]:

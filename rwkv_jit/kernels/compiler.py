@@ -100,8 +100,7 @@ def compile(rendered: Rendered, arch: str, parameters: Mapping[str, Parameter]) 
 
 def ptx(rendered: Rendered, arch: str, parameters: Mapping[str, Parameter]) -> str:
     """Compile to PTX for reading."""
-    target = re.sub("^sm_", "compute_", target_for(arch))
-    return _run(rendered, target, parameters)[0].decode()
+    return _run(rendered, re.sub("^sm_", "compute_", target_for(arch)), parameters)[0].decode()
 
 
 def _run(rendered: Rendered, target: str, parameters: Mapping[str, Parameter]) -> tuple[bytes, str, float]:
