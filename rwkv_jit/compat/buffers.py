@@ -35,8 +35,7 @@ def fill_sum(buffer: Tensor, total: Tensor) -> None:
 
 def or_zeros(state: Any, name: str, rows: Any) -> Any:
     """Return a state, or where there is none one of zeros in the dtype of rows (..., H, N), for all sequences."""
-    if state is None:
-        rows = tensors.from_any(name, rows)
+    if state is None and (rows := tensors.from_any(name, rows)).dim() > 1:  # else the op says what is wrong with it
         state = rows.new_zeros(rows.shape[-2], rows.shape[-1], rows.shape[-1])
     return state
 
@@ -51,9 +50,9 @@ def kept(s: Tensor, count: int) -> Tensor:
     return s.view(-1)[:count]
 
 
-def in_float32(state: Tensor | None) -> Tensor | None:
+def in_float32(state: Any) -> Any:
     """Return a state of 16 bits as one of 32, so that the state behind it has 32 as well."""
-    return state.float() if state is not None and state.dtype.itemsize == 2 else state
+    return state.float() if isinstance(state, Tensor) and state.dtype.itemsize < 4 else state
 
 
 def y_of(op: Any, inputs: Sequence[Any], state: Any = None, **options: Any) -> Tensor:
