@@ -176,11 +176,6 @@ def torch_peers(case: Case) -> list[Contestant]:
     return []
 
 
-def swapped(state: Tensor) -> Tensor:
-    """Return a state with K before V, or V before K."""
-    return state.transpose(-1, -2).contiguous()
-
-
 def _conv1d(inputs: Inputs, state: Tensor | None, more: Mapping[str, Any]) -> tuple[Tensor, None]:
     w, k = inputs
     _, channels, tokens = k.shape
