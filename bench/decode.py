@@ -13,7 +13,7 @@ from bench import cases, models, record
 from bench.models import GRAPHED, MODELS, NODES, PARTS
 from bench.rwkv7_models import HEAD_SIZE, Sizes
 from bench.training import tell, told
-from rwkv_jit.desk import bench, figures, terminal
+from rwkv_jit.desk import bench, figures
 
 LARGE, SMALL = Sizes(24, 2048, 1, 1, 65536), Sizes(2, 64, 1, 1, 256)  # the small ones without a GPU
 BATCHES, PROMPTS = {"cuda": [1, 32, 256], "cpu": [1, 2]}, {"cuda": [512, 4096], "cpu": [16]}
@@ -144,15 +144,5 @@ _PROMPTS = {"model": "{model}", "tokens": "{tokens}", "by": "{by}", **models.COL
 
 def show(result: dict[str, Any]) -> None:
     """Print a table of tokens and one of prompts, and what was left out."""
-    terminal.say(bench.machine(result["env"]) if result["device"] == "cuda" else bench.CPU_NOTE)
-    for part, columns in (("token", _TOKENS), ("prompt", _PROMPTS)):
-        rows = [models.shown(row) for row in result["rows"] if row["part"] == part and row["skipped"] is None]
-        if rows:
-            first = rows[0]
-            of_model = f"{first['layers']} layers, width {first['width']}, vocabulary {first['vocabulary']}"
-            terminal.say(f"\na {part}: {of_model}")
-            terminal.records(columns, rows, ("quartiles",))
-    for row in result["rows"]:
-        if row["skipped"] is not None:
-            terminal.say(f"  skipped: {row['model']}, {row['part']}, {row['by']}: {row['skipped']}")
-    terminal.say(f"\n{METHODS}{models.METHODS}")
+    title = "a {part}: {layers} layers, width {width}, vocabulary {vocabulary}"
+    models.show(result, [("token", _TOKENS, title), ("prompt", _PROMPTS, title)], "{model}, {part}", METHODS)

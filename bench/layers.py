@@ -20,8 +20,6 @@ WORKS = {
     "gated": "tt", "activate": "t", "cross_entropy": "", "linear_cross_entropy": "", "RWKV7TimeMix": "tt",
     "RWKV7TimeMix, products": "", "RWKV7Block": "tt", "RWKV7Block, products": "",
 }  # fmt: skip
-
-
 show = bench.show
 
 

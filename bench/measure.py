@@ -38,8 +38,6 @@ COLUMNS = (
     "suite", "op", "shape", "dtype", "phase", "inputs", "who", "what", "median_ms", "low_ms", "high_ms", "runs",
     "in_graph", "host_us", "floor_ms", "fraction", "peak_mib", "error", "errors", "other_error", "other", "skipped",
 )  # fmt: skip
-
-
 SHOWN = {
     "by": "{who} {what}", "ms": "{median_ms:.4f}", "quartiles": "{low_ms:.4f} to {high_ms:.4f}",
     "of the floor": "{fraction:.0%}", "in a graph": "{in_graph}", "host us": "{host_us:.1f}", "": "{mark}",
@@ -178,11 +176,6 @@ def torch_peers(case: Case) -> list[Contestant]:
     return []
 
 
-def swapped(state: Tensor) -> Tensor:
-    """Return a state with K before V, or V before K."""
-    return state.transpose(-1, -2).contiguous()
-
-
 def _conv1d(inputs: Inputs, state: Tensor | None, more: Mapping[str, Any]) -> tuple[Tensor, None]:
     w, k = inputs
     _, channels, tokens = k.shape
@@ -277,9 +270,7 @@ def rows_of(entry: Entry, copy_tb_per_s: float, peers: Sequence[Contestant] = ()
     return measured + skipped
 
 
-def run_once(
-    case: Case, contestant: Contestant, given: Given, grad: Callable[..., Any] = torch.autograd.grad
-) -> Callable[[], Any]:
+def run_once(case: Case, contestant: Contestant, given: Given) -> Callable[[], Any]:
     """Return the call of a case by a contestant; for a backward alone, the forward runs here.
 
     An update changes states of its own. It holds what it returned last: where that is new memory, each set has its own.
@@ -299,6 +290,7 @@ def run_once(
     if not case.has_gradients:
         return lambda: contestant.run(inputs, state, more)
     leaves = [x for x in inputs if x.requires_grad]
+    grad: Any = torch.autograd.grad
     if case.phase == "forward+backward":
         return lambda: grad(contestant.run(inputs, None, more)[0], leaves, given.dy)
     y = contestant.run(inputs, None, more)[0]

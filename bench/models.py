@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from bench.rwkv7_models import HEAD_SIZE, Sizes
-from rwkv_jit.desk import bench, figures, profiling
+from rwkv_jit.desk import bench, figures, profiling, terminal
 from rwkv_jit.nn import RWKV5, RWKV6, RWKV7, graphs, node
 
 MODELS: dict[str, Any] = {"RWKV5": RWKV5, "RWKV6": RWKV6, "RWKV7": RWKV7}
@@ -179,6 +179,20 @@ def shown(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row with what its line of a table has beside."""
     kernels, ms, peak = row.get("kernel_ms"), row["median_ms"], row["peak_mib"]
     return row | {"busy": kernels and ms and kernels / ms, "peak_gib": peak and peak / 1024}
+
+
+def show(result: dict[str, Any], tables: Sequence[tuple[str, dict[str, str], str]], skipped: str, methods: str) -> None:
+    """Print a table for each part with its columns, below what its title says of a row, and what was left out."""
+    terminal.say(bench.machine(result["env"]) if result["device"] == "cuda" else bench.CPU_NOTE)
+    for part, columns, title in tables:
+        rows = [shown(row) for row in result["rows"] if row["part"] == part and row["skipped"] is None]
+        if rows:
+            terminal.say(f"\n{title.format(**rows[0])}")
+            terminal.records(columns, rows, ("quartiles",))
+    for row in result["rows"]:
+        if row["skipped"] is not None:
+            terminal.say(f"  skipped: {skipped}, {{by}}: {{skipped}}".format(**row))
+    terminal.say(f"\n{methods}{METHODS}")
 
 
 def fill_zeros(model: nn.Module) -> None:

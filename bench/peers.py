@@ -19,7 +19,7 @@ from torch.nn.functional import normalize
 
 from bench import measure
 from bench.cases import Case
-from bench.measure import Contestant, Inputs, swapped
+from bench.measure import Contestant, Inputs
 from rwkv_jit.desk.inputs import UPDATE
 from rwkv_jit.plain.reference import SIGMOID_RATE
 
@@ -98,7 +98,7 @@ def _fla(case: Case) -> list[Contestant]:
 
     def as_there(state: Tensor) -> Tensor:
         """Return states as FLA has them, or FLA's as the case has them."""
-        return swapped(state.float()) if case.state_layout == "vk" else state.float()
+        return state.float().mT.contiguous() if case.state_layout == "vk" else state.float()
 
     convert = _replacing(index, partial(log_decay, decay=case.decay))
 

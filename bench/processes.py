@@ -234,5 +234,4 @@ def rows_of(
         rows = helper.ask(PATIENCE, _measured, entry, copy_tb_per_s, [])  # ours stays
     if any(who in _OF_ONE_SIZE for who, _ in allowed):
         helper.end()
-    skipped = [measure.row(entry, *who, why) for who, why in obstacle.items() if why is not None]
-    return [*rows, *skipped]
+    return [*rows, *(measure.row(entry, *who, why) for who, why in obstacle.items() if why is not None)]

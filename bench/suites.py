@@ -90,9 +90,8 @@ _OTHERS = {
     ],
 }  # fmt: skip
 TABLES = {
-    name: [entry for rows in several for entry in rows.entries(name)]
-    for name, several in (_STUDIES | _OTHERS).items()
-}  # fmt: skip
+    name: [entry for rows in several for entry in rows.entries(name)] for name, several in (_STUDIES | _OTHERS).items()
+}
 STUDIES = {name: TABLES[name] for name in _STUDIES}
 SUITES = ("studies", *TABLES)
 

@@ -255,8 +255,8 @@ def blocks(result: Mapping[str, Any]) -> dict[str, str]:
         "picture": f"![{sentence(rows)}]({PICTURE})\n\n{slower(rows)}\n",
         "speedups": _first_page(front(rows)),
         "float32": _float32(rows),
-        "training": _training(result.get("training", ())),
-        "decode": _decode(result.get("decode", ())),
+        "training": _models(result.get("training", ()), _FLOPS),
+        "decode": _models(result.get("decode", ()), {"of a copy": "copy_use", **_FLOPS}),
         "service": _service(result.get("service")),
         "errors": _errors(rows),
         "inference": _table(
@@ -287,47 +287,26 @@ def _float32(rows: Sequence[Row]) -> str:
     return _table_of(("call", "float32 ms", "bfloat16 ms", "float32 takes", "GPU, commit"), lines)
 
 
-def _training(rows: Sequence[Row]) -> str:
-    """Return a table of steps of whole models in training."""
-    lines = [
-        (_model_of(row), f"{row['batch']} x {row['tokens']}", *_model_cells(row), _cell(row, "flops_use", percent),
-         *_model_ends(row))
-        for row in rows
-        if row["part"] == "steps" and row["skipped"] is None
-    ]  # fmt: skip
-    return _table_of(("model", "tokens", *_OF_MODEL, "of the FLOPs", *_ENDS), lines)
+_TOKENS = {"steps": "{batch} x {tokens}", "token": "{batch} x 1", "prompt": "a prompt of {tokens}"}  # by parts
+_FLOPS = {"of the FLOPs": "flops_use"}
 
 
-def _decode(rows: Sequence[Row]) -> str:
-    """Return a table of steps of whole models in decoding: tokens of several sequences, and prompts."""
-    lines = [
-        (_model_of(row), f"{row['batch']} x 1" if row["part"] == "token" else f"a prompt of {row['tokens']}",
-         *_model_cells(row), _cell(row, "copy_use", percent), _cell(row, "flops_use", percent), *_model_ends(row))
-        for row in rows
-        if row["skipped"] is None
-    ]  # fmt: skip
-    return _table_of(("model", "tokens", *_OF_MODEL, "of a copy", "of the FLOPs", *_ENDS), lines)
-
-
-_OF_MODEL = "by", "parameters", "ms a step", "host alone ms", "GPU busy", "tokens a second"
-_ENDS = "peak GiB", "GPU, commit"
-
-
-def _model_of(row: Row) -> str:
-    return f"{row.get('model', RWKV7).replace('RWKV', 'RWKV-')} {row['layers']} x {row['width']}"
-
-
-def _model_cells(row: Row) -> tuple[str, ...]:
-    """Return who a row is of, and its times; results of earlier versions lack some."""
-    kernels = row.get("kernel_ms")
-    return (
-        row["by"], row["parameters"], milliseconds(row["median_ms"]), _cell(row, "host_ms", milliseconds),
-        "" if kernels is None else percent(kernels / row["median_ms"]), f"{row['tokens_per_s']:,.0f}",
-    )  # fmt: skip
-
-
-def _model_ends(row: Row) -> tuple[str, str]:
-    return _cell(row, "peak_mib", lambda mib: f"{mib / 1024:.0f}"), f"{gpu_of(row)}, {row['commit'][:10]}"
+def _models(rows: Sequence[Row], uses: Mapping[str, str]) -> str:
+    """Return a table of steps of whole models, with shares as `uses` names them; earlier results lack some figures."""
+    times = "ms a step", "host alone ms", "GPU busy", "tokens a second"
+    head = ("model", "tokens", "by", "parameters", *times, *uses, "peak GiB", "GPU, commit")
+    lines = []
+    for row in rows:
+        if row["part"] in _TOKENS and row["skipped"] is None:
+            model = f"{row.get('model', RWKV7).replace('RWKV', 'RWKV-')} {row['layers']} x {row['width']}"
+            busy = {"busy": row["kernel_ms"] / row["median_ms"]} if row.get("kernel_ms") is not None else {}
+            lines.append((
+                model, _TOKENS[row["part"]].format(**row), row["by"], row["parameters"],
+                milliseconds(row["median_ms"]), _cell(row, "host_ms", milliseconds), _cell(busy, "busy", percent),
+                f"{row['tokens_per_s']:,.0f}", *(_cell(row, use, percent) for use in uses.values()),
+                _cell(row, "peak_mib", lambda mib: f"{mib / 1024:.0f}"), f"{gpu_of(row)}, {row['commit'][:10]}",
+            ))  # fmt: skip
+    return _table_of(head, lines)
 
 
 def _cell(row: Row, name: str, form: Callable[[float], str]) -> str:

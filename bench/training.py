@@ -26,7 +26,7 @@ from torch.multiprocessing.spawn import spawn
 from bench import models, record, rwkv7_models, timing, tuners
 from bench.models import GRAPHED, MODELS, NODES, PARTS, free, survived
 from bench.rwkv7_models import HEAD_SIZE, Loss, Sizes
-from rwkv_jit.desk import bench, figures, terminal
+from rwkv_jit.desk import bench, figures
 from rwkv_jit.nn import RWKV7TimeMix, graphed_step
 
 LARGE, SMALL = Sizes(24, 1024, 8, 4096, 65536), Sizes(2, 64, 2, 32, 256)  # the small ones without a GPU
@@ -355,6 +355,8 @@ def run(parsed: argparse.Namespace) -> dict[str, Any]:
         if parsed.model is None or "RWKV7" in parsed.model:
             of_layer = [name for name in names if "layer" in parts and name in LAYERS]
             calls += [partial(layer_row, name, sizes, layer_width, device) for name in of_layer]
+        if not calls:
+            raise ValueError(f"--who: nothing of {', '.join(names)} is measured in {', '.join(parts)} of these models")
         rows = [told(call()) for call in calls]
     result = {"env": bench.environment(), "device": device, "rows": rows}
     if parsed.record:
@@ -384,16 +386,6 @@ _LAYER = {
 
 def show(result: dict[str, Any]) -> None:
     """Print a table of each part, and what was left out."""
-    terminal.say(bench.machine(result["env"]) if result["device"] == "cuda" else bench.CPU_NOTE)
-    rows = [models.shown(row) for row in result["rows"]]
-    for part, columns in (("steps", _STEPS), ("layer", _LAYER)):
-        done = [row for row in rows if row["part"] == part and row["skipped"] is None]
-        if done:
-            first = done[0]
-            of_model = f"{first['layers']} layers, vocabulary {first['vocabulary']}, " if part == "steps" else ""
-            terminal.say(f"\n{part}: {of_model}width {first['width']}, ({first['batch']}, {first['tokens']}) tokens")
-            terminal.records(columns, done, ("quartiles",))
-    for row in rows:
-        if row["skipped"] is not None:
-            terminal.say(f"  skipped: {row['part']}, {row['by']}: {row['skipped']}")
-    terminal.say(f"\n{METHODS}{models.METHODS}")
+    tokens = "width {width}, ({batch}, {tokens}) tokens"
+    steps = f"steps: {{layers}} layers, vocabulary {{vocabulary}}, {tokens}"
+    models.show(result, [("steps", _STEPS, steps), ("layer", _LAYER, f"layer: {tokens}")], "{part}", METHODS)

@@ -9,22 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from rwkv_jit.call import recording
+from rwkv_jit.call import recording, tensors
 
 Call = Mapping[str, Any]  # the tensors and sizes of a call, by what its extension calls them
 Run = Callable[[Call], Any]
-
-
-def heads(t: Call, names: str) -> list[Tensor]:
-    """Return rows of channels as (batch, tokens, heads, channels of a head)."""
-    return [t[name].reshape(t["B"], t["T"], t["H"], -1) for name in names.split()]
-
-
-def states(t: Call, name: str) -> Tensor:
-    """Return states of rows of channels as (batch, heads, N, N)."""
-    size = t["C"] // t["H"]
-    state: Tensor = t[name].reshape(t["B"], t["H"], size, size)
-    return state
 
 
 def fill(buffer: Tensor, result: Tensor) -> None:
@@ -45,9 +33,11 @@ def fill_sum(buffer: Tensor, total: Tensor) -> None:
     parts[0].copy_(total.reshape(-1))
 
 
-def or_zeros(state: Tensor | None, rows: Tensor) -> Tensor:
+def or_zeros(state: Any, name: str, rows: Any) -> Any:
     """Return a state, or where there is none one of zeros in the dtype of rows (..., H, N), for all sequences."""
-    return rows.new_zeros(rows.shape[-2], rows.shape[-1], rows.shape[-1]) if state is None else state
+    if state is None and (rows := tensors.from_any(name, rows)).dim() > 1:  # else the op says what is wrong with it
+        state = rows.new_zeros(rows.shape[-2], rows.shape[-1], rows.shape[-1])
+    return state
 
 
 def kept(s: Tensor, count: int) -> Tensor:
@@ -60,9 +50,9 @@ def kept(s: Tensor, count: int) -> Tensor:
     return s.view(-1)[:count]
 
 
-def in_float32(state: Tensor | None) -> Tensor | None:
+def in_float32(state: Any) -> Any:
     """Return a state of 16 bits as one of 32, so that the state behind it has 32 as well."""
-    return state.float() if state is not None and state.dtype.itemsize == 2 else state
+    return state.float() if isinstance(state, Tensor) and state.dtype.itemsize < 4 else state
 
 
 def y_of(op: Any, inputs: Sequence[Any], state: Any = None, **options: Any) -> Tensor:
@@ -91,16 +81,19 @@ def fill_recorded(
 
     Where an input wants a gradient, what the op keeps for it stays as long as there is the scratch.
     """
-    if any(x.requires_grad for x in (*inputs, state) if x is not None):
+    is_recorded = any(x.requires_grad for x in (*inputs, state) if x is not None)
+    if is_recorded:
         # The caller may write to its state before the backward, which is not given it.
         initial = None if state is None else state.detach().clone()
         call = _recorded[scratch] = _Recorded(op, inputs, initial, last is not None, options)
-        call.move_to(y, last)
-        return
-    result, final = run(op, inputs, state, **options)
-    fill(y, result)
-    if last is not None:
-        fill(last, final)
+        results = [x if x is None else x.detach() for x in call.results]
+    else:
+        results = [*run(op, inputs, state, **options)]
+    for buffer, result in zip((y, last), results, strict=True):
+        if buffer is not None and result is not None:
+            fill(buffer, result)
+            if is_recorded and result.is_cuda:  # a kernel's backward does not read its results
+                result.untyped_storage().resize_(0)
 
 
 class _Recorded:
@@ -119,15 +112,6 @@ class _Recorded:
                 **options,
             )
         self.results: tuple[Tensor, Tensor | None] = y, final
-
-    def move_to(self, y: Tensor, last: Tensor | None) -> None:
-        """Fill the caller's tensors, and leave the memory of the results, which a kernel's backward does not read."""
-        for buffer, result in zip((y, last), self.results, strict=True):
-            if buffer is None or result is None:
-                continue
-            fill(buffer, result.detach())
-            if result.is_cuda:
-                result.untyped_storage().resize_(0)
 
     def is_of(self, inputs: Sequence[Tensor], state: Tensor | None, has_final: bool) -> bool:
         """Return whether it is the call of these, of which a state may be a copy."""

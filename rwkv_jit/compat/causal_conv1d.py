@@ -111,9 +111,7 @@ def _channels_of(given: Any, dims: tuple[int, ...]) -> Tensor:
 def _taps(x: Tensor, weight: Any, bias: Any) -> tuple[Tensor, Tensor | None]:
     """Return taps in a dtype that goes with that of x; the package takes any two."""
     given = [tensors.from_any("weight", weight), None if bias is None else tensors.from_any("bias", bias)]
-    several = [
-        y.float() if y is not None and y.dtype in tensors.STORAGE and y.dtype != x.dtype else y for y in given
-    ]  # fmt: skip
+    several = [y.float() if y is not None and y.dtype in tensors.STORAGE and y.dtype != x.dtype else y for y in given]
     return several[0], several[1]  # type: ignore[return-value]
 
 

@@ -45,8 +45,6 @@ def multi_tensor_adam(
 
 
 _MODULE = SimpleNamespace(multi_tensor_adam=multi_tensor_adam)
-
-
 _given: list[dict[str, Any]] = []  # what deepspeed has loaded, by name, where the op is ours
 
 

@@ -40,23 +40,22 @@ def scriptable(function: _F) -> _F:
     then it takes as many as a script has, and returns a tensor.
     """
     signature = inspect.signature(function, eval_str=True)
-    needed = [each for each in signature.parameters.values() if _is_needed(each)]
-    if len(needed) < len(signature.parameters):
+    parameters = list(signature.parameters.values())
+    needed = [each for each in parameters if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
+    if len(needed) < len(parameters):
         parameters = [each.replace(annotation=each.empty) for each in needed]
         parameters.append(inspect.Parameter("others", inspect.Parameter.VAR_POSITIONAL))
         signature = inspect.Signature(parameters)
     function.__signature__ = signature  # type: ignore[attr-defined]
+    vars(function).pop("__wrapped__", None)  # of which TorchScript would read the signature
     return torch.jit.ignore(function)  # type: ignore[no-any-return]
-
-
-def _is_needed(parameter: inspect.Parameter) -> bool:
-    return parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
 
 
 # ---- RWKV-7 for training -----------------------------------------------------------------------------------------
 
 
 @scriptable
+@named(r="q")
 def RUN_CUDA_RWKV7g(
     q: Any, w: Any, k: Any, v: Any, a: Any, b: Any, HEAD_SIZE: int = 64, dot_prec: str = "fp32"
 ) -> Tensor:
@@ -76,14 +75,13 @@ def RWKV7_CLAMPW_CUDA(r: Any, w: Any, k: Any, v: Any, a: Any, b: Any, HEAD_SIZE:
 
 
 @scriptable
-def RWKV7_STATE_CLAMPW_CUDA(
-    s0: Tensor, r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor
-) -> Tensor:  # fmt: skip
+def RWKV7_STATE_CLAMPW_CUDA(s0: Tensor, r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Return y of `RWKV7_STATE_PASSING_CLAMPW_CUDA`."""
     return RWKV7_STATE_PASSING_CLAMPW_CUDA(s0, r, w, k, v, a, b)[0]
 
 
 @scriptable
+@named(object, initial_state="s0")
 def RWKV7_STATE_PASSING_CLAMPW_CUDA(
     s0: Tensor, r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -134,7 +132,7 @@ class TritonRWKV7:
 
         Rows are (B, T, H, N), s0 (B, H, N, N) or (H, N, N); None are zeros in the dtype of w. `dot_prec` has no effect.
         """
-        return buffers.with_final(wkv7, [q, w, k, v, z, b], buffers.or_zeros(s0, w))
+        return buffers.with_final(wkv7, [q, w, k, v, z, b], buffers.or_zeros(s0, "w", w))
 
 
 # ---- RWKV-7 for inference ----------------------------------------------------------------------------------------
@@ -143,10 +141,12 @@ class TritonRWKV7:
 @scriptable
 def RWKV7_OP(state: Tensor, r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Return y (T, C) of one sequence and move its state (H, N, N) on, as `RWKV7_BATCH_OP`. From Albatross."""
-    return RWKV7_BATCH_OP(state[None], r[None], w[None], k[None], v[None], a[None], b[None])[0]
+    state = tensors.from_any("state", state, in_place=True)
+    return RWKV7_BATCH_OP(state[None], *rows.of_batch_1(r=r, w=w, k=k, v=v, a=a, b=b))[0]
 
 
 @scriptable
+@named(object, initial_state="state")
 def RWKV7_BATCH_OP(state: Tensor, r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Return y of RWKV-7 and move the states (B, H, N, N), float32, on, as `wkv7` with the decay exp(-exp(w)).
 
@@ -184,12 +184,14 @@ def RUN_CUDA_RWKV6(*given: Any, **named: Any) -> Tensor:
     if "B" in by_name:
         B, T, C, H = (by_name[name] for name in names[:4])
         return RUN_CUDA_RWKV6_STATE(B, T, C, H, r, k, v, w, u, None)
+    u = tensors.from_any("u", u)
     if u.dim() != 2:
         raise ValueError(f"u: expected shape [H, N], got {list(u.shape)}")
     return buffers.y_of(wkv6, [*rows.by_size(u.shape[1], r=r, k=k, v=v, w=w), u]).flatten(2)
 
 
 @scriptable
+@named(object, initial_state="s")
 def RUN_CUDA_RWKV6_STATE(
     B: int, T: int, C: int, H: int, r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, s: Tensor | None
 ) -> Tensor:
@@ -204,9 +206,7 @@ def RUN_CUDA_RWKV6_STATE(
 
 
 @scriptable
-def RUN_CUDA_RWKV5(
-    B: int, T: int, C: int, H: int, r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor
-) -> Tensor:  # fmt: skip
+def RUN_CUDA_RWKV5(B: int, T: int, C: int, H: int, r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> Tensor:
     """Return y of RWKV-5 from no state, as `wkv5` with the decay exp(-exp(w)); w and u are (H, N). From RWKV-LM."""
     size = rows.head_size(C, H)
     inputs = rows.by_shape((B, T, H, size), r=r, k=k, v=v)
@@ -232,6 +232,7 @@ class TimeX:
 # ---- with states that are returned -------------------------------------------------------------------------------
 
 
+@named(object, r="receptance", k="key", v="value", w="time_decay", u="time_first", initial_state="state")
 def rwkv5_cuda_linear_attention(
     receptance: Tensor, key: Tensor, value: Tensor, time_decay: Tensor, time_first: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -246,6 +247,7 @@ def rwkv5_cuda_linear_attention(
     return out.flatten(2), last
 
 
+@named(object, r="receptance", k="key", v="value", w="time_decay", u="time_first", initial_state="state")
 def rwkv6_cuda_linear_attention(
     receptance: Tensor, key: Tensor, value: Tensor, time_decay: Tensor, time_first: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -253,9 +255,7 @@ def rwkv6_cuda_linear_attention(
 
     From flash-rwkv, as `rwkv5_cuda_linear_attention`; time_decay is (B, T, C).
     """
-    state, inputs = rows.by_state(
-        state, "state", receptance=receptance, key=key, value=value, time_decay=time_decay
-    )  # fmt: skip
+    state, inputs = rows.by_state(state, "state", receptance=receptance, key=key, value=value, time_decay=time_decay)
     by_head = rows.by_shape(tuple(state.shape[1:3]), time_first=time_first)
     return buffers.with_final(wkv6, [*inputs, *by_head], state)
 

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from rwkv_jit.compat import hf_models, replacing
+from rwkv_jit.compat.naming import named
 from rwkv_jit.kernels.errors import brief
 from rwkv_jit.ops.wkv5 import wkv5
 from rwkv_jit.ops.wkv6 import wkv6
@@ -26,8 +27,10 @@ FUNCTIONS = {
     "rwkv7_recurrent": "rwkv_jit.compat",
 }
 KERNELS = Path(__file__).with_name("hf_kernels")
+_NAMES = {"r": "receptance", "k": "key", "v": "value", "w": "time_decay", "u": "time_first", "initial_state": "state"}
 
 
+@named(**_NAMES)
 def rwkv5_linear_attention(
     training: bool, receptance: Tensor, key: Tensor, value: Tensor, time_decay: Tensor, time_first: Tensor,
     state: Tensor | None,
@@ -45,6 +48,7 @@ def rwkv5_linear_attention(
     return _mix(wkv5, rows, time_decay, time_first, state)
 
 
+@named(**_NAMES)
 def rwkv6_linear_attention(
     training: bool, receptance: Tensor, key: Tensor, value: Tensor, time_decay: Tensor, time_first: Tensor,
     state: Tensor | None,
@@ -131,8 +135,9 @@ def patch(target: ModuleType | nn.Module) -> list[str]:
             )
     for (module, name), ours in found.items():
         replacing.put(module, name, ours)
-    layers = hf_models.layers_of(target) if isinstance(target, nn.Module) else []
-    owners: list[tuple[str, Any]] = [*((module.__name__, module) for module in modules), *layers]
+    owners: list[tuple[str, Any]] = [(module.__name__, module) for module in modules]
+    if isinstance(target, nn.Module):
+        owners += [(name or type(part).__name__, part) for name, part in target.named_modules()]
     replaced = [f"{module.__name__}.{name}" for module, name in found] + hf_models.put_into(owners)
     if not replaced:
         known = " or ".join((*FUNCTIONS, *hf_models.FUNCTIONS))

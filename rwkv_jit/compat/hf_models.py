@@ -14,7 +14,6 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from rwkv_jit import compat
 from rwkv_jit.compat import replacing
@@ -73,7 +72,8 @@ def find(name: str) -> Callable[..., Any]:
     reads_any = any(x.kind == kind.VAR_KEYWORD for x in known.values())
 
     def call(*arguments: Any, **options: Any) -> Any:
-        if not entry.has_gradients and _wants_gradients((*arguments, *options.values())):
+        given = (*arguments, *options.values()) if torch.is_grad_enabled() and not entry.has_gradients else ()
+        if any(isinstance(x, torch.Tensor) and x.requires_grad for x in given):
             raise UnsupportedConfigError("a gradient through states that change in place is not supported")
         return ours(*arguments, **{option: x for option, x in options.items() if reads_any or option in known})
 
@@ -82,10 +82,6 @@ def find(name: str) -> Callable[..., Any]:
     call.__signature__ = inspect.Signature(list(map(kind, named, kinds)))  # type: ignore[attr-defined]
     call.__name__ = name
     return call
-
-
-def _wants_gradients(given: Iterable[Any]) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in given)
 
 
 def put_into(owners: Iterable[tuple[str, Any]], put: Callable[[Any, str, Any], None] = replacing.put) -> list[str]:
@@ -99,11 +95,6 @@ def put_into(owners: Iterable[tuple[str, Any]], put: Callable[[Any, str, Any], N
                 if not replacing.has(owner, called):
                     put(owner, called, with_fallback(found[-1], find(_NAMES[called]), theirs))
     return found
-
-
-def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the parts of a model with their names."""
-    return [(name or type(part).__name__, part) for name, part in model.named_modules()]
 
 
 def take_over(model: ModuleType) -> None:

@@ -14,22 +14,23 @@ _NOTHING = object()
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def named(**names: str) -> Callable[[_Function], _Function]:
+def named(legal: type = Tensor, /, **names: str) -> Callable[[_Function], _Function]:
     """Let a function refuse what is annotated as a tensor and is none, and its errors name arguments as it does.
 
-    `names` has what it calls its arguments, by what the ops below call them.
+    `names` has what it calls its arguments, by what the ops below call them. `legal` is object for a function that
+    takes other arrays too, and checks them itself.
     """
 
     def decorate(function: _Function) -> _Function:
         kinds = [(x.name, str(x.annotation)) for x in inspect.signature(function).parameters.values()]
-        legal = [
-            (place, name, (Tensor, type(None)) if "None" in kind else Tensor)
+        checked = [
+            (place, name, (legal, type(None)) if "None" in kind else legal)
             for place, (name, kind) in enumerate(kinds) if kind.startswith("Tensor")
         ]  # fmt: skip
 
         @wraps(function)
         def call(*given: Any, **options: Any) -> Any:
-            for place, name, kind in legal:
+            for place, name, kind in checked:
                 x = given[place] if place < len(given) else options.get(name, _NOTHING)
                 if not isinstance(x, kind) and x is not _NOTHING:
                     raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")

@@ -56,11 +56,36 @@ class Recurrence(NamedTuple):
 
     def inputs(self, t: Call) -> list[Tensor]:
         """Return the inputs of the op."""
-        return [*buffers.heads(t, self.rows), *(t[name].reshape(t["H"], -1) for name in self.heads.split())]
+        rows = [t[name].reshape(t["B"], t["T"], t["H"], -1) for name in self.rows.split()]
+        return [*rows, *(t[name].reshape(t["H"], -1) for name in self.heads.split())]
 
     def options(self, t: Call) -> dict[str, Any]:
         """Return how the op reads w."""
         return {"decay": self.decay or ("log" if t["w"].dtype.itemsize == 4 else "raw")}
+
+    def forward(self, t: Call) -> None:
+        """Fill y, from no state, from one of each sequence or from one for all."""
+        buffers.fill(t["y"], buffers.run(self.op, self.inputs(t), _state(t, t.get("s")), **self.options(t))[0])
+
+    def backward(self, t: Call, s: Tensor | None = None) -> None:
+        """Fill the gradients, that of w of the model's own w, whatever w is, and that of a state last; `s` is for s."""
+        inputs, options, state = self.inputs(t), self.options(t), _state(t, t.get("s") if s is None else s)
+        grads = buffers.gradients(self.op, inputs, state, t["gy"], **options)
+        names, rows = [*self.rows.split(), *self.heads.split()], len(self.rows.split())
+        for number, (name, x, grad) in enumerate(zip(names, inputs, grads, strict=False)):
+            # w -> -exp(w), of which the op gets the logarithm, is its own derivative.
+            grad = grad * x if name[0] == "w" and options["decay"] == "log" else grad
+            fill = buffers.fill if number < rows else buffers.fill_sum
+            fill(t["g" + name.replace("ww", "w")], grad)
+        if state is not None:
+            fill = buffers.fill if grads[-1].numel() == t["gs"].numel() else buffers.fill_sum
+            fill(t["gs"], grads[-1])
+
+    def in_place(self, t: Call) -> None:
+        """Fill y and move the states on."""
+        size = t["C"] // t["H"]
+        state = t["state"].reshape(t["B"], t["H"], size, size)
+        buffers.fill_each((t["y"], t["state"]), buffers.run(self.op, self.inputs(t), state, **self.options(t)))
 
 
 RWKV6, RWKV6_DIRECT, RWKV6_LOG = (Recurrence(wkv6, "r k v w", "u", decay) for decay in ("", "direct", "log"))
@@ -68,49 +93,6 @@ RWKV5, RWKV5_LOG = Recurrence(wkv5, "r k v", "w u", "direct"), Recurrence(wkv5, 
 RWKV5A = Recurrence(_rwkv5a, "r k v", "w1 u1 w2 u2", "direct")
 RWKV5A_LOG = Recurrence(_rwkv5a, "r k v", "ww1 u1 ww2 u2", "log")
 RWKV7 = Recurrence(wkv7, "r w k v a b", "", "raw")
-
-
-def forward(of: Recurrence) -> Run:
-    """Return what fills y, from no state, from one of each sequence or from one for all."""
-
-    def run(t: Call) -> None:
-        s = _state(t, t["s"]) if "s" in t else None
-        buffers.fill(t["y"], buffers.run(of.op, of.inputs(t), s, **of.options(t))[0])
-
-    return run
-
-
-def backward(of: Recurrence) -> Run:
-    """Return what fills the gradients, that of w of the model's own w, whatever w is, and that of a state last."""
-
-    def run(t: Call) -> None:
-        _differentiate(of, t, _state(t, t["s"]) if "s" in t else None)
-
-    return run
-
-
-def _differentiate(of: Recurrence, t: Call, state: Tensor | None) -> None:
-    inputs, options = of.inputs(t), of.options(t)
-    grads = buffers.gradients(of.op, inputs, state, t["gy"], **options)
-    names = [*of.rows.split(), *of.heads.split()]
-    for number, (name, x, grad) in enumerate(zip(names, inputs, grads, strict=False)):
-        # w -> -exp(w), of which the op gets the logarithm, is its own derivative.
-        grad = grad * x if name[0] == "w" and options["decay"] == "log" else grad
-        fill = buffers.fill if number < len(of.rows.split()) else buffers.fill_sum
-        fill(t["g" + name.replace("ww", "w")], grad)
-    if state is not None:
-        fill = buffers.fill if grads[-1].numel() == t["gs"].numel() else buffers.fill_sum
-        fill(t["gs"], grads[-1])
-
-
-def in_place(of: Recurrence) -> Run:
-    """Return what fills y and moves the states on."""
-
-    def run(t: Call) -> None:
-        state = buffers.states(t, "state")
-        buffers.fill_each((t["y"], t["state"]), buffers.run(of.op, of.inputs(t), state, **of.options(t)))
-
-    return run
 
 
 def overwriting_forward(t: Call) -> None:
@@ -132,10 +114,12 @@ def overwriting_backward(t: Call) -> None:
 
     A tensor that no forward overwrote is taken as it is. So is a copy that hooks of saved tensors made of one.
     """
-    _differentiate(RWKV6, t, _state(t, _overwritten.get(t["s"], t["s"])))
+    RWKV6.backward(t, _overwritten.get(t["s"], t["s"]))
 
 
-def _state(t: Call, s: Tensor) -> Tensor:
+def _state(t: Call, s: Tensor | None) -> Tensor | None:
+    if s is None:
+        return None
     B, C, H = (t[name] for name in "BCH")
     size = C // H
     return s.reshape(H, size, size) if s.numel() == C * size else s.reshape(B, H, size, size)

@@ -55,6 +55,11 @@ def by_shape(shape: tuple[int, ...], **rows: Any) -> list[Tensor]:
     return [x.reshape(shape) for x in given.values()]
 
 
+def of_batch_1(**arrays: Any) -> list[Tensor]:
+    """Return tensors of no batch with one of 1 before their dimensions; TypeError where one is no tensor."""
+    return [x[None] for x in _tensors(arrays).values()]
+
+
 def head_size(channels: int, heads: int) -> int:
     """Return C / H.
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from rwkv_jit.call import tensors
 from rwkv_jit.compat import buffers
 from rwkv_jit.ops.wkv6 import wkv6
 from rwkv_jit.ops.wkv7 import wkv7
@@ -23,10 +24,11 @@ def chunk_rwkv7(
     """
     if w is None and log_w is None:
         raise ValueError("w: expected w or log_w, got neither")
-    rows, decay = ((r, log_w, k, v, a, b), "log") if w is None else ((r, w, k, v, a, b), "raw")
+    given, decay = ({"log_w": log_w}, "log") if w is None else ({"w": w}, "raw")
+    r, w, k, v, a, b = (tensors.from_any(*x) for x in {"r": r, **given, "k": k, "v": v, "a": a, "b": b}.items())
     return _run(
-        wkv7, rows, head_first, (initial_state, output_final_state, cu_seqlens), scale=scale, decay=decay
-    )  # fmt: skip
+        wkv7, (r, w, k, v, a, b), head_first, (initial_state, output_final_state, cu_seqlens), scale=scale, decay=decay
+    )
 
 
 def chunk_rwkv6(
@@ -39,6 +41,7 @@ def chunk_rwkv6(
     heads of u tell. With as many tokens as heads it is needed (ValueError). The last state is float32. Other errors are
     those of `wkv6`.
     """
+    r, k, v, w, u = (tensors.from_any(*x) for x in {"r": r, "k": k, "v": v, "w": w, "u": u}.items())
     if head_first is None:
         head_first = _heads_are_first(r, u)
     return _run(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from functools import wraps
 from math import gcd
 from typing import Any
 
@@ -35,17 +34,16 @@ _PARAMETERS = {
 # ---- what the ops share ------------------------------------------------------------------------------------------
 
 
-def _alone(run: Run) -> Run:
+def alone(run: Run) -> Run:
     """Return what runs an op apart from autograd and autocast, as a compiled extension does."""
 
-    @wraps(run)
-    def alone(t: Call) -> Any:
+    def call(t: Call) -> Any:
         lead = next(iter(t.values()))
         without_autocast = nullcontext() if lead.is_meta else tensors.exactly(lead)  # fakes come as meta tensors
         with torch.no_grad(), without_autocast:
             return run(t)
 
-    return alone
+    return call
 
 
 def _check(t: Call, names: str) -> list[Tensor]:
@@ -103,20 +101,18 @@ def _any_heads(x: Tensor) -> Tensor:
 
 # ---- time mixing -------------------------------------------------------------------------------------------------
 
-_SHARES = "x_r x_w x_k x_v x_a x_g"
+SHARES = "x_r x_w x_k x_v x_a x_g"
 
 
-@_alone
 def mix_forward(t: Call) -> list[Tensor]:
     """Return six mixes of every token with the one before it."""
-    x, *shares = _check(t, f"x {_SHARES}")
+    x, *shares = _check(t, f"x {SHARES}")
     return list(token_shift(x, _stacked(*shares)))
 
 
-@_alone
 def mix_backward(t: Call) -> list[Tensor]:
     """Return the gradients of x and of the six parameters."""
-    x, *arrays = _check(t, f"x {_SHARES} grad_r grad_w grad_k grad_v grad_a grad_g")
+    x, *arrays = _check(t, f"x {SHARES} grad_r grad_w grad_k grad_v grad_a grad_g")
     return _mix_gradients(arrays[6:], x, arrays[:6])
 
 
@@ -130,7 +126,6 @@ def _mix_gradients(grads: Sequence[Tensor], x: Tensor, parameters: Sequence[Tens
     return [of_x, *(grad.clone().reshape(x.shape) for grad, x in zip(of_mixes, parameters, strict=True))]
 
 
-@_alone
 def rate_forward(t: Call) -> Tensor:
     """Return sigmoid(a0 + a12), how much the state learns of a token; `prepare_keys` makes it, of any keys."""
     a12, a0 = _check(t, "a12 a0")
@@ -140,7 +135,6 @@ def rate_forward(t: Call) -> Tensor:
     return rate.view(a12.shape)
 
 
-@_alone
 def rate_backward(t: Call) -> list[Tensor]:
     """Return the gradients of a0 and a12: `prepare_keys` of keys of 1 returns the rate for them, at k_a 1 and k_k 0."""
     a12, a0, grad_out = _check(t, "a12 a0 grad_out")
@@ -151,7 +145,6 @@ def rate_backward(t: Call) -> list[Tensor]:
     return _gradients("prepare_keys", grads, inputs, {"a0": a0, "rate": a12}, kinds=("sigmoid",))
 
 
-@_alone
 def value_forward(t: Call) -> Tensor:
     """Return v + (v_first - v) sigmoid(v0 + v12): the value of a layer with a part of the first one's."""
     v, *others = _check(t, "v v_first v0 v12")
@@ -159,14 +152,12 @@ def value_forward(t: Call) -> Tensor:
     return value.view(v.shape)
 
 
-@_alone
 def value_backward(t: Call) -> list[Tensor]:
     """Return the gradients of v, v_first, v0 and v12."""
     v, v_first, v0, v12, grad_out = _check(t, "v v_first v0 v12 grad_out")
     return _value_gradients(grad_out, v, v_first, v0, v12, {"v": v, "v_first": v_first, "v0": v0, "v_gate": v12})
 
 
-@_alone
 def value_backward_in_rows(t: Call) -> list[Tensor]:
     """Return the gradients of v, v_first and v0 + v12, the last in float32, which the caller adds up for v0."""
     v, v_first, v0, v12, grad_out = _check(t, "v v_first v0 v12 grad_out")
@@ -189,7 +180,6 @@ def _value_inputs(v: Tensor, v_first: Tensor, v0: Tensor, v12: Tensor) -> dict[s
     }  # fmt: skip
 
 
-@_alone
 def keys_forward(t: Call) -> list[Tensor]:
     """Return k (1 + (a - 1) k_a), -kk, kk a and f, where kk = f k k_k has length 1 in every head."""
     inputs = _keys_inputs(t, "k k_k a k_a")
@@ -197,7 +187,6 @@ def keys_forward(t: Call) -> list[Tensor]:
     return [*(x.reshape(t["k"].shape) for x in rows), factor]
 
 
-@_alone
 def keys_backward(t: Call) -> list[Tensor]:
     """Return the gradients of k, k_k, a and k_a."""
     inputs = _keys_inputs(t, "k k_k a k_a grad_new_k grad_neg_kk grad_kka")
@@ -216,23 +205,20 @@ def _keys_inputs(t: Call, names: str) -> dict[str, Tensor]:
     return {"k": heads, "v": heads, "rate": a, "k_k": k_k.reshape(-1), "k_a": k_a.reshape(-1)}
 
 
-_OUT = "x r k v r_k weight bias g"
+OUT = "x r k v r_k weight bias g"
 
 
-@_alone
 def out_forward(t: Call) -> list[Tensor]:
     """Return the norm of the heads with the bonus behind the gate, and the means and factors of the norm."""
-    inputs = _out_inputs(t, _OUT)
+    inputs = _out_inputs(t, OUT)
     return calls.call_for(["out", "means", "factors"], "gated_norm", inputs, (_EPS_OF_HEADS, "identity", "layer"))
 
 
-@_alone
 def out_backward(t: Call) -> list[Tensor]:
     """Return the gradients of x, r, k, v, r_k, weight, bias and g."""
-    inputs = _out_inputs(t, f"{_OUT} grad_xg")
+    inputs = _out_inputs(t, f"{OUT} grad_xg")
     wanted = {name: t["x" if name == "y" else name] for name in inputs}
-    grads = {"out": t["grad_xg"]}
-    return _gradients("gated_norm", grads, inputs, wanted, _EPS_OF_HEADS, ("identity", "layer"))
+    return _gradients("gated_norm", {"out": t["grad_xg"]}, inputs, wanted, _EPS_OF_HEADS, ("identity", "layer"))
 
 
 def _out_inputs(t: Call, names: str) -> dict[str, Tensor]:
@@ -247,7 +233,6 @@ def _out_inputs(t: Call, names: str) -> dict[str, Tensor]:
 # ---- channel mixing ----------------------------------------------------------------------------------------------
 
 
-@_alone
 def channels_forward(t: Call) -> list[Tensor]:
     """Return channel mixing, what its first matrix reads, and what its second one reads as [B * T, hidden]."""
     x, x_k, key_weight, value_weight = _check_channels(t)
@@ -257,7 +242,6 @@ def channels_forward(t: Call) -> list[Tensor]:
     return [(hidden @ value_weight.T).unflatten(0, x.shape[:2]), mixed, hidden]
 
 
-@_alone
 def channels_backward(t: Call) -> list[Tensor]:
     """Return the gradients of x, x_k and the two matrices."""
     x, x_k, key_weight, value_weight = _check_channels(t)
@@ -287,7 +271,6 @@ def _check_channels(t: Call) -> tuple[Tensor, ...]:
 # ---- losses ------------------------------------------------------------------------------------------------------
 
 
-@_alone
 def loss_forward(t: Call) -> list[Tensor]:
     """Return the mean cross entropy, and of each row lse, the largest logit and where it is."""
     rows, aims = _loss_rows(t, "logits")
@@ -296,7 +279,6 @@ def loss_forward(t: Call) -> list[Tensor]:
     return [loss.reduced(losses.sum(), aims, _MEAN), lse, most, argmax]
 
 
-@_alone
 def loss_backward(t: Call) -> Tensor:
     """Return the gradient of the logits, with that of 1e-4 / 2 of the square of the largest one of each row."""
     rows, aims = _loss_rows(t, "logits")
@@ -313,7 +295,6 @@ def loss_backward(t: Call) -> Tensor:
     return grad.view(logits.shape)
 
 
-@_alone
 def head_forward(t: Call) -> list[Tensor]:
     """Return the same loss of hidden weight^T, and its gradients of hidden and weight, from chunks of rows."""
     rows, aims = _loss_rows(t, "hidden")

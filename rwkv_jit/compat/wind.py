@@ -33,9 +33,7 @@ def attn_triton_bighead(
     return _attend((r, w, k, v, a, b), s0)
 
 
-def attn_chunked_cuda(
-    r: Any, w: Any, k: Any, v: Any, a: Any, b: Any, s0: Any = None
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def attn_chunked_cuda(r: Any, w: Any, k: Any, v: Any, a: Any, b: Any, s0: Any = None) -> tuple[Tensor, Tensor]:
     """Return what `attn_triton_bighead` does, from the same arguments."""
     return _attend((r, w, k, v, a, b), s0)
 
@@ -52,7 +50,7 @@ def attn_chunked_cuda_varlen(
     Rows are (T, H, N), s0 (S, H, N, N), (H, N, N) or None. Sequence i is the tokens cu_seqlens[i] to cu_seqlens[i + 1],
     of any number.
     """
-    y, last = _attend([x[None] for x in (r, w, k, v, a, b)], s0, cu_seqlens)
+    y, last = _attend(rows.of_batch_1(r=r, w=w, k=k, v=v, a=a, b=b), s0, cu_seqlens)
     return y[0], last
 
 
@@ -89,7 +87,7 @@ def load_backstepping_longhead(head_size: int, batchsz_times_heads_estimate: int
 
 @named(initial_state="s0")
 def _attend(inputs: Sequence[Any], s0: Any, cu_seqlens: Any = None) -> tuple[Tensor, Tensor]:
-    return buffers.with_final(wkv7, inputs, buffers.or_zeros(s0, inputs[3]), cu_seqlens=cu_seqlens)
+    return buffers.with_final(wkv7, inputs, buffers.or_zeros(s0, "v", inputs[3]), cu_seqlens=cu_seqlens)
 
 
 # ---- extensions --------------------------------------------------------------------------------------------------

@@ -371,10 +371,7 @@ def _one_of(*names: str) -> Callable[[str], str]:
     return read
 
 
-_dtype = _one_of(*_DTYPES)
-
-
-_op = _one_of(*_BUILT)
+_dtype, _op = _one_of(*_DTYPES), _one_of(*_BUILT)
 
 
 def _arch(text: str) -> str:

@@ -126,7 +126,8 @@ def _grouped(rows: Sequence[Mapping[str, Any]], more: Mapping[str, str]) -> list
         latest = max(several, key=lambda row: row.get("last_used") or "")
         about = {"count": len(several), "megabytes": sum(row["bytes"] for row in several) / 2**20, "age": latest["age"]}
         made.append(dict(zip(shared, key, strict=True)) | about)
-    return sorted(made, key=lambda row: (str(row["op"]), [int(x) for x in (row["head_size"] or "0").split("x")]))
+    # Sizes by their digits: a template of the user's may have any words there.
+    return sorted(made, key=lambda row: (str(row["op"]), [(len(x), x) for x in (row["head_size"] or "").split("x")]))
 
 
 def size(kernels: Sequence[Mapping[str, Any]]) -> str:

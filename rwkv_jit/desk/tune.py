@@ -67,8 +67,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         totals = _totals(times, training)
         fastest = min(totals, key=lambda call: median(totals[call]))
         is_chosen = beats(totals[fastest], totals[default])
-        blocks = _geometry(fastest).backward_blocks
-        choice = Choice(*key, *fastest[0][1:], blocks, tuned.templates_of(op))
+        choice = Choice(*key, *fastest[0][1:], _geometry(fastest).backward_blocks, tuned.templates_of(op))
         chosen[key] = choice if is_chosen else None
         rows.append({
             "op": op, "shape": list(shape), "training": training, "chosen": is_chosen,

@@ -100,8 +100,7 @@ def compile(rendered: Rendered, arch: str, parameters: Mapping[str, Parameter]) 
 
 def ptx(rendered: Rendered, arch: str, parameters: Mapping[str, Parameter]) -> str:
     """Compile to PTX for reading."""
-    target = re.sub("^sm_", "compute_", target_for(arch))
-    return _run(rendered, target, parameters)[0].decode()
+    return _run(rendered, re.sub("^sm_", "compute_", target_for(arch)), parameters)[0].decode()
 
 
 def _run(rendered: Rendered, target: str, parameters: Mapping[str, Parameter]) -> tuple[bytes, str, float]:
@@ -179,7 +178,12 @@ def save_source(folder: Path, rendered: Rendered, target: str) -> Path:
     digest = sha256("\0".join([rendered.source, *options(target), *map(str, rendered.headers)]).encode())
     folder = folder / f"{rendered.name}-{target}-{digest.hexdigest()[:16]}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    files = {name: re.sub(r"[^\w.-]", "_", name) for name, _ in rendered.headers}
+    files: dict[str, str] = {}
+    for name, _ in rendered.headers:
+        file = re.sub(r"[^\w.-]", "_", name)
+        while file in (f"{rendered.name}.cu", "compile.py", *files.values()):  # as of a/x.cuh beside a_x.cuh
+            file = f"_{file}"
+        files[name] = file
     for name, text in rendered.headers:
         (folder / files[name]).write_text(text, encoding="utf-8")
     (folder / f"{rendered.name}.cu").write_text(rendered.source, encoding="utf-8")

@@ -21,10 +21,10 @@ def short(text: str, most: int = 200) -> str:
     return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
 
 
-def brief(value: object, most: int = 200) -> str:
+def brief(value: object) -> str:
     """Return the repr of a value for a message, of a long one the begin."""
     try:
-        return short(repr(value), most)
+        return short(repr(value))
     except Exception:  # an int of too many digits, or a class whose repr fails
         return f"a value of type {type(value).__name__} that cannot be printed"
 

@@ -17,8 +17,6 @@ _lock = threading.Lock()
 _said: set[str] = set()
 _hooks: dict[object, Callable[[dict[str, Any]], None]] = {}
 _QUIET_SECONDS = 1.0
-
-
 # Kernels by where they came from, and what they cost.
 COUNTERS = {
     "memory": 0, "disk": 0, "shared": 0, "bundle": 0, "compiled": 0, "compile_seconds": 0.0, "wait_seconds": 0.0,

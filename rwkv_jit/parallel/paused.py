@@ -85,22 +85,13 @@ class Call(NamedTuple):
         return tuple(name for name, is_wanted in zip((*self.op.names, STATE), wants, strict=True) if is_wanted)
 
 
-class Way(NamedTuple):
-    """How a call runs in both directions. The forward returns last what the backward takes."""
-
-    summary: Callable[[Sequence[Tensor]], tuple[Tensor, Tensor]]
-    forward: Callable[[Sequence[Tensor], ForState], tuple[Tensor, Tensor, Sequence[Tensor]]]
-    backward: Callable[[Sequence[Tensor], Tensor, ForGradient], list[Tensor | None]]  # the state's gradient is the last
-
-
 def way_of(call: Call, inputs: Sequence[Tensor], wants: Sequence[bool]) -> Way:
     """Return how calls of this signature run; `wants` says which inputs need gradients, and last if the state does."""
     problem = _problem(call, inputs, any(wants))
     if problem is None:
-        return _by_calls(call, inputs, wants)
+        return _Calls(call, inputs, wants)
     wanted = prepared.wanted(call.op, wants, (*inputs, True)) if problem.training else ()
-    kernels = _Kernels(problem._replace(wanted=wanted))
-    return Way(kernels.summary, kernels.forward, kernels.backward)
+    return _Kernels(problem._replace(wanted=wanted))
 
 
 # ---- kernels that pause ------------------------------------------------------------------------------------------
@@ -176,32 +167,37 @@ class _Kernels:
 # ---- the op itself -----------------------------------------------------------------------------------------------
 
 
-def _by_calls(call: Call, like: Sequence[Tensor], wants: Sequence[bool]) -> Way:
-    op, wanted = call.op, call.wanted(wants)
-    values = op.names.index("v")
-    options = call.options(like, None)  # the switches of precision may be others when gradients are made
+class _Calls:
+    """A call that runs more than once."""
 
-    def summary(inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        v, sequences = inputs[values], inputs[op.lead].shape[0]
+    def __init__(self, call: Call, like: Sequence[Tensor], wants: Sequence[bool]):
+        self.call, self.wanted = call, call.wanted(wants)
+        self.options = call.options(like, None)  # the switches of precision may be others when gradients are made
+
+    def summary(self, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        call, values = self.call, self.call.op.names.index("v")
+        v, sequences = inputs[values], inputs[call.op.lead].shape[0]
         zeros = call.states(inputs, sequences)
-        rows = zeros.shape[-1] if op.family == "delta" else 1
+        rows = zeros.shape[-1] if call.op.family == "delta" else 1
         units = call.states(inputs, sequences, rows)
         units += torch.eye(rows, dtype=units.dtype, device=units.device) if rows > 1 else 1
         alone = [*inputs[:values], v.new_zeros(*v.shape[:-1], rows), *inputs[values + 1 :]]
         _, transition, _ = call.forward(alone, units, None, call.options(alone, None), False)
-        _, bias, _ = call.forward(inputs, zeros, None, options, False)
+        _, bias, _ = call.forward(inputs, zeros, None, self.options, False)
         return bias, transition
 
-    def forward(inputs: Sequence[Tensor], at_summary: ForState) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
-        state = at_summary(*summary(inputs))
-        y, final, kept = call.forward(inputs, state, None, options, bool(wanted))
+    def forward(self, inputs: Sequence[Tensor], at_summary: ForState) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+        state = at_summary(*self.summary(inputs))
+        y, final, kept = self.call.forward(inputs, state, None, self.options, bool(self.wanted))
         return y, final, [*inputs, state, kept]
 
-    def backward(saved: Sequence[Tensor], dy: Tensor, at_summary: ForGradient) -> list[Tensor | None]:
+    def backward(self, saved: Sequence[Tensor], dy: Tensor, at_summary: ForGradient) -> list[Tensor | None]:
         *inputs, state, kept = saved
         given = (*inputs, state, None, kept)
-        *_, bias = call.backward(given, options, dy, None, (STATE,))
+        *_, bias = self.call.backward(given, self.options, dy, None, (STATE,))
         assert bias is not None
-        return call.backward(given, options, dy, at_summary(bias), wanted)
+        return self.call.backward(given, self.options, dy, at_summary(bias), self.wanted)
 
-    return Way(summary, forward, backward)
+
+# How a call runs. A forward returns last what its backward takes, and the last gradient of a backward is the state's.
+Way = _Kernels | _Calls

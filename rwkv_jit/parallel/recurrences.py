@@ -64,9 +64,9 @@ def _run(
         if initial.dim() == len(op.state):
             initial = initial.expand(inputs[op.lead].shape[0] if shard.bounds is None else shard.texts, *initial.shape)
     if way is not None:
-        y, final = parts.of_one_text(way, shard, initial, inputs)
+        y, final = parts.of_one_text(way, shard, initial, *inputs)
     else:
-        y, final = parts.of_texts(call, shard, wants, initial, inputs)
+        y, final = parts.of_texts(call, shard, wants, initial, *inputs)
     if not output_final_state:
         return y, None
     final = final.mT if is_turned else final

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,24 +13,6 @@ from rwkv_jit.parallel import summaries
 from rwkv_jit.parallel.paused import Call, Way
 from rwkv_jit.parallel.shard import Gathered, Shard
 from rwkv_jit.schedules.problem import STATE, Op
-
-
-def of_one_text(way: Way, shard: Shard, initial: Tensor | None, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return y and the states behind a part that belongs to one sequence, or to as many as a batch has."""
-    made: tuple[Tensor, Tensor] = _OneText.apply(way, shard, initial, *inputs)  # type: ignore[no-untyped-call]
-    return made
-
-
-def of_texts(
-    call: Call, shard: Shard, wants: Sequence[bool], initial: Tensor | None, inputs: Sequence[Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Return y and the states behind all sequences of a part with the end of one and the beginning of another.
-
-    What begins here runs first, as others wait for its state, and the rest when its state is there. `wants` says of
-    which inputs, and last whether of the states, there are gradients.
-    """
-    made: tuple[Tensor, Tensor] = _Texts.apply(call, shard, wants, initial, *inputs)  # type: ignore[no-untyped-call]
-    return made
 
 
 class _Exchange:
@@ -86,6 +68,8 @@ class _Exchange:
 
 
 class _OneText(torch.autograd.Function):
+    """y and the states behind a part that belongs to one sequence, or to as many as a batch has."""
+
     @staticmethod
     def forward(ctx: Any, way: Way, shard: Shard, initial: Tensor | None, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         ctx.way, ctx.exchange = way, _Exchange(shard)
@@ -109,6 +93,12 @@ class _OneText(torch.autograd.Function):
 
 
 class _Texts(torch.autograd.Function):
+    """y and the states behind all sequences of a part with the end of one and the beginning of another.
+
+    What begins here runs first, as others wait for its state, and the rest when its state is there. `wants` says of
+    which inputs, and last whether of the states, there are gradients.
+    """
+
     @staticmethod
     def forward(
         ctx: Any, call: Call, shard: Shard, wants: Sequence[bool], initial: Tensor | None, *inputs: Tensor
@@ -163,6 +153,10 @@ class _Texts(torch.autograd.Function):
             if grad_states is not None:
                 grad_states = torch.cat([torch.zeros_like(grad_states[:1]), grad_states])
         return (None, None, None, grad_states, *grads)
+
+
+of_one_text: Callable[..., tuple[Tensor, Tensor]] = _OneText.apply
+of_texts: Callable[..., tuple[Tensor, Tensor]] = _Texts.apply
 
 
 def _tokens(op: Op, inputs: Sequence[Tensor], part: slice) -> list[Tensor]:

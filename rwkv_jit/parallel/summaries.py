@@ -58,11 +58,10 @@ def compose(first: Tensor, *others: Tensor) -> Tensor:
     >>> rwkv_jit.parallel.compose(first, second).tolist()
     [[2.25], [0.125]]
     """
-    rows = first
+    rows, values = first, _values("first", first)
     for other in others:
         if other.shape != first.shape:
             raise ValueError(f"others: expected shape {list(first.shape)} like the first, got {list(other.shape)}")
-        values = _values("first", first)
         rows = after(rows, other[..., :values, :], other[..., values:, :])
     return rows
 

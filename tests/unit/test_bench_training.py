@@ -181,9 +181,11 @@ def test_tokens_and_prompts_are_measured(program):
         (("training", "--runs", "1"), "--runs: expected at least 2, got 1"),
         (("training", "--layers", "0"), "--layers: expected at least 1, got 0"),
         (("decode", "--record"), "--record: keeps what was measured on a GPU, and there is none"),
+        (("training", "--model", "RWKV5", "--part", "layer", "--who", "rwkv_jit"),
+         "--who: nothing of rwkv_jit is measured in layer of these models"),
         (("training", "--record"), "--record: keeps what was measured on a GPU, and there is none"),
     ],
-)
+)  # fmt: skip
 def test_wrong_options_are_errors(program, arguments, said):
     assert program(*arguments)[0::2] == (2, f"python -m bench: {said}\n")
 

@@ -1,5 +1,6 @@
 """The layers of the cache: where a kernel is found, where it is kept, and that trouble costs one warning at most."""
 
+import ast
 import contextlib
 import errno
 import json
@@ -788,6 +789,18 @@ def save_source(monkeypatch):
         return compiler.save_source(cache.source_folder(kind), rendered, "sm_90").parent
 
     return save_source
+
+
+def test_saved_headers_whose_names_make_the_same_file_stay_apart(monkeypatch, tmp_path):
+    monkeypatch.setattr(compiler, "options", lambda target: ("-arch=sm_90",))
+    names = ("a/x.cuh", "a_x.cuh", "compile.py", "mine.cu", "types.cuh")
+    rendered = template.Rendered("mine", "the source", tuple((name, f"text of {name}") for name in names))
+    program = compiler.save_source(tmp_path, rendered, "sm_90")
+    (line,) = [line for line in program.read_text().splitlines() if line.startswith("HEADERS = ")]
+    files = ast.literal_eval(line.partition(" = ")[2])
+    assert {name: (program.parent / files[name]).read_text() for name in names} == dict(rendered.headers)
+    assert (program.parent / "mine.cu").read_text() == "the source"
+    assert [files[name] for name in names[::4]] == ["a_x.cuh", "types.cuh"]
 
 
 def test_clearing_deletes_kernels_and_what_belongs_to_them_and_nothing_else(fill, save_source):

@@ -369,6 +369,14 @@ def test_list(run, data, tmp_path, monkeypatch):
     assert other.stat().st_mtime == used  # listing is no use
 
 
+def test_list_of_a_template_whose_sizes_are_no_whole_numbers(run):
+    for size in (64.0, 8, 16, "wide"):
+        put(size, name="my_template")
+    code, printed, said = run("cache", "list")
+    assert (code, said) == (0, "")
+    assert [line.split()[1] for line in printed.splitlines()[1:5]] == ["8", "16", "64.0", "wide"]
+
+
 def test_list_of_nothing(run, monkeypatch):
     assert run("cache", "list") == (0, "no kernels\n", "")
     put()

@@ -248,8 +248,12 @@ def test_linear_attention_says_what_does_not_fit(name):
         call(True, r, k, v.view(B, T, H, N), w, u, None)
     with pytest.raises(ValueError, match=r"time_decay: expected shape .*, got \[2\]"):
         call(True, r, k, v, w.flatten()[:2], u, None)
-    with pytest.raises(ValueError, match=r"initial_state: expected shape \[2, 3, 8, 8\]"):
+    with pytest.raises(ValueError, match=r"^state: expected shape \[2, 3, 8, 8\]"):
         call(True, r, k, v, w, u, torch.zeros(B, C, N))
+    with pytest.raises(TypeError, match=r"^key: expected torch\.float32 like receptance, got torch\.float16"):
+        call(True, r, k.half(), v, w, u, None)
+    with pytest.raises(TypeError, match=r"^time_decay: expected a torch\.Tensor, got NoneType"):
+        call(True, r, k, v, None, u, None)
 
 
 def remote_module(**functions):

@@ -261,6 +261,8 @@ def test_summaries_that_do_not_fit():
     whole = parallel.neutral(2, head_size=4, value_size=6)
     with pytest.raises(ValueError, match=r"others: expected shape \[2, 10, 4\] like the first, got \[2, 9, 4\]"):
         parallel.compose(whole, whole[:, 1:])
+    with pytest.raises(ValueError, match=r"first: expected shape \[..., V \+ K, K\], got \[2, 4, 4\]"):
+        parallel.compose(whole[:, :4])
     with pytest.raises(ValueError, match=r"state: expected shape \[..., 6, 4\], got \[2, 5, 4\]"):
         parallel.merge(torch.zeros(2, 5, 4), whole)
     with pytest.raises(ValueError, match=r"summary: expected shape \[..., V \+ K, K\], got \[2, 4, 4\]"):

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rwkv_jit.call import tensors
+from rwkv_jit.compat.buffers import in_float32
 from rwkv_jit.compat.naming import named
 from rwkv_jit.kernels.errors import UnsupportedConfigError
 from rwkv_jit.layers import token_shift as layer
@@ -137,7 +138,7 @@ def run(
     behind = tensors.tokens_behind(cu_seqlens, rows[0])
     if behind:
         rows = [x[:, :-behind] if x.dim() > 2 else x for x in rows]  # u and fixed decays have no tokens
-    o, final = op(*rows, state_of(initial_state), output_final_state, cu_seqlens, *more, scale=scale, **options)
+    o, final = op(*rows, in_float32(initial_state), output_final_state, cu_seqlens, *more, scale=scale, **options)
     return F.pad(o, (0, 0, 0, 0, 0, behind)) if behind else o, final
 
 
@@ -155,7 +156,7 @@ def run_with_states(
     bounds = [tokens * n for n in range(batch + 1)] if cu_seqlens is None else cu_seqlens.tolist()
     rows = [x.flatten(0, 1).unsqueeze(0) for x in rows]  # [1, B T, ...]
     parts = [*zip(bounds, bounds[1:], strict=False)]
-    begins = torch.zeros_like(final) if state is None else state_of(state)
+    begins = torch.zeros_like(final) if state is None else in_float32(state)
     before = {begin: x for (begin, end), x in zip(parts, begins, strict=True) if begin < end}
     while parts := [(begin, end) for begin, end in parts if end - begin > size]:
         halves = [(begin, begin + (1 - (begin - end) // size) // 2 * size) for begin, end in parts]
@@ -168,11 +169,6 @@ def run_with_states(
         parts = halves + [(middle, end) for (_, middle), (_, end) in zip(halves, parts, strict=True)]
     states = torch.stack([before[begin] for begin in sorted(before)]) if before else final[:0]
     return o, final if wants_state else None, states.view(batch, -1, *final.shape[1:]).to(o.dtype)
-
-
-def state_of(state: Any) -> Any:
-    """Return a state that final ones have the dtype of: float32, as FLA's are."""
-    return state.float() if isinstance(state, Tensor) and state.dtype.itemsize < 4 else state
 
 
 def small(q: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
@@ -255,7 +251,7 @@ def _linear(
     refuse(q, k, v)
     if normalize and initial_state is not None:
         state, z = initial_state if isinstance(initial_state, tuple) else (initial_state, None)
-        state, z = (x if x is None else state_of(tensors.from_any("initial_state", x)) for x in (state, z))
+        state, z = (x if x is None else in_float32(tensors.from_any("initial_state", x)) for x in (state, z))
         sequences = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
         heads, head_size, value_size = *k.shape[2:], v.shape[-1]
         if state is None:
