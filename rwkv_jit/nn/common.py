@@ -29,13 +29,6 @@ def in_files(state: _State) -> _State:
     return state
 
 
-def check_place(layer: int, layers: int) -> tuple[int, int]:
-    """Return the place of a layer and how many there are, once both are checked."""
-    if count("layer", layer) >= count("layers", layers, 1):
-        raise ValueError(f"layer: expected less than the {layers} layers, got {layer}")
-    return layer, layers
-
-
 def check_heads(width: int, head_size: int) -> int:
     """Return how many heads of a size a width has, once both are checked."""
     if count("width", width, 1) % count("head_size", head_size, 1):

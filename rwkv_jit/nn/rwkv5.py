@@ -95,7 +95,7 @@ class RWKV5TimeMix(TimeMixOfHeads):
     def _inputs(
         self, x: Tensor, last: Tensor | None, cu_seqlens: Tensor | None = None
     ) -> tuple[tuple[Tensor, ...], Tensor]:
-        return self._of_mixed(token_shift(x, self.mixes("kvrg"), first=last, cu_seqlens=cu_seqlens))
+        return self._of_mixed(token_shift(x, self.mixes(), first=last, cu_seqlens=cu_seqlens))
 
     def _of_mixed(self, mixed: Iterable[Tensor]) -> tuple[tuple[Tensor, ...], Tensor]:
         matrices = self.key, self.value, self.receptance, self.gate
