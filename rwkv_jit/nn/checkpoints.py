@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Mapping
 from types import ModuleType
@@ -67,6 +68,16 @@ def write(path: str | os.PathLike[str], held: Mapping[str, Tensor]) -> None:
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def layers(path: str | os.PathLike[str], found: Iterable[str]) -> int:
+    """Return the number of layers, once a file has as many tensors; raise ValueError if it has fewer."""
+    names = [*found]
+    places = [int(match[1]) for match in (re.match(r"blocks\.(\d{1,9})\.", name) for name in names) if match]
+    count = 1 + max(places, default=0)
+    if count > len(names):
+        raise ValueError(f"path: expected tensors of {count} layers in {path}, got {len(names)} in all")
+    return count
 
 
 def check_names(path: str | os.PathLike[str], found: Iterable[str], expected: Iterable[str]) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rwkv_jit.call import checks
 from rwkv_jit.kernels.errors import brief
+from rwkv_jit.nn import common
 from rwkv_jit.pool import arguments
 
 
@@ -95,18 +96,35 @@ class Sampler:
         return (logits - torch.empty_like(logits).exponential_(generator=self.generator).log_()).argmax(-1)
 
 
-def prompts_of(tokens: Any, lengths: Any) -> list[Tensor] | None:
-    """Return prompts of different lengths one by one, [tokens] each; None for those that are one tensor of one length.
+def check_tokens(tokens: Any, *dims: str) -> None:
+    """Check tokens of these dimensions."""
+    if common.tensor_of("tokens", tokens).dim() != len(dims):
+        raise ValueError(f"tokens: expected shape [{', '.join(dims)}], got {list(tokens.shape)}")
+    if tokens.dtype not in arguments.INDEX_TYPES:
+        raise TypeError(f"tokens: expected torch.int64 or torch.int32, got {tokens.dtype}")
+
+
+def check_prompts(tokens: Any) -> None:
+    """Check prompts of one length."""
+    check_tokens(tokens, "batch", "tokens")
+    if not tokens.numel():
+        raise ValueError(f"tokens: expected at least one token, got shape {list(tokens.shape)}")
+
+
+def prompts_of(tokens: Any, count: Any, lengths: Any) -> list[Tensor]:
+    """Return prompts once they are checked: one tensor [B, T], or several [1, T] of different lengths.
 
     They are a sequence of tensors, or the first tokens of each row, as `lengths` says.
     """
+    arguments.count("count", count)
     if isinstance(tokens, (list, tuple)) and tokens and all(isinstance(x, Tensor) for x in tokens):
         if lengths is not None:
             raise ValueError("lengths: expected None with several prompts")
         several = list(tokens)
-    elif lengths is None or not isinstance(tokens, Tensor) or tokens.dim() != 2:
-        return None
     else:
+        check_prompts(tokens)
+        if lengths is None:
+            return [tokens]
         counts = arguments.listed("lengths", lengths.tolist() if isinstance(lengths, Tensor) else lengths)
         if len(counts) != len(tokens) or not all(0 <= x <= tokens.shape[1] for x in counts):
             raise ValueError(f"lengths: expected {len(tokens)} of up to {tokens.shape[1]}, got {brief(counts)}")
@@ -118,4 +136,6 @@ def prompts_of(tokens: Any, lengths: Any) -> list[Tensor] | None:
             raise ValueError("tokens: expected at least one token in every prompt, got none")
     if len({(x.dtype, x.device) for x in several}) > 1:
         raise ValueError("tokens: expected prompts of one dtype on one device")
-    return several
+    if len({*map(len, several)}) > 1:
+        return [x.unsqueeze(0) for x in several]
+    return [torch.stack(several)]
