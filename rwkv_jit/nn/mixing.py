@@ -225,11 +225,12 @@ class Layer(nn.Module):
 
     def stepped(
         self, x: Tensor, states: Any, where: dict[str, Any], mix: Callable[[Tensor], tuple[Tensor, Any]],
-        mixes: Sequence[Tensor] | None,
+        mixes: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, Any]:  # fmt: skip
-        """Return the next layer's input of a token each, whose time mixing is `mix`, and what else that returns.
+        """Return the next layer's input of tokens whose last ones are in a pool, and what else `mix` returns.
 
-        `mixes` are those of both halves, where they were made before.
+        `mix` is the time mixing. `where` says to `shift_mix` which tokens are whose, and which slots they have. `mixes`
+        are those of both halves, where they were made before.
         """
         of_time, of_channels = mixes or (mixes_of([half]).squeeze(0) for half in (self.att, self.ffn))
         if self.ln0 is not None:

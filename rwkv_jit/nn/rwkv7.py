@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -193,7 +194,7 @@ class RWKV7TimeMix(Mix):
         cu_seqlens: Tensor | None = None, shard: Any = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return the results for tokens that have been mixed by `mixes`: six tensors [B, T, C]."""
-        inputs, gate, v_first, (bonus,) = self._inputs(mixed, v_first, {"r_k": self.r_k})
+        inputs, gate, v_first, (bonus,) = self._inputs(mixed, v_first, has_bonus=True)
         y, after = common.recur(wkv7, inputs, state, cu_seqlens, shard, decay="sigmoid")
         return self._output(y, gate, bonus=bonus), v_first, after
 
@@ -201,12 +202,22 @@ class RWKV7TimeMix(Mix):
         self, mixed: Tensor, v_first: Tensor | None, states: Tensor, slots: Tensor | None, null_index: int
     ) -> tuple[Tensor, Tensor]:
         """Mix one token of each sequence, by `mixes` [6, B, C]; states in slots of a pool change in place."""
-        (r, w, k, v, a, b), gate, v_first, _ = self._inputs(mixed.unbind(), v_first, {})
-        y = wkv7_update(states, r, w, k, v, a, b, state_indices=slots, null_index=null_index, decay="sigmoid")
-        return self._output(y, gate, r=r, k=k, v=v, r_k=self.r_k), v_first
+        where: dict[str, Any] = {"state_indices": slots, "null_index": null_index, "decay": "sigmoid"}
+        return self.with_recurrence(mixed, v_first, partial(wkv7_update, states, **where))
+
+    def with_recurrence(
+        self, mixed: Tensor, v_first: Tensor | None, recurrence: Callable[..., Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the results for tokens mixed by `mixes`, [6, ..., C], by a recurrence of r, w, k, v, a and b.
+
+        They are [..., H, N], and the decay is that of "sigmoid", with w0 in w.
+        """
+        inputs, gate, v_first, _ = self._inputs(mixed.unbind(), v_first)
+        r, _, k, v, *_ = inputs
+        return self._output(recurrence(*inputs), gate, r=r, k=k, v=v, r_k=self.r_k), v_first
 
     def _inputs(
-        self, mixed: Any, v_first: Tensor | None, of_bonus: dict[str, Tensor]
+        self, mixed: Any, v_first: Tensor | None, has_bonus: bool = False
     ) -> tuple[list[Tensor], Tensor, Tensor, list[Tensor]]:
         """Return what the recurrence reads, the gate of what it makes, the first layer's values, and a bonus if asked.
 
@@ -225,8 +236,8 @@ class RWKV7TimeMix(Mix):
         )  # fmt: skip
         r, w, k, by_head = (x.unflatten(-1, (self.heads, self.head_size)) for x in (r, w, k, v))
         more: dict[str, Any] = {"a0": self.a0.view(-1)}
-        if of_bonus:
-            more |= {"r": r, **of_bonus}
+        if has_bonus:
+            more |= {"r": r, "r_k": self.r_k}
         if self.is_first:
             v_first = v
         elif v_first is None:
