@@ -223,12 +223,18 @@ class GraphedDecode:
     @state.setter
     @torch.no_grad()
     def state(self, state: Any) -> None:
-        several = pytree.tree_leaves(state)
+        several = [common.tensor_of("state", x) for x in pytree.tree_leaves(state)]
         if [x.shape for x in several] != [x.shape for x in self._held]:
             shapes = [[list(x.shape) for x in each] for each in (self._held, several)]
             raise ValueError(f"state: expected tensors of shapes {shapes[0]}, got {shapes[1]}")
-        for own, x in zip(self._held, several, strict=True):
+        read = [x if x is own else self._apart(x) for own, x in zip(self._held, several, strict=True)]
+        for own, x in zip(self._held, read, strict=True):
             own.copy_(x)
+
+    def _apart(self, x: Tensor) -> Tensor:
+        """Return a tensor, as a copy if it lies in the state, which is about to be written."""
+        held = [own.untyped_storage().data_ptr() for own in self._held]
+        return x.clone() if x.untyped_storage().data_ptr() in held else x
 
     @torch.no_grad()
     def __call__(self, *inputs: Tensor) -> Tensor:
@@ -239,8 +245,10 @@ class GraphedDecode:
         return self._step(*arrays)
 
     def _step(self, *inputs: Tensor) -> Tensor:
-        result, self.state = self._function(*inputs, self.state)
-        return common.tensor_of("the first result", result)
+        result, state = self._function(*inputs, self.state)
+        result = self._apart(common.tensor_of("the first result", result))
+        self.state = state
+        return result
 
 
 def graphed_decode(
