@@ -284,8 +284,8 @@ class LanguageModel(nn.Module):
         >>> model.prefill(torch.randint(256, (1, 7), device="cuda"), pool, slots, bounds).shape
         torch.Size([2, 256])
         """
-        sampling.check_prompts(tokens)
-        count = len(tokens) if cu_seqlens is None else len(common.tensor_of("cu_seqlens", cu_seqlens)) - 1
+        sampling.check_prompts(tokens, cu_seqlens)
+        count = len(tokens) if cu_seqlens is None else len(cu_seqlens) - 1
         slots = pools.slots_of(pool, self._State._fields, len(self.blocks), slots, tokens, count)
         arguments.check_room("pool", pool[self._State._fields[0]][0], slots, count)
         read, written = pools.rows_of(slots, pool.reserved - 1, count)

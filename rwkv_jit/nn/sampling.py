@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -104,11 +105,15 @@ def check_tokens(tokens: Any, *dims: str) -> None:
         raise TypeError(f"tokens: expected torch.int64 or torch.int32, got {tokens.dtype}")
 
 
-def check_prompts(tokens: Any) -> None:
-    """Check prompts of one length."""
+def check_prompts(tokens: Any, cu_seqlens: Any = None) -> None:
+    """Check prompts of one length, or packed ones: the last token of each is read."""
     check_tokens(tokens, "batch", "tokens")
     if not tokens.numel():
         raise ValueError(f"tokens: expected at least one token, got shape {list(tokens.shape)}")
+    if cu_seqlens is not None and arguments.may_look_at([common.tensor_of("cu_seqlens", cu_seqlens)]):
+        bounds = cu_seqlens.tolist()
+        if cu_seqlens.dim() == 1 and any(map(operator.ge, bounds, bounds[1:])):
+            raise ValueError(f"cu_seqlens: expected at least one token in each sequence, got {brief(bounds)}")
 
 
 def prompts_of(tokens: Any, count: Any, lengths: Any) -> list[Tensor]:
