@@ -11,12 +11,10 @@ from rwkv_jit.call import checks, tensors
 from rwkv_jit.call.tensors import Array
 from rwkv_jit.kernels.errors import unexpected
 from rwkv_jit.layers import calls, common
-from rwkv_jit.layers.calls import Call
 from rwkv_jit.plain import layers as plain
 from rwkv_jit.pool import arguments
 from rwkv_jit.schedules import layer_gradients, layers
 from rwkv_jit.schedules.layer_table import OPS
-from rwkv_jit.schedules.layers import KINDS, MOST_PARTS
 from rwkv_jit.schedules.legal import Kind
 
 
@@ -69,7 +67,7 @@ def activate(x: Array, kinds: Kind | Sequence[Kind], *, out: Array | None = None
     return made[0] if out is None else out  # type: ignore[return-value]
 
 
-def _check(inputs: Sequence[Any], written: Sequence[Any], kinds: Any, in_place: bool) -> Call:
+def _check(inputs: Sequence[Any], written: Sequence[Any], kinds: Any, in_place: bool) -> calls.Call:
     x = tensors.from_any("x", inputs[0], in_place)
     common.check_lead("x", x)
     if isinstance(kinds, str):
@@ -78,18 +76,18 @@ def _check(inputs: Sequence[Any], written: Sequence[Any], kinds: Any, in_place: 
         raise TypeError(f"kinds: expected a str or a sequence of them, got {type(kinds).__name__}")
     else:
         each = kinds
-        if not x.dim() or not 1 <= len(kinds) <= MOST_PARTS or len(kinds) != x.shape[0]:
+        if not x.dim() or not 1 <= len(kinds) <= layers.MOST_PARTS or len(kinds) != x.shape[0]:
             parts = x.shape[0] if x.dim() else 0
             raise ValueError(
-                f"kinds: expected one for each of the {parts} parts of x, up to {MOST_PARTS}, got {len(kinds)}"
+                f"kinds: expected one for each of the {parts} parts of x, up to {layers.MOST_PARTS}, got {len(kinds)}"
             )
     for kind in each:
-        checks.check_name("kinds", kind, KINDS)
+        checks.check_name("kinds", kind, layers.KINDS)
     if in_place and not x.is_contiguous():
         raise ValueError(f"out: expected memory without gaps, got strides {x.stride()}")
     out = None if written[0] is None else arguments.out(written[0], tuple(x.shape), x)
     made = {} if in_place or out is not None else {"y": tuple(x.shape)}
-    return Call(KIND, [x], [out], made, x, kinds=each, in_place=in_place)
+    return calls.Call(KIND, [x], [out], made, x, kinds=each, in_place=in_place)
 
 
 def _roles(named: Mapping[str, Any], options: Sequence[Any]) -> tuple[common.Roles, int]:

@@ -173,10 +173,11 @@ def _checked_call(
         return _distributed(kind, inputs, written, options)
     call = kind.check(inputs, written or [None] * len(kind.written), *options)
     is_recorded = torch.is_grad_enabled() and _want_gradients(call.tensors)
-    if is_recorded:
-        _check_gradient(call)
-    else:
-        call = _spared(call)
+    if is_recorded and not _has_gradient(call):
+        raise RuntimeError(_no_gradient(kind))
+    if is_recorded and _writes_in_place(call):
+        raise RuntimeError(f"{kind.name}: results in out have no gradient; omit out, or use torch.no_grad()")
+    call = call if is_recorded else _spared(call)
     if _is_for_kernels(call) and tensors.is_eager() and tensors.are_plain(call.tensors):
         known = _prepared(call, is_recorded)
         checked = call.tensors if written else call.inputs
@@ -224,7 +225,6 @@ def _distributed(
 
 
 def _in_plain_torch(call: Call) -> list[Tensor]:
-    """Return the results of a call in plain torch."""
     results = dict(zip(call.results, call.kind.plain(call.inputs, call.eps, call.kinds), strict=True))
     return [results[name].to(call.dtypes.get(name, call.lead.dtype)) for name in call.made]
 
@@ -242,13 +242,6 @@ def _has_gradient(call: Call) -> bool:
     """Return whether a call has a gradient: not one that names its results."""
     kind = call.kind
     return kind.backward is not None and not (kind.names_results and call.kinds[len(kind.choices) :])
-
-
-def _check_gradient(call: Call) -> None:
-    if not _has_gradient(call):
-        raise RuntimeError(_no_gradient(call.kind))
-    if _writes_in_place(call):
-        raise RuntimeError(f"{call.kind.name}: results in out have no gradient; omit out, or use torch.no_grad()")
 
 
 def _writes_in_place(call: Call) -> bool:
@@ -401,7 +394,11 @@ def define(kind: Kind) -> Kind:
         return in_places([*call.made], [call.new(x) for x in call.made], call.lead)
 
     if kind.is_function:
-        registry.implement(f"{name}_fwd", forward, forward_fake, _without_gradients(kind))
+
+        def record(keys: Any, *arguments: Any) -> Any:
+            return _without_gradients(f"{name}_fwd", kind, arguments[:count], keys, arguments)
+
+        registry.implement(f"{name}_fwd", forward, forward_fake, record)
     if kind.backward is None:
         return kind
     leaves, graded = recording.Leaves(kind.op.names), [x for x in kind.results if x not in kind.kept]
@@ -442,16 +439,12 @@ def define(kind: Kind) -> Kind:
     return kind
 
 
-def _without_gradients(kind: Kind) -> Callable[..., Any]:
-    """Return what records the torch op of a kind that has no gradient."""
-
-    def record(keys: Any, *arguments: Any) -> Any:
-        if torch.is_grad_enabled() and _want_gradients(arguments[: len(kind.names)]):
-            raise RuntimeError(_no_gradient(kind))
-        with torch._C._AutoDispatchBelowAutograd():
-            return registry.find(f"{kind.name}_fwd").redispatch(keys & torch._C._after_autograd_keyset, *arguments)
-
-    return record
+def _without_gradients(op: str, kind: Kind, arrays: Sequence[Any], keys: Any, arguments: Sequence[Any]) -> Any:
+    """Run a torch op that has no gradient, and of which these arrays may need none."""
+    if torch.is_grad_enabled() and _want_gradients(arrays):
+        raise RuntimeError(_no_gradient(kind))
+    with torch._C._AutoDispatchBelowAutograd():
+        return registry.find(op).redispatch(keys & torch._C._after_autograd_keyset, *arguments)
 
 
 _differentiate: dict[str, Callable[..., list[Tensor | None]]] = {}  # by the name of the op, as `differentiable.define`
@@ -488,12 +481,9 @@ def _step(
     _plan(call).run(call.tensors)
 
 
-def _step_record(keys: Any, name: str, inputs: Sequence[Any], written: Sequence[Tensor], *rest: Any) -> None:
-    if torch.is_grad_enabled() and _want_gradients([*inputs, *written]):
-        raise RuntimeError(_no_gradient(kind_of(name)))
-    with torch._C._AutoDispatchBelowAutograd():
-        step = registry.find("layer_step")
-        step.redispatch(keys & torch._C._after_autograd_keyset, name, inputs, written, *rest)
+def _step_record(keys: Any, *arguments: Any) -> None:
+    name, inputs, written, *_ = arguments
+    _without_gradients("layer_step", kind_of(name), (*inputs, *written), keys, arguments)
 
 
 registry.implement("layer_step", _step, lambda *_: None, _step_record)

@@ -13,7 +13,6 @@ from rwkv_jit.call import checks, tensors
 from rwkv_jit.call.tensors import Array
 from rwkv_jit.kernels.errors import unexpected
 from rwkv_jit.layers import calls, common
-from rwkv_jit.layers.calls import Call
 from rwkv_jit.plain import layers as plain
 from rwkv_jit.pool import arguments
 from rwkv_jit.schedules import convolution
@@ -178,7 +177,7 @@ def causal_conv1d_update(
 # ---- checks ------------------------------------------------------------------------------------------------------
 
 
-def _check(inputs: Sequence[Any], written: Sequence[Any], activation: Any) -> Call:
+def _check(inputs: Sequence[Any], written: Sequence[Any], activation: Any) -> calls.Call:
     x, weight, bias, initial_state, cu_seqlens = inputs
     x = tensors.from_any("x", x)
     if x.dim() != 3 or not x.shape[-1]:
@@ -189,10 +188,10 @@ def _check(inputs: Sequence[Any], written: Sequence[Any], activation: Any) -> Ca
     shape = sequences, weight.shape[0], weight.shape[1] - 1
     initial_state = arguments.optional("initial_state", initial_state, shape, (x.dtype,), x)
     given = [x, weight, bias, initial_state, cu_seqlens]
-    return Call(KIND, given, written, {"y": tuple(x.shape)}, x, kinds=(gate,))
+    return calls.Call(KIND, given, written, {"y": tuple(x.shape)}, x, kinds=(gate,))
 
 
-def _check_update(inputs: Sequence[Any], written: Sequence[Any], null_index: Any, activation: Any) -> Call:
+def _check_update(inputs: Sequence[Any], written: Sequence[Any], null_index: Any, activation: Any) -> calls.Call:
     x, weight, bias, cache_seqlens, state_indices, num_active = inputs
     conv_state, out = written
     x = tensors.from_any("x", x)
@@ -204,7 +203,13 @@ def _check_update(inputs: Sequence[Any], written: Sequence[Any], null_index: Any
     conv_state = tensors.from_any("conv_state", conv_state, in_place=True)
     rows = x.shape[0]
     cache_seqlens = arguments.optional("cache_seqlens", cache_seqlens, (rows,), (torch.int32,), x)
-    _check_pool(conv_state, x, weight.shape[1], MOST_STATE_LEN if cache_seqlens is None else sys.maxsize)
+    channels, least, most = x.shape[-1], weight.shape[1] - 1, MOST_STATE_LEN if cache_seqlens is None else sys.maxsize
+    if conv_state.dim() != 3 or conv_state.shape[1] != channels or not least <= conv_state.shape[2] <= most:
+        legal = f"{least} to {most}" if cache_seqlens is None else f"at least {least}"
+        raise ValueError(f"conv_state: expected shape [slots, {channels}, {legal}], got {list(conv_state.shape)}")
+    arguments.check_dtype("conv_state", conv_state, common.dtypes_of(x), x)
+    pool = conv_state.transpose(1, 2) if _has_channels_last(conv_state) else conv_state
+    arguments.check_memory("conv_state", pool)
     indices = arguments.indices("state_indices", state_indices, rows, x)
     active = arguments.num_active(num_active, x)
     arguments.check_room("conv_state", conv_state, indices, rows)
@@ -215,7 +220,7 @@ def _check_update(inputs: Sequence[Any], written: Sequence[Any], null_index: Any
     y = None if out is None else arguments.out(out, tuple(x.shape), x, " like x")
     given = [x, weight, bias, cache_seqlens, indices, active]
     results = {"y": tuple(x.shape)} if y is None else {}
-    return Call(UPDATE, given, [conv_state, y], results, x, null_index, kinds=(gate,))
+    return calls.Call(UPDATE, given, [conv_state, y], results, x, null_index, kinds=(gate,))
 
 
 def _check_taps(x: Tensor, weight: Any, bias: Any) -> tuple[Tensor, Tensor | None]:
@@ -237,15 +242,6 @@ def _check_activation(activation: Any) -> str:
     return _ACTIVATIONS[activation]
 
 
-def _check_pool(pool: Tensor, x: Tensor, width: int, most: int) -> None:
-    channels, least = x.shape[-1], width - 1
-    if pool.dim() != 3 or pool.shape[1] != channels or not least <= pool.shape[2] <= most:
-        legal = f"{least} to {most}" if most == MOST_STATE_LEN else f"at least {least}"
-        raise ValueError(f"conv_state: expected shape [slots, {channels}, {legal}], got {list(pool.shape)}")
-    arguments.check_dtype("conv_state", pool, common.dtypes_of(x), x)
-    arguments.check_memory("conv_state", pool.transpose(1, 2) if _has_channels_last(pool) else pool)
-
-
 def _has_channels_last(pool: Tensor) -> bool:
     """Return whether the memory of a slot is [tokens, channels]."""
     return pool.shape[0] > 0 and not pool[0].is_contiguous() and pool[0].t().is_contiguous()
@@ -254,23 +250,19 @@ def _has_channels_last(pool: Tensor) -> bool:
 # ---- what the engine must know -----------------------------------------------------------------------------------
 
 
-def _given(call: Call) -> Given:
+def _given(call: calls.Call) -> Given:
     """Return what schedules depend on: channels and the width of the filters."""
     weight = call.inputs[1]
     given = common.given_of(call, call.lead.numel() // weight.shape[0], tuple(weight.shape))
     return given if call.kind is KIND else common.with_pool(given, "conv_state", call.written[0])
 
 
-def _rows(call: Call) -> Sequences:
+def _rows(call: calls.Call) -> Sequences:
     """Return the rows of an update, and their pool."""
-    x, _, _, cache_seqlens, indices, _ = call.inputs
+    _, _, _, cache_seqlens, indices, _ = call.inputs
     pool = call.written[0]
-    slots = pool.shape[0]
-    return Sequences(
-        x.shape[0], x.shape[1] if x.dim() == 3 else 1, 0, slots, pool.stride(0) if slots > 1 else 0,
-        4 if indices is None else indices.element_size(), call.null_index, pool.shape[2], _has_channels_last(pool),
-        cache_seqlens is not None,
-    )  # fmt: skip
+    of_pool = {"state_len": pool.shape[2], "channels_last": _has_channels_last(pool), "ring": cache_seqlens is not None}
+    return common.rows_of(call, indices)._replace(**of_pool)
 
 
 def _plain_update(

@@ -130,6 +130,17 @@ def sequences_of(call: Call) -> Sequences:
     return Sequences(cu_seqlens.shape[0] - 1, bound_bytes=cu_seqlens.element_size())
 
 
+def rows_of(call: Call, indices: Tensor | None, cu_seqlens: Tensor | None = None) -> Sequences:
+    """Return the rows [rows, channels] or [rows, tokens, channels] of a call over a pool, or its packed sequences."""
+    x, pool = call.inputs[0], call.written[0]
+    slots, index_bytes = pool.shape[0], 4 if indices is None else indices.element_size()
+    if cu_seqlens is None:
+        cut = x.shape[0], x.shape[1] if x.dim() == 3 else 1, 0
+    else:
+        cut = cu_seqlens.shape[0] - 1, 1, cu_seqlens.element_size()
+    return Sequences(*cut, slots, pool.stride(0) if slots > 1 else 0, index_bytes, call.null_index)
+
+
 # ---- DTensors: which dimensions ranks may share ------------------------------------------------------------------
 
 Roles = dict[str, dict[str, int]]

@@ -11,11 +11,9 @@ from rwkv_jit.call import checks, tensors
 from rwkv_jit.call.tensors import Array
 from rwkv_jit.kernels.errors import unexpected
 from rwkv_jit.layers import calls, common
-from rwkv_jit.layers.calls import Call
 from rwkv_jit.plain import layers as plain
 from rwkv_jit.schedules import layer_gradients, layers
 from rwkv_jit.schedules.layer_table import OPS
-from rwkv_jit.schedules.layers import GATES
 from rwkv_jit.schedules.legal import Gate
 
 
@@ -59,12 +57,12 @@ def gated(x: Array, g: Array, gate: Gate = "sigmoid", **_unknown: NoReturn) -> T
     return calls.call(KIND, (x, g), (), (gate,))[0]
 
 
-def _check(inputs: Sequence[Any], written: Sequence[Any], gate: Any) -> Call:
+def _check(inputs: Sequence[Any], written: Sequence[Any], gate: Any) -> calls.Call:
     x, g = common.as_tensors("gated", inputs)
     common.check_lead("x", tensors.from_any("x", x))
     common.check("gated", "g", g, [tuple(x.shape)], x)
-    checks.check_name("gate", gate, GATES)
-    return Call(KIND, [x, g], [None], {"y": tuple(x.shape)}, x, kinds=(gate,))
+    checks.check_name("gate", gate, layers.GATES)
+    return calls.Call(KIND, [x, g], [None], {"y": tuple(x.shape)}, x, kinds=(gate,))
 
 
 KIND = calls.define(calls.Kind(

@@ -12,12 +12,10 @@ from rwkv_jit.call import checks
 from rwkv_jit.call.tensors import Array
 from rwkv_jit.kernels.errors import unexpected
 from rwkv_jit.layers import calls, common
-from rwkv_jit.layers.calls import Call
 from rwkv_jit.plain import layers as plain
 from rwkv_jit.pool import arguments
 from rwkv_jit.schedules import layer_gradients, layers
 from rwkv_jit.schedules.layer_table import OPS
-from rwkv_jit.schedules.layers import GATES, NORMS
 from rwkv_jit.schedules.legal import Gate, Norm
 
 _OP = OPS["gated_norm"]
@@ -92,7 +90,7 @@ def gated_norm(
     return made[0] if out is None else out  # type: ignore[return-value]
 
 
-def _check(inputs: Sequence[Any], written: Sequence[Any], eps: float, gate: Any, norm: Any, *asked: str) -> Call:
+def _check(inputs: Sequence[Any], written: Sequence[Any], eps: float, gate: Any, norm: Any, *asked: str) -> calls.Call:
     given = common.as_tensors("gated_norm", inputs)
     named = dict(zip(OPS["gated_norm"].inputs, given, strict=True))
     y = common.check_heads("gated_norm", named, ("y", "g", "weight"))
@@ -102,15 +100,15 @@ def _check(inputs: Sequence[Any], written: Sequence[Any], eps: float, gate: Any,
     if not absent and named["bonus"] is not None:
         raise ValueError("bonus: expected None together with r, k, v and r_k")
     checks.check_number("eps", eps)
-    checks.check_name("gate", gate, GATES)
-    checks.check_name("norm", norm, NORMS)
+    checks.check_name("gate", gate, layers.GATES)
+    checks.check_name("norm", norm, layers.NORMS)
     shape = (*y.shape[:-2], y.shape[-2] * y.shape[-1])
     out = None if written[0] is None else arguments.out(written[0], shape, y)
     shapes = {"out": shape, **dict.fromkeys(("means", "factors"), tuple(y.shape[:-1]))}
     made = {} if out is not None else {x: shapes[x] for x in asked or ("out",)}
     dtypes = dict.fromkeys(("means", "factors"), torch.promote_types(y.dtype, torch.float32))
     kinds = (gate, norm, *asked)
-    return Call(KIND, given, [out, None, None], made, y, eps=float(eps), kinds=kinds, dtypes=dtypes)
+    return calls.Call(KIND, given, [out, None, None], made, y, eps=float(eps), kinds=kinds, dtypes=dtypes)
 
 
 KIND = calls.define(calls.Kind(

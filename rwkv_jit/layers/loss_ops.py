@@ -85,7 +85,6 @@ def _differentiated(logits: Tensor, targets: Tensor, ignore_index: int, l2_wrap:
 
 
 def _run(direction: str, named: Mapping[str, Any], ignore_index: int, l2_wrap: float) -> list[Tensor]:
-    """Run the kernels of a direction."""
     arrays = [*named.values()]
 
     def prepare() -> Plan:

@@ -12,7 +12,6 @@ from rwkv_jit.call import checks, tensors
 from rwkv_jit.call.tensors import Array
 from rwkv_jit.kernels.errors import unexpected
 from rwkv_jit.layers import calls, common
-from rwkv_jit.layers.calls import Call
 from rwkv_jit.plain import layers as plain
 from rwkv_jit.pool import arguments
 from rwkv_jit.schedules import layer_gradients, layers
@@ -99,7 +98,7 @@ def norm_shift(
     return residual.detach() if residual.requires_grad else residual, tuple(mixed), last
 
 
-def _check(inputs: Sequence[Any], written: Sequence[Any], eps: float, dtype: Any) -> Call:
+def _check(inputs: Sequence[Any], written: Sequence[Any], eps: float, dtype: Any) -> calls.Call:
     *arrays, cu_seqlens = inputs
     x, add, weight, bias, mixes, first = given = common.as_tensors("norm_shift", arrays)
     cu_seqlens, texts = common.check_shifted("norm_shift", x, mixes, cu_seqlens)
@@ -117,7 +116,7 @@ def _check(inputs: Sequence[Any], written: Sequence[Any], eps: float, dtype: Any
     made = {"residual": tuple(x.shape), **mixed, "last": (texts, channels), "stats": (*x.shape[:2], 2)}
     dtypes = {**dict.fromkeys((*mixed, "last"), dtype), "stats": torch.promote_types(x.dtype, torch.float32)}
     kinds = (str(dtype).removeprefix("torch."),)
-    return Call(KIND, [*given, cu_seqlens], written, made, x, eps=float(eps), kinds=kinds, dtypes=dtypes)
+    return calls.Call(KIND, [*given, cu_seqlens], written, made, x, eps=float(eps), kinds=kinds, dtypes=dtypes)
 
 
 KIND = calls.define(calls.Kind(

@@ -12,11 +12,9 @@ from rwkv_jit.call import checks
 from rwkv_jit.call.tensors import Array
 from rwkv_jit.kernels.errors import unexpected
 from rwkv_jit.layers import calls, common
-from rwkv_jit.layers.calls import Call
 from rwkv_jit.plain import layers as plain
 from rwkv_jit.schedules import layer_gradients, layers
 from rwkv_jit.schedules.layer_table import OPS, RESULTS
-from rwkv_jit.schedules.layers import RATE_MAPS
 from rwkv_jit.schedules.legal import RateMap
 
 _OP = OPS["prepare_keys"]
@@ -98,7 +96,7 @@ def prepare_keys(
     return tuple(made) if v_first is not None else (made[0], v, *made[1:])  # type: ignore[arg-type]
 
 
-def _check(inputs: Sequence[Any], written: Sequence[Any], rate_map: Any, *asked: str) -> Call:
+def _check(inputs: Sequence[Any], written: Sequence[Any], rate_map: Any, *asked: str) -> calls.Call:
     given = common.as_tensors("prepare_keys", inputs)
     named = dict(zip(OPS["prepare_keys"].inputs, given, strict=True))
     k = common.check_heads("prepare_keys", named, ("v", "rate", "k_k", "k_a"))
@@ -108,12 +106,12 @@ def _check(inputs: Sequence[Any], written: Sequence[Any], rate_map: Any, *asked:
             raise ValueError(f"{missing}: expected a tensor beside {other}, got None")
     if named["v0"] is not None and named["v_first"] is None:
         raise ValueError("v0: needs v_first and v_gate too")
-    checks.check_name("rate_map", rate_map, RATE_MAPS)
+    checks.check_name("rate_map", rate_map, layers.RATE_MAPS)
     absent = {"new_v": named["v_first"] is None, "bonus": named["r"] is None, "new_rate": True, "factors": True}
     shapes = {**dict.fromkeys(_WRITTEN, tuple(k.shape)), "factors": tuple(k.shape[:-1])}
     made = {x: shapes[x] for x in asked or shapes if asked or not absent.get(x)}
     dtypes = {"factors": torch.promote_types(k.dtype, torch.float32)}
-    return Call(KIND, given, written, made, k, kinds=(rate_map, *asked), dtypes=dtypes)
+    return calls.Call(KIND, given, written, made, k, kinds=(rate_map, *asked), dtypes=dtypes)
 
 
 KIND = calls.define(calls.Kind(

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from rwkv_jit.call import checks, tensors
 from rwkv_jit.layers import calls, common
-from rwkv_jit.layers.calls import Call
 from rwkv_jit.plain import layers as plain
 from rwkv_jit.pool import arguments
 from rwkv_jit.schedules import products as schedules
@@ -59,7 +58,7 @@ def products(parts: Sequence[Product]) -> list[Tensor]:
     return [*calls.call(KIND, (*inputs, *(_ABSENT * (MOST_PRODUCTS - len(parts)))), (), (tuple(kinds),))]
 
 
-def _check(inputs: Sequence[Any], written: Sequence[Any], kinds: tuple[str, ...]) -> Call:
+def _check(inputs: Sequence[Any], written: Sequence[Any], kinds: tuple[str, ...]) -> calls.Call:
     count = len(kinds) // 2
     if not 1 <= count <= MOST_PRODUCTS or len(kinds) % 2:
         raise ValueError(f"products: expected 1 to {MOST_PRODUCTS}, got {len(kinds) / 2:g}")
@@ -88,10 +87,10 @@ def _check(inputs: Sequence[Any], written: Sequence[Any], kinds: tuple[str, ...]
             arguments.check_dtype(f"{x}{p}", y, (lead.dtype,), lead)
             named[f"{x}{p}"] = y
     results = {name: shape for (name, shape), y in zip(made.items(), written, strict=False) if y is None}
-    return Call(KIND, [*named.values()], written, results, lead, kinds=kinds)
+    return calls.Call(KIND, [*named.values()], written, results, lead, kinds=kinds)
 
 
-def _given(call: Call) -> Given:
+def _given(call: calls.Call) -> Given:
     """Return what schedules depend on: depth and width of each matrix."""
     named = dict(zip(PRODUCTS.names, call.inputs, strict=True))
     sizes: list[int] = []

@@ -11,7 +11,6 @@ from rwkv_jit.call import checks, tensors
 from rwkv_jit.call.tensors import Array
 from rwkv_jit.kernels.errors import unexpected
 from rwkv_jit.layers import calls, common
-from rwkv_jit.layers.calls import Call
 from rwkv_jit.plain import layers as plain
 from rwkv_jit.pool import arguments
 from rwkv_jit.schedules import layers
@@ -114,7 +113,7 @@ def shift_mix(
     return x if add is None else made[-1], made[0] if out is None else out  # type: ignore[return-value]
 
 
-def _check(inputs: Sequence[Any], written: Sequence[Any], null_index: int, eps: float) -> Call:
+def _check(inputs: Sequence[Any], written: Sequence[Any], null_index: int, eps: float) -> calls.Call:
     x = tensors.from_any("x", inputs[0])
     *arrays, state_indices, cu_seqlens, has_initial_state, num_active = inputs
     _, add, weight, bias, mixes = common.as_tensors("shift_mix", arrays)
@@ -139,7 +138,10 @@ def _check(inputs: Sequence[Any], written: Sequence[Any], null_index: int, eps: 
         checks.check_packing(cu_seqlens, x if x.dim() == 3 else x.unsqueeze(0))
         sequences = cu_seqlens.shape[0] - 1
     shift = tensors.from_any("shift", written[0], in_place=True)
-    _check_pool(shift, channels, x)
+    if shift.dim() != 2 or shift.shape[1] != channels:
+        raise ValueError(f"shift: expected shape [slots, {channels}], got {list(shift.shape)}")
+    arguments.check_dtype("shift", shift, common.dtypes_of(x), x)
+    arguments.check_memory("shift", shift)
     indices = arguments.indices("state_indices", state_indices, sequences, x)
     has_state = arguments.has_initial_state(has_initial_state, sequences, x)
     active = arguments.num_active(num_active, x)
@@ -155,35 +157,14 @@ def _check(inputs: Sequence[Any], written: Sequence[Any], null_index: int, eps: 
     out = None if written[1] is None else arguments.out(written[1], shape, x)
     made |= {} if add is None else {"residual": tuple(x.shape)}
     given = [x, add, weight, bias, mixes, indices, cu_seqlens, has_state, active]
-    return Call(KIND, given, [shift, out, None], made, x, null_index, float(eps))
-
-
-def _check_pool(shift: Tensor, channels: int, lead: Tensor) -> None:
-    if shift.dim() != 2 or shift.shape[1] != channels:
-        raise ValueError(f"shift: expected shape [slots, {channels}], got {list(shift.shape)}")
-    arguments.check_dtype("shift", shift, common.dtypes_of(lead), lead)
-    arguments.check_memory("shift", shift)
-
-
-def _texts(call: Call) -> Sequences:
-    x, _, _, _, _, indices, cu_seqlens, *_ = call.inputs
-    shift = call.written[0]
-    slots = shift.shape[0]
-    return Sequences(
-        x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-        x.shape[1] if x.dim() == 3 and cu_seqlens is None else 1,
-        0 if cu_seqlens is None else cu_seqlens.element_size(),
-        slots,
-        shift.stride(0) if slots > 1 else 0,
-        4 if indices is None else indices.element_size(),
-        call.null_index,
-    )
+    return calls.Call(KIND, given, [shift, out, None], made, x, null_index, float(eps))
 
 
 KIND = calls.define(calls.Kind(
     OPS["shift_mix"], ("shift", "mixed", "residual"), _check,
     given=lambda call: common.with_pool(common.given_of_mixes(call), "shift", call.written[0]),
     forward=layers.shift_mix, plain_in_place=lambda *arguments: plain.shift_mix(*arguments[:4]),
-    beside=("state_indices", "cu_seqlens", "has_initial_state", "num_active"), texts=_texts,
+    beside=("state_indices", "cu_seqlens", "has_initial_state", "num_active"),
+    texts=lambda call: common.rows_of(call, call.inputs[5], call.inputs[6]),
     stand_ins=(Sequences(1), Sequences(1, 2), Sequences(1, bound_bytes=4), Sequences(1, bound_bytes=8)),
 ))  # fmt: skip

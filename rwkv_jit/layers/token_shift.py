@@ -10,7 +10,6 @@ from torch import Tensor
 from rwkv_jit.call.tensors import Array
 from rwkv_jit.kernels.errors import unexpected
 from rwkv_jit.layers import calls, common
-from rwkv_jit.layers.calls import Call
 from rwkv_jit.plain import layers as plain
 from rwkv_jit.schedules import layer_gradients, layers
 from rwkv_jit.schedules.layer_table import OPS, RESULTS
@@ -73,7 +72,7 @@ def token_shift(
     return tuple(calls.call(KIND, (x, mixes, amounts, first, cu_seqlens), (), ()))
 
 
-def _check(inputs: Sequence[Any], written: Sequence[Any]) -> Call:
+def _check(inputs: Sequence[Any], written: Sequence[Any]) -> calls.Call:
     *arrays, cu_seqlens = inputs
     x, mixes, amounts, first = given = common.as_tensors("token_shift", arrays)
     cu_seqlens, texts = common.check_shifted("token_shift", x, mixes, cu_seqlens)
@@ -82,7 +81,7 @@ def _check(inputs: Sequence[Any], written: Sequence[Any]) -> Call:
     if first is not None:
         common.check("token_shift", "first", first, [(texts, x.shape[-1])], x)
     made = {f"mixed{m}": tuple(x.shape) for m in range(mixes.shape[0])}
-    return Call(KIND, [*given, cu_seqlens], written, made, x)
+    return calls.Call(KIND, [*given, cu_seqlens], written, made, x)
 
 
 KIND = calls.define(calls.Kind(

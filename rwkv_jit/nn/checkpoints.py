@@ -63,7 +63,9 @@ def write(path: str | os.PathLike[str], held: Mapping[str, Tensor]) -> None:
             _safetensors().save_file(_apart(own), temporary)
         else:
             torch.save(own, temporary)
-        os.chmod(temporary, 0o666 & ~_umask())
+        mask = os.umask(0o077)  # which one cannot read without setting it
+        os.umask(mask)
+        os.chmod(temporary, 0o666 & ~mask)
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
@@ -116,15 +118,7 @@ def _longer(x: Tensor) -> list[int]:
     return [size for size in x.shape if size > 1]
 
 
-def _umask() -> int:
-    """Return what new files of this process must not allow; one cannot read that without setting it."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
-
-
 def _safetensors() -> ModuleType:
-    """Import what only such files need."""
     try:
         import safetensors.torch
     except ImportError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,27 @@ def in_files(state: _State) -> _State:
     torch.serialization.add_safe_globals([state])
     pytree._register_namedtuple(state, serialized_type_name=f"rwkv_jit.nn.{state.__name__}")
     return state
+
+
+class Sized(nn.Module):
+    """A module that says its sizes in its repr, and sets all parameters to their initial values again."""
+
+    _sizes: ClassVar[tuple[str, ...]] = ()  # attributes beside the width
+    width: int
+
+    def extra_repr(self) -> str:
+        """Return the sizes of the module, for its repr."""
+        return ", ".join([str(self.width), *(f"{name}={getattr(self, name)}" for name in self._sizes)])
+
+    def reset_parameters(self) -> None:
+        """Set all parameters to their initial values."""
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Conv1d, nn.RMSNorm)):
+                module.reset_parameters()
+        self._fill()
+
+    def _fill(self) -> None:
+        """Set those that no module inside has."""
 
 
 def check_heads(width: int, head_size: int) -> int:

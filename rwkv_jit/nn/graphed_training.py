@@ -33,6 +33,7 @@ class GraphedStep:
         self._calls, self._turn = graphs.Calls("graphed_step", most=24), 0
         self.norm: Tensor | None = None
         self._held: graphs.Held | None = None
+        self._present: list[Tensor] = []  # the parameters and buffers that graphs hold
         self._world: Any = None  # what graphs hold beside the model
         self._kept: Any = ()  # everything whose identity is in the world
         self._why = ""
@@ -103,6 +104,7 @@ class GraphedStep:
         if torch.cuda.is_initialized() and tensors.capturing():
             return "the caller captures it"
         held = self._held = graphs.Held.of(self._model, self._held)
+        self._present = held.present
         state, groups = self._optimizer.state, self._optimizer.param_groups
         of_groups, of_state = [x for group in groups for x in group["params"]], map(dict.values, state.values())
         kept = [held, state, *of_groups, *chain.from_iterable(of_state)]
@@ -192,14 +194,12 @@ class GraphedStep:
 
     def _has_own_gradients(self, is_first: bool, is_last: bool) -> bool:
         """Return whether gradients are where graphs expect them: none before an update, then in static memory."""
-        assert self._held is not None
-        present = self._held.present
-        grads = [x.grad for x in present]
+        grads = [x.grad for x in self._present]
         if not is_first:
             return self._grads is not None and all(map(is_, grads, self._grads))
         if not is_last and self._grads is None and self._has_grad is not None and self._optimizer.state:
             self._grads = [
-                torch.empty_like(x) if there else None for x, there in zip(present, self._has_grad, strict=True)
+                torch.empty_like(x) if there else None for x, there in zip(self._present, self._has_grad, strict=True)
             ]
         return all([x is None for x in grads]) and (is_last or self._grads is not None)
 
@@ -207,8 +207,7 @@ class GraphedStep:
         self, work: Callable[..., Any], own: Sequence[Tensor], is_first: bool, is_last: bool
     ) -> list[Tensor | None]:  # fmt: skip
         """Return the results of a call that is being captured. Gradients and rates stay as they are."""
-        assert self._held is not None
-        before = [x.grad for x in self._held.present]
+        before = [x.grad for x in self._present]
         expected = None if is_first and is_last else self._grads
         try:
             if is_first and expected is not None:
@@ -222,15 +221,13 @@ class GraphedStep:
 
     def _follow(self, is_first: bool, is_last: bool) -> None:
         """Do what a replay leaves out, as it writes memory alone."""
-        assert self._held is not None
         if is_first != is_last:
-            self._give([None] * len(self._held.present) if is_last else self._grads or ())
+            self._give([None] * len(self._present) if is_last else self._grads or ())
         if is_last:
-            torch.autograd.graph.increment_version([x for x in self._held.present if x.requires_grad])
+            torch.autograd.graph.increment_version([x for x in self._present if x.requires_grad])
 
     def _give(self, grads: Sequence[Tensor | None]) -> None:
-        assert self._held is not None
-        for x, grad in zip(self._held.present, grads, strict=True):
+        for x, grad in zip(self._present, grads, strict=True):
             x.grad = grad
 
 

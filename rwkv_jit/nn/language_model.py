@@ -135,7 +135,6 @@ class LanguageModel(nn.Module):
         return (loss, after) if return_state else loss
 
     def _loss(self, hidden: Tensor, targets: Tensor, l2_wrap: float) -> Tensor:
-        """Return the mean loss of what the head reads."""
         head: Any = self.head
         if common.is_plain(head, nn.Linear):
             return linear_cross_entropy(hidden, head.weight, targets, bias=head.bias, l2_wrap=l2_wrap)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rwkv_jit.layers.shift_mix import shift_mix
 from rwkv_jit.layers.token_shift import token_shift
-from rwkv_jit.nn.common import before_texts, check_heads, fill_orthogonal, norm_heads, recur, tensors_of
+from rwkv_jit.nn.common import Sized, before_texts, check_heads, fill_orthogonal, norm_heads, recur, tensors_of
 from rwkv_jit.nn.products import Product, products
 from rwkv_jit.plain.layers import last_tokens
 from rwkv_jit.pool.arguments import count
@@ -18,9 +18,10 @@ from rwkv_jit.pool.arguments import count
 _HEAD_SIZE_DIVISOR = 8  # of the official models, which divide what the recurrence returns by it before its norm
 
 
-class Mix(nn.Module):
+class Mix(Sized):
     """A module of layer `layer` of `layers`, whose mixes have the names `prefix_` and each of `letters`."""
 
+    _sizes: ClassVar[tuple[str, ...]] = ("layer", "layers")
     prefix = "time_mix"  # the share of the token itself, of RWKV-4 and 5; time_maa and x are that of the one before
 
     def __init__(self, width: int, layer: int, layers: int, letters: str, place: dict[str, Any]):
@@ -140,7 +141,9 @@ def mixes_of(halves: Sequence[Any]) -> Tensor:
 class TimeMixOfHeads(Mix):
     """What the time mixing of RWKV-5 and that of RWKV-6 have in common."""
 
+    _sizes = "layer", "layers", "head_size"
     _op: ClassVar[Any]  # the recurrence
+    _inputs: Callable[..., tuple[tuple[Tensor, ...], Tensor]]  # what it reads, and the gate
 
     def __init__(
         self, width: int, layer: int, layers: int, letters: str, head_size: int, place: dict[str, Any]
@@ -185,12 +188,6 @@ class TimeMixOfHeads(Mix):
         inputs, g = self._inputs(x, last, cu_seqlens)
         y, final = recur(self._op, inputs, before, cu_seqlens, shard)
         return self.result(y, g), (last_tokens(x, last, cu_seqlens), final)
-
-    def _inputs(
-        self, x: Tensor, last: Tensor | None, cu_seqlens: Tensor | None = None
-    ) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Return the inputs of the recurrence, and the gate."""
-        raise NotImplementedError
 
     def of_heads(self, x: Tensor) -> Tensor:
         """Return [..., H, N] of [..., C]."""

@@ -95,7 +95,7 @@ class RWKV7TimeMix(Mix):
     (torch.Size([2, 5, 128]), torch.Size([2, 5, 128]), [torch.Size([2, 128]), torch.Size([2, 2, 64, 64])])
     """
 
-    prefix = "x"
+    _sizes, prefix = ("layer", "layers", "head_size"), "x"
 
     def __init__(
         self, width: int, layer: int, layers: int, head_size: int = 64, *, ranks: Mapping[str, int] | None = None,
@@ -251,10 +251,6 @@ class RWKV7TimeMix(Mix):
         y = common.norm_heads(self.ln_x, nn.GroupNorm, y, gate, "identity", **bonus)
         return products(Product(y, self.output))[0]
 
-    def extra_repr(self) -> str:
-        """Return the sizes of the module, for its repr."""
-        return f"{self.width}, layer={self.layer}, layers={self.layers}, head_size={self.head_size}"
-
 
 @as_node
 class RWKV7ChannelMix(Channels):
@@ -310,10 +306,6 @@ class RWKV7ChannelMix(Channels):
         (hidden,) = products(Product(mixed, self.key, function="relu_squared"))
         return products(Product(hidden, self.value, add=add))[0]
 
-    def extra_repr(self) -> str:
-        """Return the sizes of the module, for its repr."""
-        return f"{self.width}, layer={self.layer}, layers={self.layers}"
-
 
 @as_node
 class RWKV7Block(Layer):
@@ -356,11 +348,9 @@ class RWKV7Block(Layer):
         ----------
         x : torch.Tensor, shape (B, T, C)
             The residual; of the first layer the embedding.
-        v_first : torch.Tensor, shape (B, T, C), optional
-            The values of the first layer, which that one makes and all others need.
         state : RWKV7State, optional
             The state before this part of the sequences; zeros by default.
-        cu_seqlens, shard
+        v_first, cu_seqlens, shard
             As `RWKV7TimeMix.forward` takes them.
 
         Returns
@@ -413,7 +403,6 @@ class RWKV7Block(Layer):
 
 
 def _ranks(width: int, given: Mapping[str, int]) -> dict[str, int]:
-    """Return the ranks of all low-rank matrices."""
     if not isinstance(given, Mapping):
         raise TypeError(f"ranks: expected a mapping of w, a, v and g to ints, got {brief(given)}")
     unknown = [name for name in given if name not in _RANKS]

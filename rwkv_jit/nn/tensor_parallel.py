@@ -223,7 +223,6 @@ class _Embedding(_Part):
     """An embedding, of which a rank has some channels."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Look up these channels, and gather the others."""
         y = super().forward(tokens)
         return DTensor.from_local(y, self.mesh, [Shard(y.dim() - 1)], run_check=False).full_tensor()
 
@@ -234,7 +233,6 @@ class _Head(_Part):
     weight: nn.Parameter
 
     def forward(self, x: Tensor) -> Tensor:
-        """Make these, and gather the others."""
         y = super().forward(self.shared(x))
         shape = torch.Size([*y.shape[:-1], self.weight.shape[0]])
         strides = torch.empty(shape, device="meta").stride()
