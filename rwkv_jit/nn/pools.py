@@ -16,6 +16,8 @@ def slots_of(
     pool: StatePool, names: Sequence[str], layers: int, slots: Any, like: Tensor, count: int
 ) -> Tensor | None:  # fmt: skip
     """Return the slots of so many sequences, once they and the pool of so many layers are checked."""
+    if not isinstance(pool, StatePool):
+        raise TypeError(f"pool: expected a StatePool, got {type(pool).__name__}")
     for name in names:
         if len(pool[name]) != layers:
             raise ValueError(f"pool: expected {name} of {layers} layers, got {len(pool[name])}")

@@ -392,6 +392,12 @@ def test_prompts_that_do_not_fit_are_errors(given, message):
     assert not any(pool[each].any() for each in ("wkv", "time_shift", "channel_shift"))
 
 
+@pytest.mark.parametrize("read", ["step", "prefill"])
+def test_a_pool_that_is_none_is_named(read):
+    with pytest.raises(TypeError, match="pool: expected a StatePool, got NoneType"):
+        getattr(make("RWKV7", torch.float32), read)(make_tokens(*((2,) if read == "step" else (2, 3))), None)
+
+
 @EVERY_MODEL
 @pytest.mark.parametrize("is_called", [False, True])
 @pytest.mark.parametrize(
