@@ -243,6 +243,8 @@ def bad_input(device, world):
     model, odd = make(device), nn_cases.make(width=24, head_size=8).to(device)
     before = [*odd.parameters()]
     narrow = nn_cases.make(**{**SIZES, "hidden": 49}).to(device)
+    tied = make(device)
+    tied.head.weight = tied.emb.weight
     x, flat = (distribute_tensor(torch.ones(2, 4, 4, device=device), mesh, [Shard(n)]) for n in (1, 2))
     ids = distribute_tensor(torch.zeros(2, 4, dtype=torch.int64, device=device), mesh, [Shard(0)])
     matrix = distribute_tensor(torch.ones(6, 4, device=device), mesh, [Shard(1)])
@@ -265,6 +267,10 @@ def bad_input(device, world):
          lambda: tensor_parallel(tensor_parallel(make(device), mesh), mesh)),
         (RuntimeError, "a model on several ranks can neither decode nor write files",
          lambda: tensor_parallel(make(device), mesh).generate(ids.full_tensor(), 3)),
+        (RuntimeError, "a model on several ranks can neither decode nor write files",
+         lambda: tensor_parallel(make(device), mesh).prefill(ids.full_tensor(), make(device).new_pool(2))),
+        (ValueError, "model: expected weights that are not tied, got emb.weight as head.weight too",
+         lambda: tensor_parallel(tied, mesh)),
         (ValueError, "x: expected DTensors placed by Replicate() or Shard(0) (batch) or Shard(2) (channels), got S",
          lambda: rwkv_jit.token_shift(x, matrix)),
         (ValueError, "mixes: expected a DTensor placed by [Shard(dim=1)] of ",

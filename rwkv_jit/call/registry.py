@@ -202,9 +202,9 @@ register("layer_step", _STEP, "layers.calls", maps=False)
 register("products_fwd", _PRODUCTS, "layers.products", maps=False)
 register_both(
     "cross_entropy", {"logits": False, "targets": False}, 1, ("loss",), ("lse", "argmax"),
-    "int ignore_index, float l2_wrap", "layers.loss",
+    "int ignore_index, float l2_wrap", "layers.loss_ops",
 )  # fmt: skip
 for _name, _schema in _LINEAR_LOSS.items():
-    register(_name, _schema, "layers.loss")
+    register(_name, _schema, "layers.loss_ops")
 # It imports triton, which nobody but those who count needs.
 on_import.imported(["torch.utils.flop_counter"], then="rwkv_jit.call.flops")

@@ -10,14 +10,11 @@ from torch import Tensor
 from rwkv_jit.call import checks, tensors
 from rwkv_jit.call.tensors import Array
 from rwkv_jit.kernels.errors import unexpected
-from rwkv_jit.layers import calls
-from rwkv_jit.layers.calls import Call
-from rwkv_jit.layers.inputs import Roles, check_lead, given_of
+from rwkv_jit.layers import calls, common
 from rwkv_jit.plain import layers as plain
 from rwkv_jit.pool import arguments
 from rwkv_jit.schedules import layer_gradients, layers
 from rwkv_jit.schedules.layer_table import OPS
-from rwkv_jit.schedules.layers import KINDS, MOST_PARTS, Given
 from rwkv_jit.schedules.legal import Kind
 
 
@@ -70,51 +67,38 @@ def activate(x: Array, kinds: Kind | Sequence[Kind], *, out: Array | None = None
     return made[0] if out is None else out  # type: ignore[return-value]
 
 
-def _check(inputs: Sequence[Any], written: Sequence[Any], kinds: Any, in_place: bool) -> Call:
+def _check(inputs: Sequence[Any], written: Sequence[Any], kinds: Any, in_place: bool) -> calls.Call:
     x = tensors.from_any("x", inputs[0], in_place)
-    check_lead("x", x)
+    common.check_lead("x", x)
     if isinstance(kinds, str):
         each: tuple[str, ...] = (kinds,)
     elif not isinstance(kinds, tuple):
         raise TypeError(f"kinds: expected a str or a sequence of them, got {type(kinds).__name__}")
     else:
         each = kinds
-        if not x.dim() or not 1 <= len(kinds) <= MOST_PARTS or len(kinds) != x.shape[0]:
+        if not x.dim() or not 1 <= len(kinds) <= layers.MOST_PARTS or len(kinds) != x.shape[0]:
             parts = x.shape[0] if x.dim() else 0
             raise ValueError(
-                f"kinds: expected one for each of the {parts} parts of x, up to {MOST_PARTS}, got {len(kinds)}"
+                f"kinds: expected one for each of the {parts} parts of x, up to {layers.MOST_PARTS}, got {len(kinds)}"
             )
     for kind in each:
-        checks.check_name("kinds", kind, KINDS)
+        checks.check_name("kinds", kind, layers.KINDS)
     if in_place and not x.is_contiguous():
         raise ValueError(f"out: expected memory without gaps, got strides {x.stride()}")
     out = None if written[0] is None else arguments.out(written[0], tuple(x.shape), x)
     made = {} if in_place or out is not None else {"y": tuple(x.shape)}
-    return Call(KIND, [x], [out], made, x, kinds=each, in_place=in_place)
+    return calls.Call(KIND, [x], [out], made, x, kinds=each, in_place=in_place)
 
 
-def _given(call: Call) -> Given:
-    """Return what schedules depend on: as many rows as parts."""
-    parts = len(call.kinds)
-    return given_of(("x",), call.inputs, parts, (call.inputs[0].numel() // parts,))
-
-
-def _roles(named: Mapping[str, Any], options: Sequence[Any]) -> tuple[Roles, int]:
+def _roles(named: Mapping[str, Any], options: Sequence[Any]) -> tuple[common.Roles, int]:
     """Return what ranks may share: all but parts with different functions."""
     first = int(not isinstance(options[0], str))
     return {"x": {f"dimension {dim}": dim for dim in range(first, named["x"].dim())}}, 1
 
 
-KIND = calls.define(
-    calls.Kind(
-        OPS["activate"],
-        ("y",),
-        _check,
-        given=_given,
-        forward=layers.activate,
-        plain=plain.activate,
-        backward=layer_gradients.activate,
-        options=lambda eps, kinds: (kinds[0] if len(kinds) == 1 else tuple(kinds), False),
-        roles=_roles,
-    )
-)
+KIND = calls.define(calls.Kind(
+    OPS["activate"], ("y",), _check, roles=_roles,
+    given=lambda call: common.given_of(call, len(call.kinds), (call.inputs[0].numel() // len(call.kinds),)),
+    forward=layers.activate, plain=plain.activate, backward=layer_gradients.activate,
+    options=lambda eps, kinds: (kinds[0] if len(kinds) == 1 else tuple(kinds), False),
+))  # fmt: skip

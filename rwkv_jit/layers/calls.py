@@ -45,9 +45,9 @@ class Call(NamedTuple):
     dtypes: Mapping[str, torch.dtype] = {}  # of results in another one
     spared: tuple[str, ...] = ()  # results that kernels do not write, as nobody reads them
 
-    def new(self, name: str, make: Callable[..., Tensor] = Tensor.new_empty) -> Tensor:
-        """Return a tensor like a result."""
-        return make(self.lead, self.results[name], dtype=self.dtypes.get(name, self.lead.dtype))
+    def new(self, name: str) -> Tensor:
+        """Return memory for a result."""
+        return self.lead.new_empty(self.results[name], dtype=self.dtypes.get(name, self.lead.dtype))
 
     @property
     def made(self) -> dict[str, tuple[int, ...]]:
@@ -69,7 +69,7 @@ class Kind:
     check: Callable[..., Call]  # of the inputs, the tensors of the caller to write into, and the options
     given: Callable[[Call], Given]  # what schedules depend on, but the results
     forward: Callable[[Given, Options], Schedule]
-    plain: Callable[..., list[Tensor]]  # the results in plain torch, of the inputs, eps and the kinds
+    plain: Callable[..., list[Tensor]] = lambda *_: []  # the results in plain torch, of the inputs, eps and the kinds
     beside: tuple[str, ...] = ()  # inputs behind those of the op
     # With gradients: the schedule of the backward but its sums, and the options of `check`, of eps and the kinds.
     backward: Callable[[Given, Options], Schedule] | None = None
@@ -145,11 +145,7 @@ def call(kind: Kind, inputs: Sequence[Any], written: Sequence[Any], options: tup
         return _checked_call(kind, inputs, written, options, None)
     address = 0
     try:
-        for x in written:
-            if x is not None:
-                address |= x.data_ptr()
-        for place in kind.placed:
-            x = inputs[place]
+        for x in (*written, *map(inputs.__getitem__, kind.placed)):
             if x is not None:
                 address |= x.data_ptr()
     except (AttributeError, RuntimeError):  # no dense tensors
@@ -175,12 +171,13 @@ def _checked_call(
     present = [x for x in arrays if x is not None]
     if sharding.any_distributed(present):
         return _distributed(kind, inputs, written, options)
-    call = kind.check(inputs, written or _nothing(kind), *options)
+    call = kind.check(inputs, written or [None] * len(kind.written), *options)
     is_recorded = torch.is_grad_enabled() and _want_gradients(call.tensors)
-    if is_recorded:
-        _check_gradient(call)
-    else:
-        call = _spared(call)
+    if is_recorded and not _has_gradient(call):
+        raise RuntimeError(_no_gradient(kind))
+    if is_recorded and _writes_in_place(call):
+        raise RuntimeError(f"{kind.name}: results in out have no gradient; omit out, or use torch.no_grad()")
+    call = call if is_recorded else _spared(call)
     if _is_for_kernels(call) and tensors.is_eager() and tensors.are_plain(call.tensors):
         known = _prepared(call, is_recorded)
         checked = call.tensors if written else call.inputs
@@ -228,14 +225,8 @@ def _distributed(
 
 
 def _in_plain_torch(call: Call) -> list[Tensor]:
-    """Return the results of a call in plain torch."""
     results = dict(zip(call.results, call.kind.plain(call.inputs, call.eps, call.kinds), strict=True))
     return [results[name].to(call.dtypes.get(name, call.lead.dtype)) for name in call.made]
-
-
-def _nothing(kind: Kind) -> list[None]:
-    """Return what a call writes to that writes to nothing of the caller's."""
-    return [None] * len(kind.written)
 
 
 def _spared(call: Call) -> Call:
@@ -251,13 +242,6 @@ def _has_gradient(call: Call) -> bool:
     """Return whether a call has a gradient: not one that names its results."""
     kind = call.kind
     return kind.backward is not None and not (kind.names_results and call.kinds[len(kind.choices) :])
-
-
-def _check_gradient(call: Call) -> None:
-    if not _has_gradient(call):
-        raise RuntimeError(_no_gradient(call.kind))
-    if _writes_in_place(call):
-        raise RuntimeError(f"{call.kind.name}: results in out have no gradient; omit out, or use torch.no_grad()")
 
 
 def _writes_in_place(call: Call) -> bool:
@@ -340,7 +324,9 @@ def _prepared(call: Call, is_recorded: bool) -> Prepared:
 def _gradients(call: Call, wanted: Sequence[str], graded: Sequence[str]) -> Gradients:
     """Return how a call is differentiated; what a backward takes has gradients of all `graded` results."""
     kind, names, results = call.kind, call.kind.names, [*call.results]
-    makes, shared = _made_for(kind, wanted), _shared(kind, call.kinds)
+    shared = _shared(kind, call.kinds)
+    needed = {kind.shared.get(x, x) for x in wanted}
+    makes = tuple([x for x in kind.op.names if x in needed])  # by kernels
     call = call._replace(inputs=(), written=(), lead=call.lead.new_empty(0))  # which holds no memory
 
     def plan(arrays: Sequence[Any]) -> Plan:
@@ -365,12 +351,6 @@ def _gradients(call: Call, wanted: Sequence[str], graded: Sequence[str]) -> Grad
     )  # fmt: skip
 
 
-def _made_for(kind: Kind, wanted: Sequence[str]) -> tuple[str, ...]:
-    """Return the gradients that kernels compute for those that are needed."""
-    needed = {kind.shared.get(x, x) for x in wanted}
-    return tuple(x for x in kind.op.names if x in needed)
-
-
 def _shared(kind: Kind, kinds: Sequence[str]) -> dict[str, tuple[str, torch.dtype]]:
     """Return the inputs whose gradient is that of another, and the dtype of the mixes, which it has."""
     return {x: (other, getattr(torch, kinds[0])) for x, other in kind.shared.items()}
@@ -385,7 +365,7 @@ def define(kind: Kind) -> Kind:
     name, count = kind.name, len(kind.names)
 
     def checked(inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> Call:
-        return kind.check(inputs, _nothing(kind), *kind.options(eps, kinds))
+        return kind.check(inputs, [None] * len(kind.written), *kind.options(eps, kinds))
 
     def in_places(names: Sequence[str], results: Sequence[Tensor], lead: Tensor) -> Any:
         """Return results as the op does: an empty one where a call does not have it."""
@@ -414,7 +394,11 @@ def define(kind: Kind) -> Kind:
         return in_places([*call.made], [call.new(x) for x in call.made], call.lead)
 
     if kind.is_function:
-        registry.implement(f"{name}_fwd", forward, forward_fake, _without_gradients(kind))
+
+        def record(keys: Any, *arguments: Any) -> Any:
+            return _without_gradients(f"{name}_fwd", kind, arguments[:count], keys, arguments)
+
+        registry.implement(f"{name}_fwd", forward, forward_fake, record)
     if kind.backward is None:
         return kind
     leaves, graded = recording.Leaves(kind.op.names), [x for x in kind.results if x not in kind.kept]
@@ -455,16 +439,12 @@ def define(kind: Kind) -> Kind:
     return kind
 
 
-def _without_gradients(kind: Kind) -> Callable[..., Any]:
-    """Return what records the torch op of a kind that has no gradient."""
-
-    def record(keys: Any, *arguments: Any) -> Any:
-        if torch.is_grad_enabled() and _want_gradients(arguments[: len(kind.names)]):
-            raise RuntimeError(_no_gradient(kind))
-        with torch._C._AutoDispatchBelowAutograd():
-            return registry.find(f"{kind.name}_fwd").redispatch(keys & torch._C._after_autograd_keyset, *arguments)
-
-    return record
+def _without_gradients(op: str, kind: Kind, arrays: Sequence[Any], keys: Any, arguments: Sequence[Any]) -> Any:
+    """Run a torch op that has no gradient, and of which these arrays may need none."""
+    if torch.is_grad_enabled() and _want_gradients(arrays):
+        raise RuntimeError(_no_gradient(kind))
+    with torch._C._AutoDispatchBelowAutograd():
+        return registry.find(op).redispatch(keys & torch._C._after_autograd_keyset, *arguments)
 
 
 _differentiate: dict[str, Callable[..., list[Tensor | None]]] = {}  # by the name of the op, as `differentiable.define`
@@ -491,7 +471,7 @@ def _step(
     in_place = not inputs
     if in_place:
         inputs, written = list(written), []
-    call = Call(kind, inputs, _nothing(kind), {}, inputs[0], null_index, eps, tuple(kinds), in_place)
+    call = Call(kind, inputs, [None] * len(kind.written), {}, inputs[0], null_index, eps, tuple(kinds), in_place)
     names: Any = kind.written
     if kind.backward is not None:
         names = kind.check(inputs, call.written, *kind.options(eps, kinds)).results
@@ -501,16 +481,9 @@ def _step(
     _plan(call).run(call.tensors)
 
 
-def _step_fake(*_: Any) -> None:
-    """Do nothing with tensors that have no memory."""
+def _step_record(keys: Any, *arguments: Any) -> None:
+    name, inputs, written, *_ = arguments
+    _without_gradients("layer_step", kind_of(name), (*inputs, *written), keys, arguments)
 
 
-def _step_record(keys: Any, name: str, inputs: Sequence[Any], written: Sequence[Tensor], *rest: Any) -> None:
-    if torch.is_grad_enabled() and _want_gradients([*inputs, *written]):
-        raise RuntimeError(_no_gradient(kind_of(name)))
-    with torch._C._AutoDispatchBelowAutograd():
-        step = registry.find("layer_step")
-        step.redispatch(keys & torch._C._after_autograd_keyset, name, inputs, written, *rest)
-
-
-registry.implement("layer_step", _step, _step_fake, _step_record)
+registry.implement("layer_step", _step, lambda *_: None, _step_record)

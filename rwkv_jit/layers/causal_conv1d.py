@@ -12,9 +12,7 @@ from torch import Tensor
 from rwkv_jit.call import checks, tensors
 from rwkv_jit.call.tensors import Array
 from rwkv_jit.kernels.errors import unexpected
-from rwkv_jit.layers import calls
-from rwkv_jit.layers.calls import Call
-from rwkv_jit.layers.inputs import PACKED_AND_NOT, given_of, sequences_of
+from rwkv_jit.layers import calls, common
 from rwkv_jit.plain import layers as plain
 from rwkv_jit.pool import arguments
 from rwkv_jit.schedules import convolution
@@ -30,16 +28,10 @@ _ACTIVATIONS = {None: "identity", "silu": "silu"}  # as the kernels call them
 
 
 def causal_conv1d(
-    x: Array,
-    weight: Array,
-    bias: Array | None = None,
-    *,
-    initial_state: Array | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Array | None = None,
-    activation: Activation | None = None,
+    x: Array, weight: Array, bias: Array | None = None, *, initial_state: Array | None = None,
+    output_final_state: bool = False, cu_seqlens: Array | None = None, activation: Activation | None = None,
     **_unknown: NoReturn,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     r"""Convolve every channel with a few tokens before: what KDA, gated delta net and Mamba-2 do before a recurrence.
 
         y_t = activation(bias + sum_j weight_j x_{t-W+1+j}),   j = 0 ... W - 1
@@ -116,19 +108,10 @@ def causal_conv1d(
 
 
 def causal_conv1d_update(
-    x: Array,
-    conv_state: Array,
-    weight: Array,
-    bias: Array | None = None,
-    *,
-    activation: Activation | None = None,
-    cache_seqlens: Array | None = None,
-    state_indices: Array | None = None,
-    null_index: int = -1,
-    num_active: Array | None = None,
-    out: Array | None = None,
-    **_unknown: NoReturn,
-) -> Tensor:
+    x: Array, conv_state: Array, weight: Array, bias: Array | None = None, *, activation: Activation | None = None,
+    cache_seqlens: Array | None = None, state_indices: Array | None = None, null_index: int = -1,
+    num_active: Array | None = None, out: Array | None = None, **_unknown: NoReturn,
+) -> Tensor:  # fmt: skip
     r"""Convolve the next tokens of rows, whose last tokens are in a pool: `causal_conv1d` for decoding.
 
     B is the rows, T the tokens of each, C the channels, W the width, L the tokens that the pool keeps.
@@ -194,29 +177,21 @@ def causal_conv1d_update(
 # ---- checks ------------------------------------------------------------------------------------------------------
 
 
-def _check(inputs: Sequence[Any], written: Sequence[Any], activation: Any) -> Call:
+def _check(inputs: Sequence[Any], written: Sequence[Any], activation: Any) -> calls.Call:
     x, weight, bias, initial_state, cu_seqlens = inputs
     x = tensors.from_any("x", x)
     if x.dim() != 3 or not x.shape[-1]:
         raise ValueError(f"x: expected shape [batch, tokens, channels], got {list(x.shape)}")
     weight, bias = _check_taps(x, weight, bias)
     gate = _check_activation(activation)
-    sequences, (channels, width) = x.shape[0], weight.shape
-    if cu_seqlens is not None:
-        cu_seqlens = tensors.from_any("cu_seqlens", cu_seqlens)
-        checks.check_packing(cu_seqlens, x)
-        if tensors.is_eager() and tensors.are_plain([cu_seqlens]):
-            cu_seqlens = tensors.packing(cu_seqlens, x.shape[1])
-        sequences = cu_seqlens.shape[0] - 1
-    if initial_state is not None:
-        initial_state = tensors.from_any("initial_state", initial_state)
-        arguments.check_shape("initial_state", initial_state, (sequences, channels, width - 1))
-        arguments.check_dtype("initial_state", initial_state, (x.dtype,), x)
+    cu_seqlens, sequences = common.packing_of(cu_seqlens, x)
+    shape = sequences, weight.shape[0], weight.shape[1] - 1
+    initial_state = arguments.optional("initial_state", initial_state, shape, (x.dtype,), x)
     given = [x, weight, bias, initial_state, cu_seqlens]
-    return Call(KIND, given, written, {"y": tuple(x.shape)}, x, kinds=(gate,))
+    return calls.Call(KIND, given, written, {"y": tuple(x.shape)}, x, kinds=(gate,))
 
 
-def _check_update(inputs: Sequence[Any], written: Sequence[Any], null_index: Any, activation: Any) -> Call:
+def _check_update(inputs: Sequence[Any], written: Sequence[Any], null_index: Any, activation: Any) -> calls.Call:
     x, weight, bias, cache_seqlens, state_indices, num_active = inputs
     conv_state, out = written
     x = tensors.from_any("x", x)
@@ -227,11 +202,14 @@ def _check_update(inputs: Sequence[Any], written: Sequence[Any], null_index: Any
     arguments.null_index(null_index)
     conv_state = tensors.from_any("conv_state", conv_state, in_place=True)
     rows = x.shape[0]
-    if cache_seqlens is not None:
-        cache_seqlens = tensors.from_any("cache_seqlens", cache_seqlens)
-        arguments.check_shape("cache_seqlens", cache_seqlens, (rows,))
-        arguments.check_dtype("cache_seqlens", cache_seqlens, (torch.int32,), x)
-    _check_pool(conv_state, x, weight.shape[1], MOST_STATE_LEN if cache_seqlens is None else sys.maxsize)
+    cache_seqlens = arguments.optional("cache_seqlens", cache_seqlens, (rows,), (torch.int32,), x)
+    channels, least, most = x.shape[-1], weight.shape[1] - 1, MOST_STATE_LEN if cache_seqlens is None else sys.maxsize
+    if conv_state.dim() != 3 or conv_state.shape[1] != channels or not least <= conv_state.shape[2] <= most:
+        legal = f"{least} to {most}" if cache_seqlens is None else f"at least {least}"
+        raise ValueError(f"conv_state: expected shape [slots, {channels}, {legal}], got {list(conv_state.shape)}")
+    arguments.check_dtype("conv_state", conv_state, common.dtypes_of(x), x)
+    pool = conv_state.transpose(1, 2) if _has_channels_last(conv_state) else conv_state
+    arguments.check_memory("conv_state", pool)
     indices = arguments.indices("state_indices", state_indices, rows, x)
     active = arguments.num_active(num_active, x)
     arguments.check_room("conv_state", conv_state, indices, rows)
@@ -242,14 +220,12 @@ def _check_update(inputs: Sequence[Any], written: Sequence[Any], null_index: Any
     y = None if out is None else arguments.out(out, tuple(x.shape), x, " like x")
     given = [x, weight, bias, cache_seqlens, indices, active]
     results = {"y": tuple(x.shape)} if y is None else {}
-    return Call(UPDATE, given, [conv_state, y], results, x, null_index, kinds=(gate,))
+    return calls.Call(UPDATE, given, [conv_state, y], results, x, null_index, kinds=(gate,))
 
 
 def _check_taps(x: Tensor, weight: Any, bias: Any) -> tuple[Tensor, Tensor | None]:
     """Check what is convolved, and return what it is convolved with."""
-    dtypes = [*tensors.STORAGE] if x.is_cuda else [*tensors.STORAGE, torch.float64]
-    if x.dtype not in dtypes:
-        raise TypeError(f"x: expected {' or '.join(map(str, dtypes))}, got {x.dtype}")
+    common.check_lead("x", x)
     weight, channels = tensors.from_any("weight", weight), x.shape[-1]
     if weight.dim() != 2 or weight.shape[0] != channels or not LEAST_WIDTH <= weight.shape[1] <= MOST_WIDTH:
         raise ValueError(
@@ -257,28 +233,13 @@ def _check_taps(x: Tensor, weight: Any, bias: Any) -> tuple[Tensor, Tensor | Non
         )
     wide = tuple(dict.fromkeys((x.dtype, torch.float32)))
     arguments.check_dtype("weight", weight, wide, x)
-    if bias is None:
-        return weight, None
-    bias = tensors.from_any("bias", bias)
-    arguments.check_shape("bias", bias, (channels,))
-    arguments.check_dtype("bias", bias, wide, x)
-    return weight, bias
+    return weight, arguments.optional("bias", bias, (channels,), wide, x)
 
 
 def _check_activation(activation: Any) -> str:
     if activation is not None:
         checks.check_name("activation", activation, get_args(Activation))
     return _ACTIVATIONS[activation]
-
-
-def _check_pool(pool: Tensor, x: Tensor, width: int, most: int) -> None:
-    channels, least = x.shape[-1], width - 1
-    if pool.dim() != 3 or pool.shape[1] != channels or not least <= pool.shape[2] <= most:
-        legal = f"{least} to {most}" if most == MOST_STATE_LEN else f"at least {least}"
-        raise ValueError(f"conv_state: expected shape [slots, {channels}, {legal}], got {list(pool.shape)}")
-    dtypes = [*tensors.STORAGE] if x.is_cuda else [*tensors.STORAGE, torch.float64]
-    arguments.check_dtype("conv_state", pool, dtypes, x)
-    arguments.check_memory("conv_state", pool.transpose(1, 2) if _has_channels_last(pool) else pool)
 
 
 def _has_channels_last(pool: Tensor) -> bool:
@@ -289,33 +250,19 @@ def _has_channels_last(pool: Tensor) -> bool:
 # ---- what the engine must know -----------------------------------------------------------------------------------
 
 
-def _given(call: Call) -> Given:
+def _given(call: calls.Call) -> Given:
     """Return what schedules depend on: channels and the width of the filters."""
-    weight, op = call.inputs[1], call.kind.op
-    given = given_of(op.names, call.inputs, call.lead.numel() // weight.shape[0], tuple(weight.shape))
-    if call.kind is KIND:
-        return given
-    pool = call.written[0]
-    step = 16 | (pool.stride(0) * pool.element_size() if pool.shape[0] > 1 else 0)
-    types = {**given.types, "conv_state": tensors.STORAGE[pool.dtype]}
-    return given._replace(types=types, alignment=step & -step)
+    weight = call.inputs[1]
+    given = common.given_of(call, call.lead.numel() // weight.shape[0], tuple(weight.shape))
+    return given if call.kind is KIND else common.with_pool(given, "conv_state", call.written[0])
 
 
-def _texts(call: Call) -> Sequences:
-    """Return the sequences; their tokens are those of all packed ones together."""
-    return sequences_of(call)._replace(tokens=call.lead.shape[1])
-
-
-def _rows(call: Call) -> Sequences:
+def _rows(call: calls.Call) -> Sequences:
     """Return the rows of an update, and their pool."""
-    x, _, _, cache_seqlens, indices, _ = call.inputs
+    _, _, _, cache_seqlens, indices, _ = call.inputs
     pool = call.written[0]
-    slots = pool.shape[0]
-    return Sequences(
-        x.shape[0], x.shape[1] if x.dim() == 3 else 1, 0, slots, pool.stride(0) if slots > 1 else 0,
-        4 if indices is None else indices.element_size(), call.null_index, pool.shape[2], _has_channels_last(pool),
-        cache_seqlens is not None,
-    )  # fmt: skip
+    of_pool = {"state_len": pool.shape[2], "channels_last": _has_channels_last(pool), "ring": cache_seqlens is not None}
+    return common.rows_of(call, indices)._replace(**of_pool)
 
 
 def _plain_update(
@@ -327,35 +274,15 @@ def _plain_update(
     plain.causal_conv1d_update(x, pool, weight, bias, cache_seqlens, indices, active, y, null_index, kinds[0])
 
 
-KIND = calls.define(
-    calls.Kind(
-        CONVOLUTION,
-        ("y",),
-        _check,
-        given=_given,
-        forward=convolution.forward,
-        plain=lambda inputs, eps, kinds: [plain.causal_conv1d(*inputs, *kinds)],
-        beside=("cu_seqlens",),
-        backward=convolution.backward,
-        texts=_texts,
-        stand_ins=PACKED_AND_NOT,
-        options=lambda eps, kinds: (None if kinds[0] == "identity" else kinds[0],),
-        choices=("activation",),
-    )
-)
-UPDATE = calls.define(
-    calls.Kind(
-        CONVOLUTION_UPDATE,
-        ("conv_state", "y"),
-        _check_update,
-        given=_given,
-        forward=convolution.update,
-        plain=lambda *_: [],
-        beside=("cache_seqlens", "state_indices", "num_active"),
-        placed=(0, 1, 2),
-        texts=_rows,
-        choices=("activation",),
-        plain_in_place=_plain_update,
-        instead="causal_conv1d",
-    )
-)
+KIND = calls.define(calls.Kind(
+    CONVOLUTION, ("y",), _check, given=_given, forward=convolution.forward, backward=convolution.backward,
+    plain=lambda inputs, eps, kinds: [plain.causal_conv1d(*inputs, *kinds)], choices=("activation",),
+    beside=("cu_seqlens",), stand_ins=common.PACKED_AND_NOT,
+    texts=lambda call: common.sequences_of(call)._replace(tokens=call.lead.shape[1]),  # those of all packed ones
+    options=lambda eps, kinds: (None if kinds[0] == "identity" else kinds[0],),
+))  # fmt: skip
+UPDATE = calls.define(calls.Kind(
+    CONVOLUTION_UPDATE, ("conv_state", "y"), _check_update, given=_given, forward=convolution.update,
+    beside=("cache_seqlens", "state_indices", "num_active"), placed=(0, 1, 2), texts=_rows, choices=("activation",),
+    plain_in_place=_plain_update, instead="causal_conv1d",
+))  # fmt: skip

@@ -7,16 +7,13 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from rwkv_jit.call import checks
+from rwkv_jit.call import checks, tensors
 from rwkv_jit.call.tensors import Array
 from rwkv_jit.kernels.errors import unexpected
-from rwkv_jit.layers import calls
-from rwkv_jit.layers.calls import Call
-from rwkv_jit.layers.inputs import as_tensors, check, check_lead, given_of
+from rwkv_jit.layers import calls, common
 from rwkv_jit.plain import layers as plain
 from rwkv_jit.schedules import layer_gradients, layers
 from rwkv_jit.schedules.layer_table import OPS
-from rwkv_jit.schedules.layers import GATES
 from rwkv_jit.schedules.legal import Gate
 
 
@@ -60,26 +57,16 @@ def gated(x: Array, g: Array, gate: Gate = "sigmoid", **_unknown: NoReturn) -> T
     return calls.call(KIND, (x, g), (), (gate,))[0]
 
 
-def _check(inputs: Sequence[Any], written: Sequence[Any], gate: Any) -> Call:
-    x, g = as_tensors("gated", inputs)
-    check_lead("x", x)
-    check("gated", "g", g, [tuple(x.shape)], x)
-    checks.check_name("gate", gate, GATES)
-    return Call(KIND, [x, g], [None], {"y": tuple(x.shape)}, x, kinds=(gate,))
+def _check(inputs: Sequence[Any], written: Sequence[Any], gate: Any) -> calls.Call:
+    x, g = common.as_tensors("gated", inputs)
+    common.check_lead("x", tensors.from_any("x", x))
+    common.check("gated", "g", g, [tuple(x.shape)], x)
+    checks.check_name("gate", gate, layers.GATES)
+    return calls.Call(KIND, [x, g], [None], {"y": tuple(x.shape)}, x, kinds=(gate,))
 
 
-KIND = calls.define(
-    calls.Kind(
-        OPS["gated"],
-        ("y",),
-        _check,
-        given=lambda call: given_of(OPS["gated"].names, call.inputs, 1, (call.lead.numel(),)),
-        forward=layers.gated,
-        plain=plain.gated,
-        backward=layer_gradients.gated,
-        roles=lambda named, options: (
-            dict.fromkeys(named, {f"dimension {dim}": dim for dim in range(named["x"].dim())}), 1
-        ),
-        choices=("gate",),
-    )
-)  # fmt: skip
+KIND = calls.define(calls.Kind(
+    OPS["gated"], ("y",), _check, given=lambda call: common.given_of(call, 1, (call.lead.numel(),)),
+    forward=layers.gated, plain=plain.gated, backward=layer_gradients.gated, choices=("gate",),
+    roles=lambda named, options: (dict.fromkeys(named, {f"dimension {i}": i for i in range(named["x"].dim())}), 1),
+))  # fmt: skip

@@ -11,37 +11,21 @@ from torch import Tensor
 from rwkv_jit.call import checks
 from rwkv_jit.call.tensors import Array
 from rwkv_jit.kernels.errors import unexpected
-from rwkv_jit.layers import calls
-from rwkv_jit.layers.calls import Call
-from rwkv_jit.layers.inputs import as_tensors, check_heads, given_of_heads, roles_of_heads
+from rwkv_jit.layers import calls, common
 from rwkv_jit.plain import layers as plain
 from rwkv_jit.pool import arguments
 from rwkv_jit.schedules import layer_gradients, layers
 from rwkv_jit.schedules.layer_table import OPS
-from rwkv_jit.schedules.layers import GATES, NORMS
 from rwkv_jit.schedules.legal import Gate, Norm
 
-_EPS_OF_HEADS = 64e-5
 _OP = OPS["gated_norm"]
 
 
 def gated_norm(
-    y: Array,
-    g: Array,
-    weight: Array,
-    bias: Array | None = None,
-    r: Array | None = None,
-    k: Array | None = None,
-    v: Array | None = None,
-    r_k: Array | None = None,
-    *,
-    bonus: Array | None = None,
-    gate: Gate = "identity",
-    norm: Norm = "layer",
-    eps: float = _EPS_OF_HEADS,
-    out: Array | None = None,
-    **_unknown: NoReturn,
-) -> Tensor:
+    y: Array, g: Array, weight: Array, bias: Array | None = None, r: Array | None = None, k: Array | None = None,
+    v: Array | None = None, r_k: Array | None = None, *, bonus: Array | None = None, gate: Gate = "identity",
+    norm: Norm = "layer", eps: float = 64e-5, out: Array | None = None, **_unknown: NoReturn,
+) -> Tensor:  # fmt: skip
     r"""Norm the heads of y, add the bonus and gate all of it: what the output matrix of time mixing reads.
 
         out = ((y - mean) / sqrt(variance + eps) weight + bias + (sum_j r_j k_j r_k_j) v) f(g)
@@ -106,40 +90,30 @@ def gated_norm(
     return made[0] if out is None else out  # type: ignore[return-value]
 
 
-def _check(inputs: Sequence[Any], written: Sequence[Any], eps: float, gate: Any, norm: Any, *asked: str) -> Call:
-    given = as_tensors("gated_norm", inputs)
+def _check(inputs: Sequence[Any], written: Sequence[Any], eps: float, gate: Any, norm: Any, *asked: str) -> calls.Call:
+    given = common.as_tensors("gated_norm", inputs)
     named = dict(zip(OPS["gated_norm"].inputs, given, strict=True))
-    y = check_heads("gated_norm", "y", named, ("y", "g", "weight"))
+    y = common.check_heads("gated_norm", named, ("y", "g", "weight"))
     absent = [name for name in ("r", "k", "v", "r_k") if named[name] is None]
     if 0 < len(absent) < 4:
         raise ValueError(f"{absent[0]}: the bonus needs r, k, v and r_k, got None")
     if not absent and named["bonus"] is not None:
         raise ValueError("bonus: expected None together with r, k, v and r_k")
     checks.check_number("eps", eps)
-    checks.check_name("gate", gate, GATES)
-    checks.check_name("norm", norm, NORMS)
+    checks.check_name("gate", gate, layers.GATES)
+    checks.check_name("norm", norm, layers.NORMS)
     shape = (*y.shape[:-2], y.shape[-2] * y.shape[-1])
     out = None if written[0] is None else arguments.out(written[0], shape, y)
     shapes = {"out": shape, **dict.fromkeys(("means", "factors"), tuple(y.shape[:-1]))}
     made = {} if out is not None else {x: shapes[x] for x in asked or ("out",)}
     dtypes = dict.fromkeys(("means", "factors"), torch.promote_types(y.dtype, torch.float32))
     kinds = (gate, norm, *asked)
-    return Call(KIND, given, [out, None, None], made, y, eps=float(eps), kinds=kinds, dtypes=dtypes)
+    return calls.Call(KIND, given, [out, None, None], made, y, eps=float(eps), kinds=kinds, dtypes=dtypes)
 
 
-KIND = calls.define(
-    calls.Kind(
-        _OP,
-        ("out", "means", "factors"),
-        _check,
-        given=lambda call: given_of_heads(_OP.names, call.inputs),
-        forward=layers.gated_norm,
-        plain=plain.gated_norm,
-        backward=layer_gradients.gated_norm,
-        options=lambda eps, kinds: (eps, *kinds),
-        roles=lambda named, options: (roles_of_heads(named, _OP.inputs), 1),
-        has_flat_heads=True,
-        choices=("gate", "norm"),
-        names_results=True,
-    )
-)
+KIND = calls.define(calls.Kind(
+    _OP, ("out", "means", "factors"), _check, given=common.given_of_heads,
+    forward=layers.gated_norm, plain=plain.gated_norm, backward=layer_gradients.gated_norm,
+    options=lambda eps, kinds: (eps, *kinds), choices=("gate", "norm"), names_results=True,
+    roles=lambda named, options: (common.roles_of_heads(named, _OP.inputs), 1), has_flat_heads=True,
+))  # fmt: skip

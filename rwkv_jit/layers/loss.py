@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NoReturn, get_args
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from rwkv_jit.call import checks, differentiable, recording, registry, sharding, tensors, torch_op
-from rwkv_jit.call import plan as plans
-from rwkv_jit.call.differentiable import Differentiable, Named, Values
-from rwkv_jit.call.plan import Plan
+from rwkv_jit.call import checks, registry, sharding, tensors
 from rwkv_jit.call.tensors import Array
 from rwkv_jit.kernels.errors import brief, unexpected
+from rwkv_jit.layers import common
+from rwkv_jit.layers.loss_ops import refuse_forward_mode
 from rwkv_jit.pool import arguments
-from rwkv_jit.schedules import loss as loss_steps
 from rwkv_jit.schedules.legal import Reduction, Total
-from rwkv_jit.schedules.loss import MOST_COLUMNS, Given
+from rwkv_jit.schedules.loss import MOST_COLUMNS
 
 _IGNORED = -100
 _REDUCTIONS: tuple[str, ...] = get_args(Reduction)
-_CHUNK_BYTES = 2**28  # of a chunk's logits, by default
-_LEAST_ROWS = 256  # of a chunk, by default: matrix products take tiles of up to as many
 
 
 # ---- the public functions ----------------------------------------------------------------------------------------
@@ -113,7 +108,7 @@ def cross_entropy(
     logits, targets = tensors.from_any("logits", logits), tensors.from_any("targets", targets)
     if not logits.dim() or not 0 < logits.shape[-1] <= MOST_COLUMNS:
         raise ValueError(f"logits: expected shape [..., classes], got {list(logits.shape)}")
-    _check_dtype("logits", logits)
+    common.check_lead("logits", logits)
     _check_targets(targets, logits)
     _check_options(l2_wrap, ignore_index)
     checks.check_name("reduction", reduction, _REDUCTIONS)
@@ -216,7 +211,7 @@ def linear_cross_entropy(
     hidden, weight, *biases = own
     if not hidden.dim() or not hidden.shape[-1]:
         raise ValueError(f"hidden: expected shape [..., channels], got {list(hidden.shape)}")
-    _check_dtype("hidden", hidden)
+    common.check_lead("hidden", hidden)
     channels = hidden.shape[-1]
     if weight.dim() != 2 or weight.shape[1] != channels or not 0 < weight.shape[0] <= MOST_COLUMNS:
         raise ValueError(f"weight: expected shape [classes, {channels}], got {list(weight.shape)}")
@@ -245,17 +240,7 @@ def _refuse_tangents(name: str, arrays: tuple[Any, ...]) -> None:
     if not torch.compiler.is_compiling() and tensors.has_dual_level():
         given = (x for x in arrays if isinstance(x, Tensor))
         if any(forward_ad.unpack_dual(x).tangent is not None for x in given):
-            raise RuntimeError(_no_forward_mode(name))
-
-
-def _no_forward_mode(name: str) -> str:
-    return f"{name} has no forward-mode derivative (torch.func.jvp, jacfwd, dual tensors); take {_INSTEAD}"
-
-
-def _check_dtype(name: str, x: Tensor) -> None:
-    dtypes = [*tensors.STORAGE] if x.is_cuda else [*tensors.STORAGE, torch.float64]
-    if x.dtype not in dtypes:
-        raise TypeError(f"{name}: expected {' or '.join(map(str, dtypes))}, got {x.dtype}")
+            refuse_forward_mode(name)
 
 
 def _check_targets(targets: Tensor, rows: Tensor) -> None:
@@ -269,93 +254,6 @@ def _check_options(l2_wrap: Any, ignore_index: Any) -> None:
         raise ValueError(f"l2_wrap: expected at least 0, got {l2_wrap}")
     if not isinstance(ignore_index, int) or isinstance(ignore_index, bool) or not -(2**31) <= ignore_index < 2**31:
         raise TypeError(f"ignore_index: expected an int of 32 bits, got {brief(ignore_index)}")
-
-
-def _check_classes(targets: Tensor, classes: int, ignore_index: int) -> None:
-    if arguments.may_look_at([targets]):
-        outside = targets[(targets != ignore_index) & ((targets < 0) | (targets >= classes))].tolist()
-        if outside:
-            raise ValueError(
-                f"targets: expected 0 to {classes - 1}, or {ignore_index} for rows that do not count; got {outside[:8]}"
-            )
-
-
-# ---- rows --------------------------------------------------------------------------------------------------------
-
-
-def _losses(logits: Tensor, targets: Tensor, ignore_index: int, l2_wrap: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the losses of rows, and lse and argmax for their gradient; argmax is empty without `l2_wrap`."""
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    if not logits.numel():
-        return _empty_losses(logits, l2_wrap)
-    if logits.is_cuda:
-        loss, lse, *more = _plan("forward", {"logits": logits, "targets": targets}, ignore_index, l2_wrap).run(
-            (logits, targets)
-        )
-        return loss, lse, more[0].view(torch.int32) if more else _none(logits, torch.int32)
-    x, is_ignored = logits.to(wide), targets == ignore_index
-    top, argmax = x.max(-1)
-    log_sum = (x - top.unsqueeze(-1)).exp_().sum(-1).log_()
-    own = x.gather(-1, targets.masked_fill(is_ignored, 0).to(torch.int64).unsqueeze(-1)).squeeze(-1)
-    # Both terms are small where the target is likely: lse has fewer digits behind the point.
-    loss = (log_sum + (top - own)).masked_fill(is_ignored, 0)
-    return loss, top + log_sum, argmax.to(torch.int32) if l2_wrap else _none(logits, torch.int32)
-
-
-def _gradient(
-    scale: Tensor, logits: Tensor, targets: Tensor, lse: Tensor, argmax: Tensor, ignore_index: int, l2_wrap: float,
-) -> Tensor:  # fmt: skip
-    """Return the gradient of logits from those of the losses of rows."""
-    if not logits.numel():
-        return torch.empty_like(logits)
-    if logits.is_cuda:
-        named = {"logits": logits, "targets": targets, "lse": lse, "argmax": argmax if l2_wrap else None}
-        named["scale"] = scale
-        return _plan("backward", named, ignore_index, l2_wrap).run([*named.values()])[0]
-    x, is_ignored = logits.to(lse.dtype), targets == ignore_index
-    y = (x - lse.unsqueeze(-1)).exp_()
-    rows = torch.arange(len(x), device=x.device)
-    y[rows, targets.masked_fill(is_ignored, 0).to(torch.int64)] -= 1
-    if l2_wrap:
-        y[rows, argmax.to(torch.int64)] += l2_wrap * x[rows, argmax.to(torch.int64)]
-    y = (y * scale.unsqueeze(-1)).masked_fill_(is_ignored.unsqueeze(-1), 0)
-    return y.to(logits.dtype)
-
-
-def _differentiated(logits: Tensor, targets: Tensor, ignore_index: int, l2_wrap: float) -> Tensor:
-    """Return the losses of rows; in the place of their logits stands the gradient of the sum of these."""
-    if logits.is_cuda:
-        named = {"logits": logits, "targets": targets}
-        return _plan("in_place", named, ignore_index, l2_wrap).run([*named.values()])[0]
-    loss, lse, argmax = _losses(logits, targets, ignore_index, l2_wrap)
-    logits.copy_(_gradient(torch.ones_like(loss), logits, targets, lse, argmax, ignore_index, l2_wrap))
-    return loss
-
-
-def _plan(direction: str, named: Mapping[str, Tensor | None], ignore_index: int, l2_wrap: float) -> Plan:
-    def prepare() -> Plan:
-        logits, targets = named["logits"], named["targets"]
-        assert logits is not None
-        assert targets is not None
-        given = Given(
-            tensors.gpu(logits.device.index), tensors.STORAGE[logits.dtype], logits.shape[0], logits.shape[1],
-            targets.element_size(), ignore_index, l2_wrap,
-        )  # fmt: skip
-        return Plan(loss_steps.DIRECTIONS[direction](given), loss_steps.problem(direction, given), named)
-
-    key = "cross_entropy", direction, ignore_index, l2_wrap, tensors.signature([*named.values()])
-    return plans.find(key, prepare)
-
-
-def _none(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return what stands for a tensor that nobody wants."""
-    return like.new_empty(0, dtype=dtype)
-
-
-def _empty_losses(logits: Tensor, l2_wrap: float) -> tuple[Tensor, Tensor, Tensor]:
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    loss, lse = (logits.new_empty(logits.shape[0], dtype=wide) for _ in range(2))
-    return loss, lse, logits.new_empty(logits.shape[0] if l2_wrap else 0, dtype=torch.int32)
 
 
 # ---- DTensors ----------------------------------------------------------------------------------------------------
@@ -384,10 +282,7 @@ def reduced(total: Tensor, targets: Tensor, options: Mapping[str, Any]) -> Tenso
     return torch.where(count > 0, total / count.clamp(min=1), math.nan)
 
 
-def _loss_of_rows(
-    hidden: Any, weight: Any, bias: Any, targets: Any,
-    options: Mapping[str, Any],
-) -> Tensor:  # fmt: skip
+def _loss_of_rows(hidden: Any, weight: Any, bias: Any, targets: Any, options: Mapping[str, Any]) -> Tensor:
     """Return the loss where the matrix is a DTensor: each rank takes a part of the rows, and gathers the matrix."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -424,191 +319,3 @@ def _loss_of_rows(
         local[name] = given[name].redistribute(placements=whole).to_local(grad_placements=summed)
     total = linear_cross_entropy(**local, **{**options, "reduction": "sum"})
     return reduced(DTensor.from_local(total, mesh, summed, run_check=False).full_tensor(), targets, options)
-
-
-# ---- the torch ops of cross_entropy ------------------------------------------------------------------------------
-
-
-def _forward(
-    logits: Tensor, targets: Tensor, ignore_index: int, l2_wrap: float, save: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    _check_classes(targets, logits.shape[1], ignore_index)
-    torch_op.say_reference("cross_entropy", logits)
-    with tensors.exactly(logits), torch.no_grad():
-        return _losses(logits, targets, ignore_index, l2_wrap)
-
-
-def _forward_fake(
-    logits: Tensor, targets: Tensor, ignore_index: int, l2_wrap: float, save: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_losses(logits, l2_wrap)
-
-
-def _by_hand(arrays: Values, options: Values, _: Named, names: Sequence[str]) -> dict[str, Tensor]:
-    (logits, targets, lse, argmax, grad), (ignore_index, l2_wrap) = arrays, options
-    with tensors.exactly(logits), torch.no_grad():
-        return {"logits": _gradient(grad, logits, targets, lse, argmax, ignore_index, l2_wrap)}
-
-
-# ---- the torch ops of linear_cross_entropy -----------------------------------------------------------------------
-
-
-def _linear_forward(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, ignore_index: int, l2_wrap: float,
-    chunk_rows: int, want_hidden: bool, want_weight: bool, want_bias: bool, save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the sum of all losses, and its gradients, those of weight and bias in float32 at least."""
-    (rows, _), (classes, _) = hidden.shape, weight.shape
-    _check_classes(targets, classes, ignore_index)
-    torch_op.say_reference("linear_cross_entropy", hidden)
-    wide, device = torch.promote_types(hidden.dtype, torch.float32), hidden.device
-    if not chunk_rows:
-        fitting = _CHUNK_BYTES // (classes * hidden.element_size())
-        chunk_rows = max(_LEAST_ROWS, fitting // _LEAST_ROWS * _LEAST_ROWS)
-    chunk_rows = min(chunk_rows, rows)
-    with tensors.exactly(hidden), torch.no_grad():
-        losses = torch.empty(rows, dtype=wide, device=device)
-        of_hidden, of_weight, of_bias = _memory_of_gradients(hidden, weight, want_hidden, want_weight, want_bias)
-        of_bias.zero_()
-        if not rows:
-            of_weight.zero_()
-        memory = torch.empty(chunk_rows, classes, dtype=hidden.dtype, device=device)
-        for begin in range(0, rows, max(chunk_rows, 1)):
-            chunk = slice(begin, min(begin + chunk_rows, rows))
-            own, aims = hidden[chunk], targets[chunk]
-            logits = memory[: len(own)]
-            if bias is None:
-                torch.mm(own, weight.T, out=logits)
-            else:
-                torch.addmm(bias, own, weight.T, out=logits)
-            if not (want_hidden or want_weight or want_bias):
-                losses[chunk] = _losses(logits, aims, ignore_index, l2_wrap)[0]
-                continue
-            losses[chunk] = _differentiated(logits, aims, ignore_index, l2_wrap)
-            if want_hidden:
-                torch.mm(logits, weight, out=of_hidden[chunk])
-            if want_weight:
-                _add_product(of_weight, logits, own, is_first=not begin)
-            if want_bias:
-                of_bias += logits.sum(0, dtype=wide)
-        return losses.sum(), of_hidden, of_weight, of_bias
-
-
-def _add_product(total: Tensor, gradient: Tensor, own: Tensor, is_first: bool) -> None:
-    """Add a product to a sum, or write it there if it `is_first`."""
-    if total.dtype == own.dtype:
-        torch.addmm(total, gradient.T, own, beta=int(not is_first), out=total)
-        return
-    if total.is_cuda and _adds_in_float32(total.device, own.dtype):
-        torch.addmm(total, gradient.T, own, total.dtype, beta=int(not is_first), out=total)
-        return
-    if is_first:
-        total.zero_()
-    if own.dtype == torch.float16:  # whose range a sum of many rows may leave: random ones grow with the root
-        share = 2.0 ** (len(own).bit_length() // 2)
-        total.add_(gradient.T @ (own / share), alpha=share)
-    else:
-        total += gradient.T @ own
-
-
-@functools.cache
-def _adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether torch adds products of a dtype to sums in float32: from 2.8 on, on GPUs."""
-    total, x = (torch.zeros(8, 8, dtype=each, device=device) for each in (torch.float32, dtype))
-    try:
-        torch.addmm(total, x, x, torch.float32, out=total)
-    except (RuntimeError, TypeError):
-        return False
-    return True
-
-
-def _memory_of_gradients(
-    hidden: Tensor, weight: Tensor, want_hidden: bool, want_weight: bool, want_bias: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    wide, device = torch.promote_types(hidden.dtype, torch.float32), hidden.device
-    return (
-        torch.empty(hidden.shape if want_hidden else (0,), dtype=hidden.dtype, device=device),
-        torch.empty(weight.shape if want_weight else (0,), dtype=wide, device=device),
-        torch.empty(weight.shape[:1] if want_bias else (0,), dtype=wide, device=device),
-    )
-
-
-def _linear_forward_fake(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, ignore_index: int, l2_wrap: float,
-    chunk_rows: int, want_hidden: bool, want_weight: bool, want_bias: bool, save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    total = hidden.new_empty((), dtype=torch.promote_types(hidden.dtype, torch.float32))
-    return total, *_memory_of_gradients(hidden, weight, want_hidden, want_weight, want_bias)
-
-
-def _keep_gradients(ctx: Any, arguments: Sequence[Any], named: dict[str, Any], results: Sequence[Tensor]) -> None:
-    ctx.wanted = arguments[-4:-1]
-    made = results[1:]
-    ctx.mark_non_differentiable(*made)
-    ctx.save_for_backward(*made)
-
-
-def _linear_in_context(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
-    needs = ctx.needs_input_grad[2:]  # two inputs of the Function stand before these
-    for name, is_needed, is_made in zip(("hidden", "weight", "bias"), needs, ctx.wanted, strict=False):
-        if is_needed and not is_made:
-            raise RuntimeError(
-                f"linear_cross_entropy: the forward computes the gradient of {name}, and was traced or run while "
-                f"{name} required none"
-            )
-    if torch.is_grad_enabled():  # what was made in the forward would be a constant to a second derivative
-        grad = grad.detach().requires_grad_()
-    made = _run_linear_backward(*ctx.saved_tensors, grad)
-    return *(x if is_made else None for x, is_made in zip(made, ctx.wanted, strict=True)), *(None,) * 8
-
-
-def _linear_backward(
-    of_hidden: Tensor, of_weight: Tensor, of_bias: Tensor, grad: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return gradients of the sum times that of the sum, all in the dtype of hidden."""
-    made = [_times(x, grad, of_hidden.dtype) for x in (of_hidden, of_weight, of_bias)]
-    return made[0], made[1], made[2]
-
-
-def _times(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x times a number, which torch would round to the dtype of x."""
-    if not x.is_cuda or not x.numel():
-        with torch.no_grad():
-            return (x * scale.expand_as(x)).to(dtype)
-
-    def prepare() -> Plan:
-        storages = tensors.STORAGE[x.dtype], x.shape, tensors.STORAGE[dtype]
-        return Plan(*loss_steps.scale(tensors.gpu(x.device.index), *storages), {"x": x, "scale": scale})
-
-    key = "linear_cross_entropy_bwd", dtype, tensors.signature([x, scale])
-    return plans.find(key, prepare).run((x, scale))[0]
-
-
-def _linear_backward_fake(
-    of_hidden: Tensor, of_weight: Tensor, of_bias: Tensor, grad: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = of_hidden.dtype
-    return torch.empty_like(of_hidden), torch.empty_like(of_weight, dtype=dtype), torch.empty_like(of_bias, dtype=dtype)
-
-
-def _refuse_forward_mode(name: str) -> Any:
-    def refuse(*arguments: Any) -> None:
-        raise RuntimeError(_no_forward_mode(name))
-
-    return refuse
-
-
-_INSTEAD = "torch.nn.functional.cross_entropy"
-differentiable.define(
-    Differentiable(
-        "cross_entropy", recording.Leaves(("logits",)), 2, 1, _forward, _forward_fake,
-        _refuse_forward_mode("cross_entropy"), lambda *_: None, _by_hand, instead=_INSTEAD,
-    )
-)  # fmt: skip
-_op = registry.find("linear_cross_entropy_fwd")
-_record = recording.forward(_op, _keep_gradients, _linear_in_context, _refuse_forward_mode("linear_cross_entropy"))
-registry.implement("linear_cross_entropy_fwd", _linear_forward, _linear_forward_fake, _record)
-_record, _run_linear_backward = recording.backward(
-    registry.find("linear_cross_entropy_bwd"), "linear_cross_entropy", _INSTEAD
-)
-registry.implement("linear_cross_entropy_bwd", _linear_backward, _linear_backward_fake, _record)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -11,42 +11,20 @@ from torch import Tensor
 from rwkv_jit.call import checks, tensors
 from rwkv_jit.call.tensors import Array
 from rwkv_jit.kernels.errors import unexpected
-from rwkv_jit.layers import calls
-from rwkv_jit.layers.calls import Call
-from rwkv_jit.layers.inputs import (
-    PACKED_AND_NOT,
-    Roles,
-    as_tensors,
-    check,
-    check_shape,
-    check_shifted,
-    count_of_mixes,
-    given_of_mixes,
-    roles_of_sequences,
-    sequences_of,
-)  # fmt: skip
+from rwkv_jit.layers import calls, common
 from rwkv_jit.plain import layers as plain
 from rwkv_jit.pool import arguments
 from rwkv_jit.schedules import layer_gradients, layers
 from rwkv_jit.schedules.layer_table import MOST_MIXES, OPS
 
-_EPS = 1e-5
+# Of the channels the norm takes all.
 _ROLES = {"x": "BT", "add": "BT", "weight": "", "bias": "", "mixes": "", "first": "B", "cu_seqlens": ""}
 
 
 def norm_shift(
-    x: Array,
-    weight: Array,
-    bias: Array,
-    mixes: Array,
-    *,
-    add: Array | None = None,
-    first: Array | None = None,
-    cu_seqlens: Array | None = None,
-    eps: float = _EPS,
-    dtype: torch.dtype | None = None,
-    **_unknown: NoReturn,
-) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
+    x: Array, weight: Array, bias: Array, mixes: Array, *, add: Array | None = None, first: Array | None = None,
+    cu_seqlens: Array | None = None, eps: float = 1e-5, dtype: torch.dtype | None = None, **_unknown: NoReturn,
+) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:  # fmt: skip
     r"""Add to the residual, normalize it, and mix every token with the previous one: `shift_mix` of whole sequences.
 
         z_t = x_t + add_t;   n_t = (z_t - mean) / sqrt(variance + eps) weight + bias
@@ -120,52 +98,33 @@ def norm_shift(
     return residual.detach() if residual.requires_grad else residual, tuple(mixed), last
 
 
-def _check(inputs: Sequence[Any], written: Sequence[Any], eps: float, dtype: Any) -> Call:
+def _check(inputs: Sequence[Any], written: Sequence[Any], eps: float, dtype: Any) -> calls.Call:
     *arrays, cu_seqlens = inputs
-    x, add, weight, bias, mixes, first = given = as_tensors("norm_shift", arrays)
-    cu_seqlens, texts = check_shifted("norm_shift", x, mixes, cu_seqlens)
+    x, add, weight, bias, mixes, first = given = common.as_tensors("norm_shift", arrays)
+    cu_seqlens, texts = common.check_shifted("norm_shift", x, mixes, cu_seqlens)
     checks.check_number("eps", eps)
     channels, dtype = x.shape[-1], x.dtype if dtype is None else dtype
     if dtype not in (legal := [x.dtype, *tensors.STORAGE]):
         raise TypeError(f"dtype: expected {' or '.join(map(str, dict.fromkeys(legal)))}, got {dtype}")
     for name, own in (("weight", weight), ("bias", bias)):
-        check("norm_shift", name, own, [(channels,)], x)
+        common.check("norm_shift", name, own, [(channels,)], x)
     for name, own, shape in (("add", add, tuple(x.shape)), ("first", first, (texts, channels))):
         if own is not None:
-            check_shape(name, own, [shape])
+            common.check_shape(name, own, [shape])
             arguments.check_dtype(name, own, (dtype,), x)
     mixed = {f"mixed{m}": tuple(x.shape) for m in range(mixes.shape[0])}
     made = {"residual": tuple(x.shape), **mixed, "last": (texts, channels), "stats": (*x.shape[:2], 2)}
     dtypes = {**dict.fromkeys((*mixed, "last"), dtype), "stats": torch.promote_types(x.dtype, torch.float32)}
     kinds = (str(dtype).removeprefix("torch."),)
-    return Call(KIND, [*given, cu_seqlens], written, made, x, eps=float(eps), kinds=kinds, dtypes=dtypes)
+    return calls.Call(KIND, [*given, cu_seqlens], written, made, x, eps=float(eps), kinds=kinds, dtypes=dtypes)
 
 
-def _options(eps: float, kinds: Sequence[str]) -> tuple[Any, ...]:
-    return eps, getattr(torch, kinds[0], None) if kinds else None
-
-
-def _roles(named: Mapping[str, Any], options: Sequence[Any]) -> tuple[Roles, int]:
-    """Return what ranks may share, the norm taking all channels, and the number of results."""
-    return roles_of_sequences(named, _ROLES), 2 + count_of_mixes(named)
-
-
-KIND = calls.define(
-    calls.Kind(
-        OPS["norm_shift"],
-        ("residual", *(f"mixed{m}" for m in range(MOST_MIXES)), "last", "stats"),
-        _check,
-        given=lambda call: given_of_mixes(OPS["norm_shift"].names, call.inputs),
-        forward=layers.norm_shift,
-        plain=plain.norm_shift,
-        beside=("cu_seqlens",),
-        backward=layer_gradients.norm_shift,
-        texts=sequences_of,
-        stand_ins=PACKED_AND_NOT,
-        options=_options,
-        roles=_roles,
-        spared=lambda named: ("residual", "stats") if named["add"] is None else ("stats",),
-        replaced={"x": "residual"},
-        shared={"add": "x"},
-    )
-)
+KIND = calls.define(calls.Kind(
+    OPS["norm_shift"], ("residual", *(f"mixed{m}" for m in range(MOST_MIXES)), "last", "stats"), _check,
+    given=common.given_of_mixes, options=lambda eps, kinds: (eps, getattr(torch, kinds[0], None) if kinds else None),
+    roles=lambda named, options: (common.roles_of_sequences(named, _ROLES), 2 + common.count_of_mixes(named)),
+    forward=layers.norm_shift, plain=plain.norm_shift, backward=layer_gradients.norm_shift,
+    beside=("cu_seqlens",), texts=common.sequences_of, stand_ins=common.PACKED_AND_NOT,
+    spared=lambda named: ("residual", "stats") if named["add"] is None else ("stats",),
+    replaced={"x": "residual"}, shared={"add": "x"},
+))  # fmt: skip

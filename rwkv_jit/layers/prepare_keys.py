@@ -11,13 +11,10 @@ from torch import Tensor
 from rwkv_jit.call import checks
 from rwkv_jit.call.tensors import Array
 from rwkv_jit.kernels.errors import unexpected
-from rwkv_jit.layers import calls
-from rwkv_jit.layers.calls import Call
-from rwkv_jit.layers.inputs import as_tensors, check_heads, given_of_heads, roles_of_heads
+from rwkv_jit.layers import calls, common
 from rwkv_jit.plain import layers as plain
 from rwkv_jit.schedules import layer_gradients, layers
 from rwkv_jit.schedules.layer_table import OPS, RESULTS
-from rwkv_jit.schedules.layers import RATE_MAPS
 from rwkv_jit.schedules.legal import RateMap
 
 _OP = OPS["prepare_keys"]
@@ -25,21 +22,10 @@ _WRITTEN = (*RESULTS["prepare_keys"], "new_rate", "factors")
 
 
 def prepare_keys(
-    k: Array,
-    v: Array,
-    rate: Array,
-    k_k: Array,
-    k_a: Array,
-    *,
-    a0: Array | None = None,
-    v_first: Array | None = None,
-    v_gate: Array | None = None,
-    v0: Array | None = None,
-    r: Array | None = None,
-    r_k: Array | None = None,
-    rate_map: RateMap = "sigmoid",
-    **_unknown: NoReturn,
-) -> tuple[Tensor, ...]:
+    k: Array, v: Array, rate: Array, k_k: Array, k_a: Array, *, a0: Array | None = None, v_first: Array | None = None,
+    v_gate: Array | None = None, v0: Array | None = None, r: Array | None = None, r_k: Array | None = None,
+    rate_map: RateMap = "sigmoid", **_unknown: NoReturn,
+) -> tuple[Tensor, ...]:  # fmt: skip
     r"""Make k, v, a and b of `wkv7` and `wkv7_update` from an RWKV-7 layer's keys, values and gates; and the bonus.
 
         kk = k k_k / |k k_k|;   rate <- f(rate + a0);   a = -kk;   b = kk rate
@@ -110,40 +96,30 @@ def prepare_keys(
     return tuple(made) if v_first is not None else (made[0], v, *made[1:])  # type: ignore[arg-type]
 
 
-def _check(inputs: Sequence[Any], written: Sequence[Any], rate_map: Any, *asked: str) -> Call:
-    given = as_tensors("prepare_keys", inputs)
+def _check(inputs: Sequence[Any], written: Sequence[Any], rate_map: Any, *asked: str) -> calls.Call:
+    given = common.as_tensors("prepare_keys", inputs)
     named = dict(zip(OPS["prepare_keys"].inputs, given, strict=True))
-    k = check_heads("prepare_keys", "k", named, ("v", "rate", "k_k", "k_a"))
-    if (named["v_first"] is None) != (named["v_gate"] is None):
-        missing, other = ("v_first", "v_gate") if named["v_first"] is None else ("v_gate", "v_first")
-        raise ValueError(f"{missing}: expected a tensor beside {other}, got None")
+    k = common.check_heads("prepare_keys", named, ("v", "rate", "k_k", "k_a"))
+    for pair in (("v_first", "v_gate"), ("r", "r_k")):
+        missing, other = pair if named[pair[0]] is None else pair[::-1]
+        if named[missing] is None and named[other] is not None:
+            raise ValueError(f"{missing}: expected a tensor beside {other}, got None")
     if named["v0"] is not None and named["v_first"] is None:
         raise ValueError("v0: needs v_first and v_gate too")
-    if (named["r"] is None) != (named["r_k"] is None):
-        missing, other = ("r", "r_k") if named["r"] is None else ("r_k", "r")
-        raise ValueError(f"{missing}: expected a tensor beside {other}, got None")
-    checks.check_name("rate_map", rate_map, RATE_MAPS)
+    checks.check_name("rate_map", rate_map, layers.RATE_MAPS)
     absent = {"new_v": named["v_first"] is None, "bonus": named["r"] is None, "new_rate": True, "factors": True}
     shapes = {**dict.fromkeys(_WRITTEN, tuple(k.shape)), "factors": tuple(k.shape[:-1])}
     made = {x: shapes[x] for x in asked or shapes if asked or not absent.get(x)}
     dtypes = {"factors": torch.promote_types(k.dtype, torch.float32)}
-    return Call(KIND, given, written, made, k, kinds=(rate_map, *asked), dtypes=dtypes)
+    return calls.Call(KIND, given, written, made, k, kinds=(rate_map, *asked), dtypes=dtypes)
 
 
-KIND = calls.define(
-    calls.Kind(
-        _OP,
-        _WRITTEN,
-        _check,
-        given=lambda call: given_of_heads(_OP.names, call.inputs),
-        forward=layers.prepare_keys,
-        plain=plain.prepare_keys,
-        backward=layer_gradients.prepare_keys,
-        roles=lambda named, options: (
-            roles_of_heads(named, _OP.inputs), 3 + sum(named[x] is not None for x in ("v_first", "r"))
-        ),
-        unused=lambda named: ("v",) if named["v_first"] is None and named["r"] is None else (),
-        choices=("rate_map",),
-        names_results=True,
-    )
-)  # fmt: skip
+KIND = calls.define(calls.Kind(
+    _OP, _WRITTEN, _check, given=common.given_of_heads,
+    forward=layers.prepare_keys, plain=plain.prepare_keys, backward=layer_gradients.prepare_keys,
+    choices=("rate_map",), names_results=True,
+    roles=lambda named, options: (
+        common.roles_of_heads(named, _OP.inputs), 3 + sum(named[x] is not None for x in ("v_first", "r"))
+    ),
+    unused=lambda named: ("v",) if named["v_first"] is None and named["r"] is None else (),
+))  # fmt: skip

@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from rwkv_jit.call import checks, tensors
-from rwkv_jit.layers import calls
-from rwkv_jit.layers.calls import Call
-from rwkv_jit.layers.inputs import check_shape, given_of
+from rwkv_jit.layers import calls, common
 from rwkv_jit.plain import layers as plain
 from rwkv_jit.pool import arguments
 from rwkv_jit.schedules import products as schedules
@@ -60,7 +58,7 @@ def products(parts: Sequence[Product]) -> list[Tensor]:
     return [*calls.call(KIND, (*inputs, *(_ABSENT * (MOST_PRODUCTS - len(parts)))), (), (tuple(kinds),))]
 
 
-def _check(inputs: Sequence[Any], written: Sequence[Any], kinds: tuple[str, ...]) -> Call:
+def _check(inputs: Sequence[Any], written: Sequence[Any], kinds: tuple[str, ...]) -> calls.Call:
     count = len(kinds) // 2
     if not 1 <= count <= MOST_PRODUCTS or len(kinds) % 2:
         raise ValueError(f"products: expected 1 to {MOST_PRODUCTS}, got {len(kinds) / 2:g}")
@@ -82,35 +80,27 @@ def _check(inputs: Sequence[Any], written: Sequence[Any], kinds: tuple[str, ...]
         made[f"y{p}"] = (*lead.shape[:-1], width)
         shapes = {"x": (*lead.shape[:-1], depth), "bias": (width,), "gate": made[f"y{p}"], "add": made[f"y{p}"]}
         shared = tensor.get("x", shared)  # with the product before
-        check_shape(f"x{p}", shared, [shapes["x"]])
+        common.check_shape(f"x{p}", shared, [shapes["x"]])
         for x, y in tensor.items():
             if x in shapes:
-                check_shape(f"{x}{p}", y, [shapes[x]])
+                common.check_shape(f"{x}{p}", y, [shapes[x]])
             arguments.check_dtype(f"{x}{p}", y, (lead.dtype,), lead)
             named[f"{x}{p}"] = y
     results = {name: shape for (name, shape), y in zip(made.items(), written, strict=False) if y is None}
-    return Call(KIND, [*named.values()], written, results, lead, kinds=kinds)
+    return calls.Call(KIND, [*named.values()], written, results, lead, kinds=kinds)
 
 
-def _given(call: Call) -> Given:
+def _given(call: calls.Call) -> Given:
     """Return what schedules depend on: depth and width of each matrix."""
     named = dict(zip(PRODUCTS.names, call.inputs, strict=True))
     sizes: list[int] = []
     for p, layout in enumerate(call.kinds[1::2]):
         width, depth = named[f"weight{p}"].shape[:: 1 if layout == "wide" else -1]
         sizes += depth, width
-    return given_of(PRODUCTS.names, call.inputs, prod(call.lead.shape[:-1]), tuple(sizes))
+    return common.given_of(call, prod(call.lead.shape[:-1]), tuple(sizes))
 
 
-KIND = calls.define(
-    calls.Kind(
-        PRODUCTS,
-        tuple(f"y{p}" for p in range(MOST_PRODUCTS)),
-        _check,
-        given=_given,
-        forward=schedules.products,
-        plain=plain.products,
-        options=lambda eps, kinds: (tuple(kinds),),
-        is_function=True,
-    )
-)
+KIND = calls.define(calls.Kind(
+    PRODUCTS, tuple(f"y{p}" for p in range(MOST_PRODUCTS)), _check, given=_given,
+    forward=schedules.products, plain=plain.products, options=lambda eps, kinds: (tuple(kinds),), is_function=True,
+))  # fmt: skip

@@ -5,42 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 
 from rwkv_jit.call import checks, tensors
 from rwkv_jit.call.tensors import Array
 from rwkv_jit.kernels.errors import unexpected
-from rwkv_jit.layers import calls
-from rwkv_jit.layers.calls import Call
-from rwkv_jit.layers.inputs import as_tensors, check, check_lead, given_of_mixes
+from rwkv_jit.layers import calls, common
 from rwkv_jit.plain import layers as plain
 from rwkv_jit.pool import arguments
 from rwkv_jit.schedules import layers
 from rwkv_jit.schedules.layer_table import MOST_MIXES, OPS
-from rwkv_jit.schedules.layers import Given, Sequences
-
-_EPS = 1e-5
-_OP = OPS["shift_mix"]
+from rwkv_jit.schedules.layers import Sequences
 
 
 def shift_mix(
-    x: Array,
-    weight: Array,
-    bias: Array,
-    mixes: Array,
-    shift: Array,
-    *,
-    add: Array | None = None,
-    state_indices: Array | None = None,
-    cu_seqlens: Array | None = None,
-    has_initial_state: Array | None = None,
-    null_index: int = -1,
-    num_active: Array | None = None,
-    eps: float = _EPS,
-    out: Array | None = None,
+    x: Array, weight: Array, bias: Array, mixes: Array, shift: Array, *, add: Array | None = None,
+    state_indices: Array | None = None, cu_seqlens: Array | None = None, has_initial_state: Array | None = None,
+    null_index: int = -1, num_active: Array | None = None, eps: float = 1e-5, out: Array | None = None,
     **_unknown: NoReturn,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     r"""Add to the residual, normalize it, and mix every token with the previous one: how time and channel mixing begin.
 
         z_t = x_t + add_t;   n_t = (z_t - mean) / sqrt(variance + eps) weight + bias
@@ -130,24 +113,24 @@ def shift_mix(
     return x if add is None else made[-1], made[0] if out is None else out  # type: ignore[return-value]
 
 
-def _check(inputs: Sequence[Any], written: Sequence[Any], null_index: int, eps: float) -> Call:
+def _check(inputs: Sequence[Any], written: Sequence[Any], null_index: int, eps: float) -> calls.Call:
     x = tensors.from_any("x", inputs[0])
     *arrays, state_indices, cu_seqlens, has_initial_state, num_active = inputs
-    _, add, weight, bias, mixes = as_tensors("shift_mix", arrays)
+    _, add, weight, bias, mixes = common.as_tensors("shift_mix", arrays)
     if x.dim() not in (2, 3) or not x.shape[-1]:
         raise ValueError(f"x: expected shape [rows, channels] or [rows, tokens, channels], got {list(x.shape)}")
-    check_lead("x", x)
+    common.check_lead("x", x)
     arguments.null_index(null_index)
     checks.check_number("eps", eps)
     channels, leading = x.shape[-1], x.shape[:-1]
     for name, given in (("weight", weight), ("bias", bias)):
-        check("shift_mix", name, given, [(channels,)], x)
+        common.check("shift_mix", name, given, [(channels,)], x)
     if mixes is None or mixes.shape not in [(channels,), *((count, channels) for count in range(1, MOST_MIXES + 1))]:
         got = None if mixes is None else list(mixes.shape)
         raise ValueError(f"mixes: expected shape [{channels}] or [1 to {MOST_MIXES}, {channels}], got {got}")
-    check("shift_mix", "mixes", mixes, [tuple(mixes.shape)], x)
+    common.check("shift_mix", "mixes", mixes, [tuple(mixes.shape)], x)
     if add is not None:
-        check("shift_mix", "add", add, [tuple(x.shape)], x)
+        common.check("shift_mix", "add", add, [tuple(x.shape)], x)
 
     sequences = leading[0]
     if cu_seqlens is not None:
@@ -155,7 +138,10 @@ def _check(inputs: Sequence[Any], written: Sequence[Any], null_index: int, eps: 
         checks.check_packing(cu_seqlens, x if x.dim() == 3 else x.unsqueeze(0))
         sequences = cu_seqlens.shape[0] - 1
     shift = tensors.from_any("shift", written[0], in_place=True)
-    _check_pool(shift, channels, x)
+    if shift.dim() != 2 or shift.shape[1] != channels:
+        raise ValueError(f"shift: expected shape [slots, {channels}], got {list(shift.shape)}")
+    arguments.check_dtype("shift", shift, common.dtypes_of(x), x)
+    arguments.check_memory("shift", shift)
     indices = arguments.indices("state_indices", state_indices, sequences, x)
     has_state = arguments.has_initial_state(has_initial_state, sequences, x)
     active = arguments.num_active(num_active, x)
@@ -171,56 +157,14 @@ def _check(inputs: Sequence[Any], written: Sequence[Any], null_index: int, eps: 
     out = None if written[1] is None else arguments.out(written[1], shape, x)
     made |= {} if add is None else {"residual": tuple(x.shape)}
     given = [x, add, weight, bias, mixes, indices, cu_seqlens, has_state, active]
-    return Call(KIND, given, [shift, out, None], made, x, null_index, float(eps))
+    return calls.Call(KIND, given, [shift, out, None], made, x, null_index, float(eps))
 
 
-def _check_pool(shift: Tensor, channels: int, lead: Tensor) -> None:
-    if shift.dim() != 2 or shift.shape[1] != channels:
-        raise ValueError(f"shift: expected shape [slots, {channels}], got {list(shift.shape)}")
-    arguments.check_dtype("shift", shift, [*tensors.STORAGE] + ([] if lead.is_cuda else [torch.float64]), lead)
-    arguments.check_memory("shift", shift)
-
-
-def _given(call: Call) -> Given:
-    """Return what schedules depend on: slots have to be as far apart as addresses are."""
-    shift = call.written[0]
-    given = given_of_mixes(_OP.names, call.inputs)
-    step = 16 | (shift.stride(0) * shift.element_size() if shift.shape[0] > 1 else 0)
-    return given._replace(types={**given.types, "shift": tensors.STORAGE[shift.dtype]}, alignment=step & -step)
-
-
-def _texts(call: Call) -> Sequences:
-    x, _, _, _, _, indices, cu_seqlens, *_ = call.inputs
-    shift = call.written[0]
-    slots = shift.shape[0]
-    return Sequences(
-        x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-        x.shape[1] if x.dim() == 3 and cu_seqlens is None else 1,
-        0 if cu_seqlens is None else cu_seqlens.element_size(),
-        slots,
-        shift.stride(0) if slots > 1 else 0,
-        4 if indices is None else indices.element_size(),
-        call.null_index,
-    )
-
-
-def _plain(
-    inputs: Sequence[Any], written: Sequence[Tensor], null_index: int, eps: float, kinds: Sequence[str]
-) -> None:  # fmt: skip
-    plain.shift_mix(inputs, written, null_index, eps)
-
-
-KIND = calls.define(
-    calls.Kind(
-        _OP,
-        ("shift", "mixed", "residual"),
-        _check,
-        given=_given,
-        forward=layers.shift_mix,
-        plain=lambda *_: [],
-        beside=("state_indices", "cu_seqlens", "has_initial_state", "num_active"),
-        texts=_texts,
-        stand_ins=(Sequences(1), Sequences(1, 2), Sequences(1, bound_bytes=4), Sequences(1, bound_bytes=8)),
-        plain_in_place=_plain,
-    )
-)
+KIND = calls.define(calls.Kind(
+    OPS["shift_mix"], ("shift", "mixed", "residual"), _check,
+    given=lambda call: common.with_pool(common.given_of_mixes(call), "shift", call.written[0]),
+    forward=layers.shift_mix, plain_in_place=lambda *arguments: plain.shift_mix(*arguments[:4]),
+    beside=("state_indices", "cu_seqlens", "has_initial_state", "num_active"),
+    texts=lambda call: common.rows_of(call, call.inputs[5], call.inputs[6]),
+    stand_ins=(Sequences(1), Sequences(1, 2), Sequences(1, bound_bytes=4), Sequences(1, bound_bytes=8)),
+))  # fmt: skip

@@ -9,18 +9,7 @@ from torch import Tensor
 
 from rwkv_jit.call.tensors import Array
 from rwkv_jit.kernels.errors import unexpected
-from rwkv_jit.layers import calls
-from rwkv_jit.layers.calls import Call
-from rwkv_jit.layers.inputs import (
-    PACKED_AND_NOT,
-    as_tensors,
-    check,
-    check_shifted,
-    count_of_mixes,
-    given_of_mixes,
-    roles_of_sequences,
-    sequences_of,
-)  # fmt: skip
+from rwkv_jit.layers import calls, common
 from rwkv_jit.plain import layers as plain
 from rwkv_jit.schedules import layer_gradients, layers
 from rwkv_jit.schedules.layer_table import OPS, RESULTS
@@ -83,31 +72,22 @@ def token_shift(
     return tuple(calls.call(KIND, (x, mixes, amounts, first, cu_seqlens), (), ()))
 
 
-def _check(inputs: Sequence[Any], written: Sequence[Any]) -> Call:
+def _check(inputs: Sequence[Any], written: Sequence[Any]) -> calls.Call:
     *arrays, cu_seqlens = inputs
-    x, mixes, amounts, first = given = as_tensors("token_shift", arrays)
-    cu_seqlens, texts = check_shifted("token_shift", x, mixes, cu_seqlens)
+    x, mixes, amounts, first = given = common.as_tensors("token_shift", arrays)
+    cu_seqlens, texts = common.check_shifted("token_shift", x, mixes, cu_seqlens)
     if amounts is not None:
-        check("token_shift", "amounts", amounts, [(mixes.shape[0], *x.shape)], x)
+        common.check("token_shift", "amounts", amounts, [(mixes.shape[0], *x.shape)], x)
     if first is not None:
-        check("token_shift", "first", first, [(texts, x.shape[-1])], x)
+        common.check("token_shift", "first", first, [(texts, x.shape[-1])], x)
     made = {f"mixed{m}": tuple(x.shape) for m in range(mixes.shape[0])}
-    return Call(KIND, [*given, cu_seqlens], written, made, x)
+    return calls.Call(KIND, [*given, cu_seqlens], written, made, x)
 
 
-KIND = calls.define(
-    calls.Kind(
-        OPS["token_shift"],
-        tuple(RESULTS["token_shift"]),
-        _check,
-        given=lambda call: given_of_mixes(OPS["token_shift"].names, call.inputs),
-        forward=layers.token_shift,
-        plain=plain.token_shift,
-        beside=("cu_seqlens",),
-        backward=layer_gradients.token_shift,
-        texts=sequences_of,
-        stand_ins=PACKED_AND_NOT,
-        options=lambda eps, kinds: (),
-        roles=lambda named, options: (roles_of_sequences(named, _ROLES), count_of_mixes(named)),
-    )
-)
+KIND = calls.define(calls.Kind(
+    OPS["token_shift"], tuple(RESULTS["token_shift"]), _check, given=common.given_of_mixes,
+    forward=layers.token_shift, plain=plain.token_shift, backward=layer_gradients.token_shift,
+    beside=("cu_seqlens",), texts=common.sequences_of, stand_ins=common.PACKED_AND_NOT,
+    options=lambda eps, kinds: (),
+    roles=lambda named, options: (common.roles_of_sequences(named, _ROLES), common.count_of_mixes(named)),
+))  # fmt: skip

@@ -10,7 +10,8 @@ from rwkv_jit.kernels import lazy
 
 _MODULES = lazy.modules({
     "nn.delta": "GatedDeltaNet KimiDeltaAttention",
-    "nn.graphs": "graphed_decode graphed_step",
+    "nn.graphed_training": "graphed_step",
+    "nn.graphs": "graphed_decode",
     "nn.attention": "GatedLinearAttention LinearAttention",
     "nn.mamba2": "Mamba2",
     "nn.rwkv4": "RWKV4ChannelMix RWKV4TimeMix",

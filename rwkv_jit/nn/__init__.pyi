@@ -9,8 +9,8 @@ from rwkv_jit.nn.attention import LinearAttention as LinearAttention
 from rwkv_jit.nn.convolution import TimeX as TimeX
 from rwkv_jit.nn.delta import GatedDeltaNet as GatedDeltaNet
 from rwkv_jit.nn.delta import KimiDeltaAttention as KimiDeltaAttention
+from rwkv_jit.nn.graphed_training import graphed_step as graphed_step
 from rwkv_jit.nn.graphs import graphed_decode as graphed_decode
-from rwkv_jit.nn.graphs import graphed_step as graphed_step
 from rwkv_jit.nn.mamba2 import Mamba2 as Mamba2
 from rwkv_jit.nn.model import RWKV5 as RWKV5
 from rwkv_jit.nn.model import RWKV6 as RWKV6

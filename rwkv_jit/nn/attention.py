@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rwkv_jit.nn.common import check_tokens, is_plain_norm, norm_heads, under_autocast
+from rwkv_jit.nn.common import Sized, check_tokens, is_plain_norm, norm_heads, under_autocast
 from rwkv_jit.nn.node import as_node
 from rwkv_jit.ops.gla import gla
 from rwkv_jit.ops.linear_attention import linear_attention
@@ -17,8 +17,10 @@ from rwkv_jit.pool.arguments import count
 _EPS, _GATE_RANK, _GATE_DIVISOR = 1e-5, 16, 16
 
 
-class _Attention(nn.Module):
+class _Attention(Sized):
     """Queries, keys and values of heads, and the matrix behind them."""
+
+    _sizes = ("heads",)
 
     def __init__(self, width: int, heads: int, key_width: int, value_width: int, place: dict[str, Any]):
         count("width", width, 1), count("heads", heads, 1)
@@ -31,11 +33,6 @@ class _Attention(nn.Module):
         self.k_proj = nn.Linear(width, key_width, bias=False, **place)
         self.v_proj = nn.Linear(width, value_width, bias=False, **place)
         self.o_proj = nn.Linear(value_width, width, bias=False, **place)
-
-    def reset_parameters(self) -> None:
-        for module in self.modules():
-            if isinstance(module, (nn.Linear, nn.RMSNorm)):
-                module.reset_parameters()
 
     def _of_heads(self, x: Tensor) -> Tensor:
         """Return [B, T, H, N] of [B, T, H N]."""

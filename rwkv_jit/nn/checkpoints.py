@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Mapping
 from types import ModuleType
@@ -62,11 +63,23 @@ def write(path: str | os.PathLike[str], held: Mapping[str, Tensor]) -> None:
             _safetensors().save_file(_apart(own), temporary)
         else:
             torch.save(own, temporary)
-        os.chmod(temporary, 0o666 & ~_umask())
+        mask = os.umask(0o077)  # which one cannot read without setting it
+        os.umask(mask)
+        os.chmod(temporary, 0o666 & ~mask)
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def layers(path: str | os.PathLike[str], found: Iterable[str]) -> int:
+    """Return the number of layers, once a file has as many tensors; raise ValueError if it has fewer."""
+    names = [*found]
+    places = [int(match[1]) for match in (re.match(r"blocks\.(\d{1,9})\.", name) for name in names) if match]
+    count = 1 + max(places, default=0)
+    if count > len(names):
+        raise ValueError(f"path: expected tensors of {count} layers in {path}, got {len(names)} in all")
+    return count
 
 
 def check_names(path: str | os.PathLike[str], found: Iterable[str], expected: Iterable[str]) -> None:
@@ -105,15 +118,7 @@ def _longer(x: Tensor) -> list[int]:
     return [size for size in x.shape if size > 1]
 
 
-def _umask() -> int:
-    """Return what new files of this process must not allow; one cannot read that without setting it."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
-
-
 def _safetensors() -> ModuleType:
-    """Import what only such files need."""
     try:
         import safetensors.torch
     except ImportError as error:

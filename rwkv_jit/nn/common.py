@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +29,25 @@ def in_files(state: _State) -> _State:
     return state
 
 
-def check_place(layer: int, layers: int) -> tuple[int, int]:
-    """Return the place of a layer and how many there are, once both are checked."""
-    if count("layer", layer) >= count("layers", layers, 1):
-        raise ValueError(f"layer: expected less than the {layers} layers, got {layer}")
-    return layer, layers
+class Sized(nn.Module):
+    """A module that says its sizes in its repr, and sets all parameters to their initial values again."""
+
+    _sizes: ClassVar[tuple[str, ...]] = ()  # attributes beside the width
+    width: int
+
+    def extra_repr(self) -> str:
+        """Return the sizes of the module, for its repr."""
+        return ", ".join([str(self.width), *(f"{name}={getattr(self, name)}" for name in self._sizes)])
+
+    def reset_parameters(self) -> None:
+        """Set all parameters to their initial values."""
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Conv1d, nn.RMSNorm)):
+                module.reset_parameters()
+        self._fill()
+
+    def _fill(self) -> None:
+        """Set those that no module inside has."""
 
 
 def check_heads(width: int, head_size: int) -> int:

@@ -14,8 +14,10 @@ from rwkv_jit.ops.delta import gated_delta_rule, kda
 from rwkv_jit.pool.arguments import count
 
 
-class _DeltaNet(nn.Module):
+class _DeltaNet(common.Sized):
     """Sizes, and what both have of their heads."""
+
+    _sizes = "key_heads", "value_heads", "key_size", "value_size", "conv_width"
 
     def __init__(
         self, width: int, key_heads: int, value_heads: int, key_size: int, value_size: int, conv_width: int
@@ -30,15 +32,6 @@ class _DeltaNet(nn.Module):
         self.key_heads, self.value_heads, self.key_size, self.value_size = key_heads, value_heads, key_size, value_size
         self.key_width, self.value_width = key_heads * key_size, value_heads * value_size
 
-    def reset_parameters(self) -> None:
-        for module in self.modules():
-            if isinstance(module, (nn.Linear, nn.Conv1d, nn.RMSNorm)):
-                module.reset_parameters()
-        self._fill()
-
-    def _fill(self) -> None:
-        """Set the parameters that no module inside has."""
-
     def _states(
         self, state: Any, x: Tensor, cu_seqlens: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
@@ -50,12 +43,6 @@ class _DeltaNet(nn.Module):
         q, k, v = mixed.split([self.key_width, self.key_width, self.value_width], -1)
         q, k = (each.unflatten(-1, (self.key_heads, self.key_size)) for each in (q, k))
         return q, k, v.unflatten(-1, (self.value_heads, self.value_size))
-
-    def extra_repr(self) -> str:
-        return (
-            f"{self.width}, key_heads={self.key_heads}, value_heads={self.value_heads}, key_size={self.key_size}, "
-            f"value_size={self.value_size}, conv_width={self.conv_width}"
-        )
 
 
 @as_node

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -15,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from rwkv_jit.call import checks
 from rwkv_jit.kernels.errors import brief
 from rwkv_jit.layers.loss import cross_entropy, linear_cross_entropy
-from rwkv_jit.nn import checkpoints, common, sampling
+from rwkv_jit.nn import checkpoints, common, pools, sampling
 from rwkv_jit.nn.graphs import Decoder
 from rwkv_jit.nn.mixing import mixes_of
 from rwkv_jit.nn.products import Product, products
@@ -136,18 +135,16 @@ class LanguageModel(nn.Module):
         return (loss, after) if return_state else loss
 
     def _loss(self, hidden: Tensor, targets: Tensor, l2_wrap: float) -> Tensor:
-        """Return the mean loss of what the head reads."""
         head: Any = self.head
         if common.is_plain(head, nn.Linear):
             return linear_cross_entropy(hidden, head.weight, targets, bias=head.bias, l2_wrap=l2_wrap)
         return cross_entropy(head(hidden), targets, l2_wrap=l2_wrap)
 
     def _hidden(
-        self, tokens: Tensor, state: Sequence[Any] | None = None, cu_seqlens: Tensor | None = None,
-        shard: Any = None,
-    ) -> tuple[Tensor, list[Any]]:  # fmt: skip
+        self, tokens: Tensor, state: Sequence[Any] | None = None, cu_seqlens: Tensor | None = None, shard: Any = None
+    ) -> tuple[Tensor, list[Any]]:
         """Return what the head reads, and the state after the last tokens."""
-        _check_tokens(tokens, "batch", "tokens")
+        sampling.check_tokens(tokens, "batch", "tokens")
         if state is not None and not isinstance(state, (tuple, list)):
             raise TypeError(f"state: expected one of each layer, got {type(state).__name__}")
         if state is not None and len(state) != len(self.blocks):
@@ -184,9 +181,7 @@ class LanguageModel(nn.Module):
         >>> [(group["lr"], group["weight_decay"]) for group in groups]
         [(0.0006, 0.0), (0.0012, 0.0), (0.0006, 0.001)]
         """
-        plain: list[Tensor] = []
-        fast: list[Tensor] = []
-        decaying: list[Tensor] = []
+        plain, fast, decaying = list[Tensor](), list[Tensor](), list[Tensor]()
         for name, parameter in self.named_parameters():
             if name.endswith(f"att.{self._fast}"):
                 fast.append(parameter)
@@ -256,8 +251,8 @@ class LanguageModel(nn.Module):
         >>> model.step(torch.tensor([72, 105], device="cuda"), pool, slots).shape
         torch.Size([2, 256])
         """
-        _check_tokens(tokens, "batch")
-        slots = self._slots(pool, slots, len(tokens), tokens)
+        sampling.check_tokens(tokens, "batch")
+        slots = pools.slots_of(pool, self._State._fields, len(self.blocks), slots, tokens, len(tokens))
         return self._step(tokens, pool, slots, self._decoder.is_ready(self, self.emb.weight))
 
     @torch.no_grad()
@@ -288,17 +283,15 @@ class LanguageModel(nn.Module):
         >>> model.prefill(torch.randint(256, (1, 7), device="cuda"), pool, slots, bounds).shape
         torch.Size([2, 256])
         """
-        _check_tokens(tokens, "batch", "tokens")
-        if not tokens.numel():
-            raise ValueError(f"tokens: expected at least one token, got shape {list(tokens.shape)}")
-        count = len(tokens) if cu_seqlens is None else len(common.tensor_of("cu_seqlens", cu_seqlens)) - 1
-        slots = self._slots(pool, slots, count, tokens)
+        sampling.check_prompts(tokens, cu_seqlens)
+        count = len(tokens) if cu_seqlens is None else len(cu_seqlens) - 1
+        slots = pools.slots_of(pool, self._State._fields, len(self.blocks), slots, tokens, count)
         arguments.check_room("pool", pool[self._State._fields[0]][0], slots, count)
-        read, written = _rows(slots, pool.reserved - 1, count)
-        states, like = self._by_layer(self._states(pool)), self.emb.weight
-        logits, after = self._read(tokens, [_at(read, x, like) for x in states], cu_seqlens)
+        read, written = pools.rows_of(slots, pool.reserved - 1, count)
+        states, like = self._by_layer([pool[name] for name in self._State._fields]), self.emb.weight
+        logits, after = self._read(tokens, [pools.read(read, x, like) for x in states], cu_seqlens)
         for several, own in zip(states, after, strict=True):
-            _put(several, written, own)
+            pools.write(several, written, own)
         return logits
 
     def _read(self, tokens: Tensor, state: Sequence[Any] | None, cu_seqlens: Tensor | None) -> tuple[Tensor, list[Any]]:
@@ -307,28 +300,13 @@ class LanguageModel(nn.Module):
         last = hidden[:, -1] if cu_seqlens is None else hidden[0, cu_seqlens[1:].long() - 1]
         return self.head(last), after
 
-    def _slots(self, pool: StatePool, slots: Any, count: int, like: Tensor) -> Tensor | None:
-        """Return the slots of so many sequences, once they and the pool are checked."""
-        for name in self._State._fields:
-            if len(pool[name]) != len(self.blocks):
-                raise ValueError(f"pool: expected {name} of {len(self.blocks)} layers, got {len(pool[name])}")
-        if slots is not None and not isinstance(slots, Tensor):
-            slots = torch.tensor(arguments.listed("slots", slots), dtype=torch.int64, device=like.device)
-        rows = arguments.indices("slots", slots, count, like)
-        if arguments.may_look_at([rows]):
-            arguments.check_slots({"slots": rows}, len(pool), pool.reserved - 1)
-        return rows
-
-    def _states(self, pool: StatePool) -> list[Tensor]:
-        return [pool[name] for name in self._State._fields]
-
     def _by_layer(self, states: Sequence[Tensor]) -> list[Any]:
         """Return the states of each layer, which are parts of those of all layers."""
         return [self._State(*(x[layer] for x in states)) for layer in range(len(self.blocks))]
 
     def _step(self, tokens: Tensor, pool: StatePool, slots: Tensor | None, has_graphs: bool) -> Tensor:
         """Return the logits of `step` for arguments that were checked, from a graph where there may be one."""
-        states, null_index = self._states(pool), pool.reserved - 1
+        states, null_index = [pool[name] for name in self._State._fields], pool.reserved - 1
         function, arrays = partial(self._stepped, states, null_index), [tokens] if slots is None else [tokens, slots]
         return self._decoder.run(function, states, arrays, null_index) if has_graphs else function(*arrays)
 
@@ -342,10 +320,9 @@ class LanguageModel(nn.Module):
         # Mixes of all layers at once, as small launches of each would stand between its large ones.
         mixes = [mixes_of([getattr(x, half) for x in plain]).unbind() if plain else () for half in ("att", "ffn")]
         of_plain = {id(x): both for x, *both in zip(plain, *mixes, strict=True)}
-        for layer, own in enumerate(blocks):
-            of_layer = self._State(*(x[layer] for x in states))
+        for own, of_layer in zip(blocks, self._by_layer(states), strict=True):
             given = *between, of_layer, slots, null_index
-            made = own.step(*given, of_plain[id(own)]) if id(own) in of_plain else _step(own, *given)
+            made = own.step(*given, of_plain[id(own)]) if id(own) in of_plain else pools.step(own, *given)
             between = made if isinstance(made, tuple) else (made,)
         return products(Product(self.ln_out(between[0]), self.head))[0]
 
@@ -399,7 +376,7 @@ class LanguageModel(nn.Module):
             "repetition_penalty": repetition_penalty, "presence_penalty": presence_penalty,
             "frequency_penalty": frequency_penalty,
         }  # fmt: skip
-        prompts, sampler = _prompts(tokens, count, lengths), Sampler(**options)
+        prompts, sampler = sampling.prompts_of(tokens, count, lengths), Sampler(**options)
         written = prompts[0].new_empty(sum(map(len, prompts)), count)
         place = 0
         for drawn in self._continued(prompts, count, sampler, stream is not None):
@@ -430,7 +407,7 @@ class LanguageModel(nn.Module):
         >>> for token in model.generate_stream(torch.tensor([[72, 105]], device="cuda"), 3, temperature=0):
         ...     print(token.tolist())
         """
-        return self._continued(_prompts(tokens, count, lengths), count, Sampler(**options), True)
+        return self._continued(sampling.prompts_of(tokens, count, lengths), count, Sampler(**options), True)
 
     @torch.no_grad()
     def _continued(self, prompts: Sequence[Tensor], count: int, sampler: Sampler, is_watched: bool) -> Iterator[Tensor]:
@@ -441,8 +418,8 @@ class LanguageModel(nn.Module):
             ends = torch.tensor([x.shape[1] for x in prompts]).cumsum(0)
             tokens, bounds = torch.cat([*prompts], 1), nn.functional.pad(ends, (1, 0)).to(tokens.device)
         logits, after = self._read(tokens, None, bounds)
-        for states, own in zip(self._by_layer(self._states(pool)), after, strict=True):
-            _put(states, slice(None), own)
+        for states, own in zip(self._by_layer([pool[name] for name in self._State._fields]), after, strict=True):
+            pools.write(states, slice(None), own)
         has_graphs = self._decoder.is_ready(self, self.emb.weight)
         sampler.begin(logits, [row for x in prompts for row in x])
         for place in range(count):
@@ -489,9 +466,7 @@ class LanguageModel(nn.Module):
         if dtype not in (None, *checkpoints.DTYPES):
             raise TypeError(f"dtype: expected {' or '.join(map(str, checkpoints.DTYPES))}, got {brief(dtype)}")
         found = {name: x for name, x in checkpoints.read(path).items() if name not in cls._unused}
-        layers, make = _layers(found), cast("Callable[..., Model]", cls)  # models have arguments of their own
-        if layers > len(found):
-            raise ValueError(f"path: expected tensors of {layers} layers in {path}, got {len(found)} in all")
+        layers, make = checkpoints.layers(path, found), cast("Callable[..., Model]", cls)  # with arguments of its own
         checkpoints.check_names(path, found, make(1, 1, layers, 1, hidden=1, device="meta").state_dict())
         vocabulary, width = checkpoints.matrix(path, found, "emb.weight")
         _, head_size = checkpoints.matrix(path, found, f"blocks.0.att.{cls._by_head}")
@@ -522,60 +497,3 @@ class LanguageModel(nn.Module):
             safetensors is not installed; or the file cannot be written. An older file stays.
         """
         checkpoints.write(path, self.state_dict())
-
-
-def _check_tokens(tokens: Any, *dims: str) -> None:
-    if common.tensor_of("tokens", tokens).dim() != len(dims):
-        raise ValueError(f"tokens: expected shape [{', '.join(dims)}], got {list(tokens.shape)}")
-    if tokens.dtype not in arguments.INDEX_TYPES:
-        raise TypeError(f"tokens: expected torch.int64 or torch.int32, got {tokens.dtype}")
-
-
-def _prompts(tokens: Any, count: Any, lengths: Any) -> list[Tensor]:
-    """Return prompts once they are checked: one tensor [B, T], or several [1, T] of different lengths."""
-    arguments.count("count", count)
-    several = sampling.prompts_of(tokens, lengths)
-    if several is not None and len({*map(len, several)}) > 1:
-        return [x.unsqueeze(0) for x in several]
-    tokens = tokens if several is None else torch.stack(several)
-    _check_tokens(tokens, "batch", "tokens")
-    if not tokens.numel():
-        raise ValueError(f"tokens: expected at least one token, got shape {list(tokens.shape)}")
-    return [tokens]
-
-
-def _step(block: Any, *given: Any) -> tuple[Tensor, ...]:
-    """Return what `step` of a layer does, by a call of it for one token: hooks, adapters and wrappers are in that."""
-    *between, states, slots, null_index = given
-    arguments.check_room("pool", states[0], slots, len(between[0]))
-    read, written = _rows(slots, null_index, len(between[0]))
-    before = _at(read, states, between[0])
-    *made, after = block(*(None if x is None else x.unsqueeze(1) for x in between), before)
-    _put(states, written, after)
-    return tuple(x.squeeze(1) for x in made)
-
-
-def _rows(slots: Tensor | None, null_index: int, count: int) -> tuple[Any, Any]:
-    """Return the rows of a pool that sequences read, and those that they write, with the sequences that do."""
-    if slots is None:
-        return slice(count), slice(count)
-    rows = slots.long()
-    used = (rows > null_index).nonzero().squeeze(1)  # which waits for the GPU
-    return rows.clamp(min=0), (rows[used], used)
-
-
-def _at(rows: Any, states: Any, like: Tensor) -> Any:
-    """Return states of a layer, in dtypes that are no narrower than what is computed."""
-    return type(states)(*(x[rows].to(torch.promote_types(x.dtype, like.dtype)) for x in states))
-
-
-def _put(states: Any, written: Any, after: Any) -> None:
-    """Write the states of a layer where they lie in a pool, by what `_rows` returns."""
-    rows, used = written if isinstance(written, tuple) else (written, slice(None))
-    for x, y in zip(states, after, strict=True):
-        x[rows] = y[used].to(x.dtype)
-
-
-def _layers(names: Iterable[str]) -> int:
-    found = (re.match(r"blocks\.(\d{1,9})\.", name) for name in names)
-    return 1 + max((int(match[1]) for match in found if match), default=0)

@@ -17,7 +17,7 @@ from rwkv_jit.pool.arguments import count
 
 
 @as_node
-class Mamba2(nn.Module):
+class Mamba2(common.Sized):
     r"""Mamba-2: a short convolution, a state space, a gate and a norm behind it.
 
         z, xBC, dt = in_proj(u);   x, B, C = silu(conv1d(xBC))
@@ -76,6 +76,8 @@ class Mamba2(nn.Module):
     (torch.Size([2, 10, 96]), [torch.Size([2, 224, 3]), torch.Size([2, 6, 32, 16])])
     """
 
+    _sizes = "heads", "head_size", "state_size", "groups", "norm_groups", "conv_width"
+
     def __init__(
         self, width: int, heads: int | None = None, head_size: int = 64, state_size: int = 128, groups: int = 1, *,
         norm_groups: int | None = None, conv_width: int = 4, dt_limit: tuple[float, float] = (0.0, math.inf),
@@ -103,12 +105,6 @@ class Mamba2(nn.Module):
         self.dt_bias, self.A_log, self.D = (nn.Parameter(torch.empty(heads, **place)) for _ in range(3))
         self.norm = nn.RMSNorm(inner, eps=eps, **place)
         self.out_proj = nn.Linear(inner, width, bias=False, **place)
-        self._fill()
-
-    def reset_parameters(self) -> None:
-        """Set all parameters to their initial values."""
-        for module in (self.in_proj, self.conv1d, self.norm, self.out_proj):
-            module.reset_parameters()
         self._fill()
 
     @torch.no_grad()
@@ -158,10 +154,3 @@ class Mamba2(nn.Module):
         gated = gated.unflatten(-1, (self.norm_groups, -1))
         normed = F.rms_norm(gated, gated.shape[-1:], None, self.norm.eps).flatten(2)
         return (normed if self.norm.weight is None else normed * self.norm.weight).to(y.dtype)
-
-    def extra_repr(self) -> str:
-        """Return the sizes of the module, for its repr."""
-        return (
-            f"{self.width}, heads={self.heads}, head_size={self.head_size}, state_size={self.state_size}, "
-            f"groups={self.groups}, norm_groups={self.norm_groups}, conv_width={self.conv_width}"
-        )

@@ -1,4 +1,4 @@
-"""What the modules of RWKV-4, 5 and 6 share: token shift, initial values, channel mixing, heads, layers."""
+"""What the modules of RWKV-4, 5, 6 and 7 share: mixes, initial values, channel mixing, heads, layers."""
 
 from __future__ import annotations
 
@@ -10,15 +10,7 @@ from torch import Tensor, nn
 
 from rwkv_jit.layers.shift_mix import shift_mix
 from rwkv_jit.layers.token_shift import token_shift
-from rwkv_jit.nn.common import (
-    before_texts,
-    check_heads,
-    check_place,
-    fill_orthogonal,
-    norm_heads,
-    recur,
-    tensors_of,
-)  # fmt: skip
+from rwkv_jit.nn.common import Sized, before_texts, check_heads, fill_orthogonal, norm_heads, recur, tensors_of
 from rwkv_jit.nn.products import Product, products
 from rwkv_jit.plain.layers import last_tokens
 from rwkv_jit.pool.arguments import count
@@ -26,29 +18,34 @@ from rwkv_jit.pool.arguments import count
 _HEAD_SIZE_DIVISOR = 8  # of the official models, which divide what the recurrence returns by it before its norm
 
 
-class Mix(nn.Module):
+class Mix(Sized):
     """A module of layer `layer` of `layers`, whose mixes have the names `prefix_` and each of `letters`."""
 
-    prefix = "time_mix"  # RWKV-4 and 5 keep how much of the token itself is in a mix; time_maa is the other share
+    _sizes: ClassVar[tuple[str, ...]] = ("layer", "layers")
+    prefix = "time_mix"  # the share of the token itself, of RWKV-4 and 5; time_maa and x are that of the one before
 
     def __init__(self, width: int, layer: int, layers: int, letters: str, place: dict[str, Any]):
         super().__init__()
-        self.layer, self.layers = check_place(layer, layers)
+        if count("layer", layer) >= count("layers", layers, 1):
+            raise ValueError(f"layer: expected less than the {layers} layers, got {layer}")
+        self.layer, self.layers = layer, layers
         self.width, self.letters = count("width", width, 1), letters
         self.height = layer / max(layers - 1, 1)  # 0 in the first layer, 1 in the last one
         for letter in letters:
             self.register_parameter(f"{self.prefix}_{letter}", nn.Parameter(torch.empty(1, 1, width, **place)))
 
-    def mixes(self, letters: str) -> Tensor:
-        """Return how much of the token before is in some mixes, [M, C], not rounded to 16 bits."""
-        return self.shares(torch.cat(self.several(letters)).flatten(1))
+    def mixes(self) -> Tensor:
+        """Return how much of the token before is in each mix, [M, C]."""
+        return mixes_of([self]).squeeze(0)
 
     def several(self, letters: str) -> list[Tensor]:
         """Return the parameters of some mixes."""
         return [getattr(self, f"{self.prefix}_{letter}") for letter in letters]
 
     def shares(self, stacked: Tensor) -> Tensor:
-        """Return how much of the token before is in mixes whose parameters are stacked."""
+        """Return how much of the token before is in mixes of these parameters, not rounded where it is computed."""
+        if self.prefix == "x":
+            return stacked
         stacked = stacked.to(torch.promote_types(stacked.dtype, torch.float32))
         return 1 - stacked if self.prefix == "time_mix" else stacked
 
@@ -83,11 +80,9 @@ class Mix(nn.Module):
         return (torch.arange(self.width, device=like.device) + 1) % 3 - 1
 
 
-class Channels(nn.Module):
-    """What channel mixing of every RWKV does with tokens: `mixes_of_steps` mixes them, `of_mixed` does the rest."""
+class Channels(Mix):
+    """What channel mixing of every RWKV does with tokens: they are mixed, and `of_mixed` does the rest."""
 
-    parts_of_step: Callable[[], list[Tensor]]
-    mixes_of_steps: Callable[[Tensor], Tensor]
     of_mixed: Callable[..., Tensor]
 
     def forward(
@@ -102,11 +97,11 @@ class Channels(nn.Module):
             gradient.
         """
         x, last, cu_seqlens = before_texts(x, state, cu_seqlens, shard)
-        mixed = token_shift(x, mixes_of([self]).squeeze(0), first=last, cu_seqlens=cu_seqlens)
+        mixed = token_shift(x, self.mixes(), first=last, cu_seqlens=cu_seqlens)
         return self.of_mixed(*mixed), last_tokens(x, last, cu_seqlens)
 
 
-class ChannelMix(Channels, Mix):
+class ChannelMix(Channels):
     """Channel mixing behind a receptance."""
 
     def __init__(
@@ -146,7 +141,9 @@ def mixes_of(halves: Sequence[Any]) -> Tensor:
 class TimeMixOfHeads(Mix):
     """What the time mixing of RWKV-5 and that of RWKV-6 have in common."""
 
+    _sizes = "layer", "layers", "head_size"
     _op: ClassVar[Any]  # the recurrence
+    _inputs: Callable[..., tuple[tuple[Tensor, ...], Tensor]]  # what it reads, and the gate
 
     def __init__(
         self, width: int, layer: int, layers: int, letters: str, head_size: int, place: dict[str, Any]
@@ -192,12 +189,6 @@ class TimeMixOfHeads(Mix):
         y, final = recur(self._op, inputs, before, cu_seqlens, shard)
         return self.result(y, g), (last_tokens(x, last, cu_seqlens), final)
 
-    def _inputs(
-        self, x: Tensor, last: Tensor | None, cu_seqlens: Tensor | None = None
-    ) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Return the inputs of the recurrence, and the gate."""
-        raise NotImplementedError
-
     def of_heads(self, x: Tensor) -> Tensor:
         """Return [..., H, N] of [..., C]."""
         return x.view(*x.shape[:-1], self.heads, self.head_size)
@@ -231,11 +222,12 @@ class Layer(nn.Module):
 
     def stepped(
         self, x: Tensor, states: Any, where: dict[str, Any], mix: Callable[[Tensor], tuple[Tensor, Any]],
-        mixes: Sequence[Tensor] | None,
+        mixes: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, Any]:  # fmt: skip
-        """Return the next layer's input of a token each, whose time mixing is `mix`, and what else that returns.
+        """Return the next layer's input of tokens whose last ones are in a pool, and what else `mix` returns.
 
-        `mixes` are those of both halves, where they were made before.
+        `mix` is the time mixing. `where` says to `shift_mix` which tokens are whose, and which slots they have. `mixes`
+        are those of both halves, where they were made before.
         """
         of_time, of_channels = mixes or (mixes_of([half]).squeeze(0) for half in (self.att, self.ffn))
         if self.ln0 is not None:

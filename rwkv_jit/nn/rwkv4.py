@@ -93,7 +93,7 @@ class RWKV4TimeMix(Mix):
         """
         last, recurrent = tensors_of(state)
         x, last, _ = before_texts(x, last, cu_seqlens, None)
-        mixed = token_shift(x, self.mixes("kvr"), first=last, cu_seqlens=cu_seqlens)
+        mixed = token_shift(x, self.mixes(), first=last, cu_seqlens=cu_seqlens)
         for_key, for_value, for_receptance = mixed
         y, recurrent = self._recur(self.key(for_key), self.value(for_value), recurrent, cu_seqlens)
         y = self.output(gated(y, self.receptance(for_receptance)))

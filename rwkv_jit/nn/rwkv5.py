@@ -95,7 +95,7 @@ class RWKV5TimeMix(TimeMixOfHeads):
     def _inputs(
         self, x: Tensor, last: Tensor | None, cu_seqlens: Tensor | None = None
     ) -> tuple[tuple[Tensor, ...], Tensor]:
-        return self._of_mixed(token_shift(x, self.mixes("kvrg"), first=last, cu_seqlens=cu_seqlens))
+        return self._of_mixed(token_shift(x, self.mixes(), first=last, cu_seqlens=cu_seqlens))
 
     def _of_mixed(self, mixed: Iterable[Tensor]) -> tuple[tuple[Tensor, ...], Tensor]:
         matrices = self.key, self.value, self.receptance, self.gate
@@ -105,12 +105,7 @@ class RWKV5TimeMix(TimeMixOfHeads):
 
 @as_node
 class RWKV5ChannelMix(ChannelMix):
-    r"""Channel mixing of RWKV-5: that of RWKV-4 with another hidden size and initial value of `key`.
-
-        x'_m = x_t time_mix_m + x_{t-1} (1 - time_mix_m)   for m = k, r
-        y = sigmoid(receptance(x'_r)) value(max(key(x'_k), 0)^2)
-
-    The letters are those of `RWKV4ChannelMix`.
+    """Channel mixing of RWKV-5: that of `RWKV4ChannelMix` with another hidden size and initial value of `key`.
 
     Parameters
     ----------
@@ -120,7 +115,7 @@ class RWKV5ChannelMix(ChannelMix):
     Attributes
     ----------
     time_mix_k, time_mix_r : torch.nn.Parameter, shape (1, 1, C)
-        How much of the token itself is in each mix.
+        As in `RWKV4ChannelMix`.
     key, receptance, value : torch.nn.Linear, C to F, C to C and F to C
         The matrices.
 

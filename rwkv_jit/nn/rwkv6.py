@@ -81,6 +81,7 @@ class RWKV6TimeMix(TimeMixOfHeads):
     """
 
     prefix, _op = "time_maa", staticmethod(wkv6)
+    time_maa_x: nn.Parameter
 
     def __init__(
         self, width: int, layer: int, layers: int, head_size: int = 64, *,
@@ -123,13 +124,14 @@ class RWKV6TimeMix(TimeMixOfHeads):
     def _inputs(
         self, x: Tensor, last: Tensor | None, cu_seqlens: Tensor | None = None
     ) -> tuple[tuple[Tensor, ...], Tensor]:
-        (mixed,) = token_shift(x, self.mixes("x"), first=last, cu_seqlens=cu_seqlens)
+        (mixed,) = token_shift(x, self.shares(self.time_maa_x.flatten(1)), first=last, cu_seqlens=cu_seqlens)
         return self._of_mixed(x, mixed, last, cu_seqlens)
 
     def _of_mixed(
         self, x: Tensor, mixed: Tensor, last: Tensor | None, cu_seqlens: Tensor | None = None
     ) -> tuple[tuple[Tensor, ...], Tensor]:
-        for_decay, *others = token_shift(x, self.mixes("wkvrg"), self._amounts(mixed), last, cu_seqlens)
+        mixes = self.shares(torch.cat(self.several("wkvrg")).flatten(1))
+        for_decay, *others = token_shift(x, mixes, self._amounts(mixed), last, cu_seqlens)
         matrices = self.key, self.value, self.receptance, self.gate
         k, v, r, g, hidden = products(
             *map(Product, others, matrices), Product(for_decay, self.time_decay_w1, function="tanh")

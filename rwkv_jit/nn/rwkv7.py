@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from rwkv_jit.layers.norm_shift import norm_shift
 from rwkv_jit.layers.prepare_keys import prepare_keys
 from rwkv_jit.layers.token_shift import token_shift
 from rwkv_jit.nn import common
-from rwkv_jit.nn.mixing import Channels, Layer
+from rwkv_jit.nn.mixing import Channels, Layer, Mix
 from rwkv_jit.nn.node import as_node
 from rwkv_jit.nn.products import Product, products
 from rwkv_jit.ops.wkv7 import wkv7
@@ -25,7 +26,7 @@ _EPS_OF_HEADS = 64e-5
 # The ranks of the low-rank matrices are these times the square root of the width, in steps of 32.
 _RANKS = {"w": 2.5, "a": 2.5, "v": 1.7, "g": 5.0}
 # How fast the share of the token before falls over the channels of a mix, in the first layer.
-_SLOPES = {"x_r": 0.2, "x_w": 0.9, "x_k": 0.7, "x_v": 0.7, "x_a": 0.9, "x_g": 0.2}
+_SLOPES = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
 
 
 @common.in_files
@@ -50,7 +51,7 @@ class RWKV7State(NamedTuple):
 
 
 @as_node
-class RWKV7TimeMix(nn.Module):
+class RWKV7TimeMix(Mix):
     """Time mixing of RWKV-7, with the names, shapes and initial values of the official parameters.
 
     B is the batch, T the tokens, C the channels, H the heads, K and V the head size, N the number of sequences: B, or
@@ -94,60 +95,47 @@ class RWKV7TimeMix(nn.Module):
     (torch.Size([2, 5, 128]), torch.Size([2, 5, 128]), [torch.Size([2, 128]), torch.Size([2, 2, 64, 64])])
     """
 
-    # Those that are registered by name.
-    w0: nn.Parameter
-    w1: nn.Parameter
-    w2: nn.Parameter
-    a0: nn.Parameter
-    a1: nn.Parameter
-    a2: nn.Parameter
-    v0: nn.Parameter
-    v1: nn.Parameter
-    v2: nn.Parameter
-    g1: nn.Parameter
-    g2: nn.Parameter
+    _sizes, prefix = ("layer", "layers", "head_size"), "x"
 
     def __init__(
         self, width: int, layer: int, layers: int, head_size: int = 64, *, ranks: Mapping[str, int] | None = None,
         device: Any = None, dtype: torch.dtype | None = None,
     ):  # fmt: skip
-        super().__init__()
-        self.layer, self.layers = common.check_place(layer, layers)
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        super().__init__(width, layer, layers, "".join(_SLOPES), place)
         self.is_first = layer == 0  # so that compiled code of one layer is that of others
-        self.heads = common.check_heads(width, head_size)
-        self.width, self.head_size = width, head_size
+        self.heads, self.head_size = common.check_heads(width, head_size), head_size
         self.ranks = _ranks(width, {} if ranks is None else ranks)
 
         def new(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+            return nn.Parameter(torch.empty(shape, **place))
 
-        self.x_r, self.x_w, self.x_k, self.x_v, self.x_a, self.x_g = (new(1, 1, width) for _ in _SLOPES)
-        for letter, rank in self.ranks.items():
-            if letter == "v" and layer == 0:
-                continue
-            if letter != "g":
-                self.register_parameter(f"{letter}0", new(1, 1, width))
-            self.register_parameter(f"{letter}1", new(width, rank))
-            self.register_parameter(f"{letter}2", new(rank, width))
+        def low_rank(letter: str) -> tuple[nn.Parameter, nn.Parameter]:
+            return new(width, self.ranks[letter]), new(self.ranks[letter], width)
+
+        self.w0, (self.w1, self.w2) = new(1, 1, width), low_rank("w")
+        self.a0, (self.a1, self.a2) = new(1, 1, width), low_rank("a")
+        if not self.is_first:
+            self.v0, (self.v1, self.v2) = new(1, 1, width), low_rank("v")
+        self.g1, self.g2 = low_rank("g")
         self.k_k, self.k_a = new(1, 1, width), new(1, 1, width)
         self.r_k = new(self.heads, head_size)
         self.receptance, self.key, self.value, self.output = (
-            nn.Linear(width, width, bias=False, device=device, dtype=dtype) for _ in range(4)
+            nn.Linear(width, width, bias=False, **place) for _ in range(4)
         )
-        self.ln_x = nn.GroupNorm(self.heads, width, eps=_EPS_OF_HEADS, device=device, dtype=dtype)
+        self.ln_x = nn.GroupNorm(self.heads, width, eps=_EPS_OF_HEADS, **place)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Give all parameters their initial values: those that the official trainer begins with."""
-        depth = self.layer / max(self.layers - 1, 1)
         falling = 1 - self.layer / self.layers
         place = torch.arange(self.width, dtype=torch.float32, device=self.k_k.device)
         along = place / max(self.width - 1, 1)
         in_head = 2 * (place % self.head_size) / max(self.head_size - 1, 1) - 1
         zigzag, linear = in_head * in_head.abs(), along - 0.5
-        vectors = {name: 1 - (place / self.width) ** (slope * falling) for name, slope in _SLOPES.items()}
-        vectors["w0"] = -5.5 + 6 * along ** (1 + depth**0.3) + 2.5 * zigzag
+        vectors = {f"x_{x}": 1 - (place / self.width) ** (slope * falling) for x, slope in _SLOPES.items()}
+        vectors["w0"] = -5.5 + 6 * along ** (1 + self.height**0.3) + 2.5 * zigzag
         vectors["a0"] = -0.19 + 0.3 * zigzag + 0.4 * linear
         vectors["v0"] = 0.73 - 0.4 * linear
         vectors["k_k"] = 0.71 - 0.1 * linear
@@ -206,7 +194,7 @@ class RWKV7TimeMix(nn.Module):
         cu_seqlens: Tensor | None = None, shard: Any = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return the results for tokens that have been mixed by `mixes`: six tensors [B, T, C]."""
-        inputs, gate, v_first, (bonus,) = self._inputs(mixed, v_first, {"r_k": self.r_k})
+        inputs, gate, v_first, (bonus,) = self._inputs(mixed, v_first, has_bonus=True)
         y, after = common.recur(wkv7, inputs, state, cu_seqlens, shard, decay="sigmoid")
         return self._output(y, gate, bonus=bonus), v_first, after
 
@@ -214,25 +202,22 @@ class RWKV7TimeMix(nn.Module):
         self, mixed: Tensor, v_first: Tensor | None, states: Tensor, slots: Tensor | None, null_index: int
     ) -> tuple[Tensor, Tensor]:
         """Mix one token of each sequence, by `mixes` [6, B, C]; states in slots of a pool change in place."""
-        (r, w, k, v, a, b), gate, v_first, _ = self._inputs(mixed.unbind(), v_first, {})
-        y = wkv7_update(states, r, w, k, v, a, b, state_indices=slots, null_index=null_index, decay="sigmoid")
-        return self._output(y, gate, r=r, k=k, v=v, r_k=self.r_k), v_first
+        where: dict[str, Any] = {"state_indices": slots, "null_index": null_index, "decay": "sigmoid"}
+        return self.with_recurrence(mixed, v_first, partial(wkv7_update, states, **where))
 
-    def mixes(self) -> Tensor:
-        """Return how much of the token before is in each mix, [6, C]."""
-        return torch.cat(self.parts_of_step()).view(6, self.width)
+    def with_recurrence(
+        self, mixed: Tensor, v_first: Tensor | None, recurrence: Callable[..., Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the results for tokens mixed by `mixes`, [6, ..., C], by a recurrence of r, w, k, v, a and b.
 
-    def parts_of_step(self) -> list[Tensor]:
-        """Return the parameters of the mixes."""
-        return [self.x_r, self.x_w, self.x_k, self.x_v, self.x_a, self.x_g]
-
-    @staticmethod
-    def mixes_of_steps(stacked: Tensor) -> Tensor:
-        """Return the mixes of some layers, [L, 6, C], of their parameters."""
-        return stacked
+        They are [..., H, N], and the decay is that of "sigmoid", with w0 in w.
+        """
+        inputs, gate, v_first, _ = self._inputs(mixed.unbind(), v_first)
+        r, _, k, v, *_ = inputs
+        return self._output(recurrence(*inputs), gate, r=r, k=k, v=v, r_k=self.r_k), v_first
 
     def _inputs(
-        self, mixed: Any, v_first: Tensor | None, of_bonus: dict[str, Tensor]
+        self, mixed: Any, v_first: Tensor | None, has_bonus: bool = False
     ) -> tuple[list[Tensor], Tensor, Tensor, list[Tensor]]:
         """Return what the recurrence reads, the gate of what it makes, the first layer's values, and a bonus if asked.
 
@@ -251,8 +236,8 @@ class RWKV7TimeMix(nn.Module):
         )  # fmt: skip
         r, w, k, by_head = (x.unflatten(-1, (self.heads, self.head_size)) for x in (r, w, k, v))
         more: dict[str, Any] = {"a0": self.a0.view(-1)}
-        if of_bonus:
-            more |= {"r": r, **of_bonus}
+        if has_bonus:
+            more |= {"r": r, "r_k": self.r_k}
         if self.is_first:
             v_first = v
         elif v_first is None:
@@ -265,10 +250,6 @@ class RWKV7TimeMix(nn.Module):
     def _output(self, y: Tensor, gate: Tensor, **bonus: Any) -> Tensor:
         y = common.norm_heads(self.ln_x, nn.GroupNorm, y, gate, "identity", **bonus)
         return products(Product(y, self.output))[0]
-
-    def extra_repr(self) -> str:
-        """Return the sizes of the module, for its repr."""
-        return f"{self.width}, layer={self.layer}, layers={self.layers}, head_size={self.head_size}"
 
 
 @as_node
@@ -298,17 +279,18 @@ class RWKV7ChannelMix(Channels):
     (torch.Size([2, 5, 128]), torch.Size([2, 128]))
     """
 
+    prefix = "x"
+    x_k: nn.Parameter
+
     def __init__(
         self, width: int, layer: int, layers: int, hidden: int | None = None, *, device: Any = None,
         dtype: torch.dtype | None = None,
     ):  # fmt: skip
-        super().__init__()
-        self.layer, self.layers = common.check_place(layer, layers)
-        self.width = arguments.count("width", width, 1)
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        super().__init__(width, layer, layers, "k", place)
         hidden = 4 * width if hidden is None else arguments.count("hidden", hidden, 1)
-        self.x_k = nn.Parameter(torch.empty(1, 1, width, device=device, dtype=dtype))
-        self.key = nn.Linear(width, hidden, bias=False, device=device, dtype=dtype)
-        self.value = nn.Linear(hidden, width, bias=False, device=device, dtype=dtype)
+        self.key = nn.Linear(width, hidden, bias=False, **place)
+        self.value = nn.Linear(hidden, width, bias=False, **place)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -319,27 +301,10 @@ class RWKV7ChannelMix(Channels):
         common.fill_orthogonal(self.key.weight, 1.0)
         self.value.weight.zero_()
 
-    def mixes(self) -> Tensor:
-        """Return how much of the token before is in the mix, [1, C]."""
-        return self.x_k.view(1, self.width)
-
-    def parts_of_step(self) -> list[Tensor]:
-        """Return the parameter of the mix."""
-        return [self.x_k]
-
-    @staticmethod
-    def mixes_of_steps(stacked: Tensor) -> Tensor:
-        """Return the mixes of some layers, [L, 1, C], of their parameters."""
-        return stacked
-
     def of_mixed(self, mixed: Tensor, add: Tensor | None = None) -> Tensor:
         """Return the results for tokens that have been mixed with those before them, added to something."""
         (hidden,) = products(Product(mixed, self.key, function="relu_squared"))
         return products(Product(hidden, self.value, add=add))[0]
-
-    def extra_repr(self) -> str:
-        """Return the sizes of the module, for its repr."""
-        return f"{self.width}, layer={self.layer}, layers={self.layers}"
 
 
 @as_node
@@ -383,11 +348,9 @@ class RWKV7Block(Layer):
         ----------
         x : torch.Tensor, shape (B, T, C)
             The residual; of the first layer the embedding.
-        v_first : torch.Tensor, shape (B, T, C), optional
-            The values of the first layer, which that one makes and all others need.
         state : RWKV7State, optional
             The state before this part of the sequences; zeros by default.
-        cu_seqlens, shard
+        v_first, cu_seqlens, shard
             As `RWKV7TimeMix.forward` takes them.
 
         Returns
@@ -440,7 +403,6 @@ class RWKV7Block(Layer):
 
 
 def _ranks(width: int, given: Mapping[str, int]) -> dict[str, int]:
-    """Return the ranks of all low-rank matrices."""
     if not isinstance(given, Mapping):
         raise TypeError(f"ranks: expected a mapping of w, a, v and g to ints, got {brief(given)}")
     unknown = [name for name in given if name not in _RANKS]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from rwkv_jit.call import checks
 from rwkv_jit.kernels.errors import brief
+from rwkv_jit.nn import common
 from rwkv_jit.pool import arguments
 
 
@@ -95,18 +97,39 @@ class Sampler:
         return (logits - torch.empty_like(logits).exponential_(generator=self.generator).log_()).argmax(-1)
 
 
-def prompts_of(tokens: Any, lengths: Any) -> list[Tensor] | None:
-    """Return prompts of different lengths one by one, [tokens] each; None for those that are one tensor of one length.
+def check_tokens(tokens: Any, *dims: str) -> None:
+    """Check tokens of these dimensions."""
+    if common.tensor_of("tokens", tokens).dim() != len(dims):
+        raise ValueError(f"tokens: expected shape [{', '.join(dims)}], got {list(tokens.shape)}")
+    if tokens.dtype not in arguments.INDEX_TYPES:
+        raise TypeError(f"tokens: expected torch.int64 or torch.int32, got {tokens.dtype}")
+
+
+def check_prompts(tokens: Any, cu_seqlens: Any = None) -> None:
+    """Check prompts of one length, or packed ones: the last token of each is read."""
+    check_tokens(tokens, "batch", "tokens")
+    if not tokens.numel():
+        raise ValueError(f"tokens: expected at least one token, got shape {list(tokens.shape)}")
+    if cu_seqlens is not None and arguments.may_look_at([common.tensor_of("cu_seqlens", cu_seqlens)]):
+        bounds = cu_seqlens.tolist()
+        if cu_seqlens.dim() == 1 and any(map(operator.ge, bounds, bounds[1:])):
+            raise ValueError(f"cu_seqlens: expected at least one token in each sequence, got {brief(bounds)}")
+
+
+def prompts_of(tokens: Any, count: Any, lengths: Any) -> list[Tensor]:
+    """Return prompts once they are checked: one tensor [B, T], or several [1, T] of different lengths.
 
     They are a sequence of tensors, or the first tokens of each row, as `lengths` says.
     """
+    arguments.count("count", count)
     if isinstance(tokens, (list, tuple)) and tokens and all(isinstance(x, Tensor) for x in tokens):
         if lengths is not None:
             raise ValueError("lengths: expected None with several prompts")
         several = list(tokens)
-    elif lengths is None or not isinstance(tokens, Tensor) or tokens.dim() != 2:
-        return None
     else:
+        check_prompts(tokens)
+        if lengths is None:
+            return [tokens]
         counts = arguments.listed("lengths", lengths.tolist() if isinstance(lengths, Tensor) else lengths)
         if len(counts) != len(tokens) or not all(0 <= x <= tokens.shape[1] for x in counts):
             raise ValueError(f"lengths: expected {len(tokens)} of up to {tokens.shape[1]}, got {brief(counts)}")
@@ -118,4 +141,6 @@ def prompts_of(tokens: Any, lengths: Any) -> list[Tensor] | None:
             raise ValueError("tokens: expected at least one token in every prompt, got none")
     if len({(x.dtype, x.device) for x in several}) > 1:
         raise ValueError("tokens: expected prompts of one dtype on one device")
-    return several
+    if len({*map(len, several)}) > 1:
+        return [x.unsqueeze(0) for x in several]
+    return [torch.stack(several)]

@@ -104,8 +104,9 @@ def tensor_parallel(model: Model, mesh: DeviceMesh) -> Model:
     if mesh.get_coordinate() is None:
         raise ValueError(f"mesh: expected one with this rank, {torch.distributed.get_rank()}, got {mesh}")
     modules = _modules(model)
+    owners: dict[int, str] = {}  # of parameters, the first ones that have them
     for name, module in modules.items():
-        _check(name, module, mesh)
+        _check(name, module, mesh, owners)
     for module in modules.values():
         _spread(module, mesh)
     if hasattr(model, "new_pool"):
@@ -129,7 +130,7 @@ def _cuts(module: nn.Module) -> dict[str, int] | None:
     return next((cuts for kind, cuts in _CUTS.items() if isinstance(module, kind)), None)
 
 
-def _check(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+def _check(name: str, module: nn.Module, mesh: DeviceMesh, owners: dict[int, str]) -> None:
     cuts, size = _cuts(module), mesh.size()
     if cuts is None:
         raise TypeError(f"model: expected modules that can be spread over ranks, got {type(module).__name__} ({name})")
@@ -142,6 +143,8 @@ def _check(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
             raise TypeError(f"model: expected parameters of one rank, got a DTensor of {x.device_mesh} ({where})")
         if x.device.type != mesh.device_type:
             raise ValueError(f"model: expected parameters on {mesh.device_type}, as mesh is, got {x.device} ({where})")
+        if owners.setdefault(id(x), where) != where:
+            raise ValueError(f"model: expected weights that are not tied, got {owners[id(x)]} as {where} too")
         channels = x.shape[cuts[own]] if own in cuts else 0
         if channels % size and not isinstance(module, nn.Linear):  # tokens of a head may be cut anywhere
             raise ValueError(f"mesh: expected a size that divides the {channels} channels of {where}, got {size}")
@@ -192,7 +195,7 @@ class _Model(LanguageModel):
             "{name: x.full_tensor() for name, x in model.state_dict().items()}, for a model on one rank"
         )
 
-    step = generate = save_checkpoint = new_pool
+    step = prefill = generate = save_checkpoint = new_pool
 
 
 class _Part(nn.Module):
@@ -220,7 +223,6 @@ class _Embedding(_Part):
     """An embedding, of which a rank has some channels."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Look up these channels, and gather the others."""
         y = super().forward(tokens)
         return DTensor.from_local(y, self.mesh, [Shard(y.dim() - 1)], run_check=False).full_tensor()
 
@@ -231,7 +233,6 @@ class _Head(_Part):
     weight: nn.Parameter
 
     def forward(self, x: Tensor) -> Tensor:
-        """Make these, and gather the others."""
         y = super().forward(self.shared(x))
         shape = torch.Size([*y.shape[:-1], self.weight.shape[0]])
         strides = torch.empty(shape, device="meta").stride()

@@ -22,7 +22,7 @@ from comparing import relative
 import rwkv_jit
 from rwkv_jit.call.options import complete
 from rwkv_jit.kernels import signatures, template
-from rwkv_jit.layers import loss as loss_steps
+from rwkv_jit.layers import loss_ops as loss_steps
 from rwkv_jit.parallel import paused, summaries
 from rwkv_jit.schedules import channel_decay, head_decay, layer_gradients, segments
 from rwkv_jit.schedules.table import OPS

@@ -215,12 +215,18 @@ def test_a_graph_of_decodes_replays_with_other_slots(texts):
 
 def test_nothing_is_read_back_from_the_gpu(texts):
     """Neither values nor shapes that depend on them: a fake tensor has none."""
-    shifted = importlib.import_module("rwkv7_slots").shifted
-    states = torch.zeros(SLOTS, WIDTH)
     with FakeTensorMode(allow_non_fake_inputs=True):
         for rows in ([(3, 1, 4, True)] * 2, [(3, 1, 4, True), (1, 5, 0, False)]):
             x = torch.zeros(sum(row[1] for row in rows), WIDTH)
-            assert shifted(x, torch.empty_like(states), texts.engine.step(rows)).shape == x.shape
+            states = [type(own)(*map(torch.empty_like, own)) for own in texts.engine.states]
+            assert texts.model(x, states, texts.engine.step(rows)).shape == x.shape
+
+
+def test_layers_are_those_of_the_model_of_rwkv_jit(model):
+    from rwkv_jit.nn import RWKV7, RWKV7Block
+
+    assert isinstance(model, RWKV7)
+    assert {type(block) for block in model.blocks} == {RWKV7Block}
 
 
 def test_memory_is_measured_as_for_one_text_that_nobody_keeps(model, weights):
@@ -268,7 +274,7 @@ def test_a_checkpoint_becomes_a_folder(root, tmp_path, weights, monkeypatch):
     assert found.keys() == weights.keys()
     model = slots.Rwkv7(read)
     assert model.load(found.items()) == weights.keys()
-    assert all(torch.equal(x, weights[name]) for name, x in model.state_dict().items())
+    assert all(torch.equal(x, weights[name].view_as(x)) for name, x in model.state_dict().items())
 
     torch.save({"x": torch.zeros(1)}, tmp_path / "other.pth")
     monkeypatch.setattr(sys, "argv", ["rwkv7_slots", str(tmp_path / "other.pth"), str(tmp_path / "no")])

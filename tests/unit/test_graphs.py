@@ -851,6 +851,22 @@ def test_a_known_step_of_layers_reads_nothing_on_the_host(name, on_gpu, monkeypa
     assert read == []
 
 
+def test_a_step_may_return_what_was_in_its_state():
+    """As one that shifts its last tokens by one place: each is read before another one is written there."""
+
+    def step(x, state):
+        first, second = state
+        return second, (x, first)
+
+    decode = rwkv_jit.nn.graphed_decode(nn.Linear(1, 1), (torch.zeros(1), torch.zeros(1)), step)
+    found = [decode(torch.full((1,), float(i))) for i in range(1, 7)]
+    assert [x.item() for x in found] == [0, 0, 1, 2, 3, 4]
+    assert [x.item() for x in decode.state] == [6, 5]
+    assert Graph.captured == 1
+    decode.state = decode.state[::-1]
+    assert [x.item() for x in decode.state] == [5, 6]
+
+
 def test_what_changes_between_steps_of_layers_takes_effect():
     def event(number, model):
         if number == 3:
@@ -890,6 +906,8 @@ def test_wrong_states_and_results_of_a_step():
         ValueError, match=r"state: expected tensors of shapes \[\[2, 2, 8, 8\]\], got \[\[1, 2, 8, 8\]\]"
     ):
         decode.state = state[:1]
+    with pytest.raises(TypeError, match="state: expected a torch.Tensor, got NoneType"):
+        decode.state = None
     with pytest.raises(TypeError, match="inputs: expected a torch.Tensor, got int"):
         decode(1)
     with pytest.raises(TypeError, match="the first result: expected a torch.Tensor, got NoneType"):

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import rwkv_jit
 from rwkv_jit.desk import kernel_table
 from rwkv_jit.kernels.gpu import Gpu
-from rwkv_jit.layers import loss as loss_module
+from rwkv_jit.layers import loss_ops as loss_module
 from rwkv_jit.schedules import loss as loss_steps
 from rwkv_jit.schedules.loss import Given
 

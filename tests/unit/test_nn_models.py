@@ -374,6 +374,14 @@ def test_prompts_in_parts_are_as_forward(name, is_called):
         ({"tokens": make_tokens(2, 0)}, "tokens: expected at least one token, got shape [2, 0]"),
         ({"tokens": make_tokens(5, 1)}, "pool: expected a slot for each of the 5 rows, or state_indices; got 4"),
         ({"slots": [1, 2], "cu_seqlens": torch.tensor([0, 2])}, "slots: expected shape [1], a slot for each row, got"),
+        (
+            {"tokens": make_tokens(1, 4), "cu_seqlens": torch.tensor([0, 2, 2, 4])},
+            "cu_seqlens: expected at least one token in each sequence, got [0, 2, 2, 4]",
+        ),
+        (
+            {"tokens": make_tokens(1, 4), "cu_seqlens": torch.tensor([0, 0, 4])},
+            "cu_seqlens: expected at least one token in each sequence, got [0, 0, 4]",
+        ),
     ],
 )
 def test_prompts_that_do_not_fit_are_errors(given, message):
@@ -382,6 +390,12 @@ def test_prompts_that_do_not_fit_are_errors(given, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         model.prefill(**{"tokens": make_tokens(2, 3), "pool": pool, **given})
     assert not any(pool[each].any() for each in ("wkv", "time_shift", "channel_shift"))
+
+
+@pytest.mark.parametrize("read", ["step", "prefill"])
+def test_a_pool_that_is_none_is_named(read):
+    with pytest.raises(TypeError, match="pool: expected a StatePool, got NoneType"):
+        getattr(make("RWKV7", torch.float32), read)(make_tokens(*((2,) if read == "step" else (2, 3))), None)
 
 
 @EVERY_MODEL

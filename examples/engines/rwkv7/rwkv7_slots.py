@@ -3,7 +3,7 @@
     python -m rwkv7_slots FILE FOLDER
 
 writes a folder that the plugins of vLLM and SGLang read, from one of BlinkDL's checkpoints. Parameters keep the names
-that they have there. The equations are those of arXiv:2503.14456.
+and the shapes that they have there. The layers are those of `rwkv_jit.nn.RWKV7`.
 """
 
 import argparse
@@ -11,14 +11,15 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 import rwkv_jit
+from rwkv_jit.nn import RWKV7
 
 ARCHITECTURE, MODEL_TYPE = "RwkvJitRwkv7ForCausalLM", "rwkv_jit_rwkv7"
 NULL_INDEX = 0  # neither engine gives slot 0 to a text; padding has it or, in SGLang's graphs, -1
@@ -66,36 +67,6 @@ def power_of_two(count: int) -> int:
     return 1 << max(count - 1, 0).bit_length()
 
 
-def shifted(x: Tensor, states: Tensor, step: Step) -> Tensor:
-    """Return the token before each one, and keep the last one of every sequence.
-
-    Padding reads and writes slot 0. Nothing here waits for the GPU, and shapes depend on those of the arguments alone.
-    """
-    slots = step.slots.clamp(min=NULL_INDEX)
-    begun = states[slots].to(x.dtype)
-    if step.is_decode(len(x)):
-        states[slots] = x.to(states.dtype)
-        return begun
-    if step.has_state is not None:
-        begun = torch.where(step.has_state.unsqueeze(-1), begun, 0)
-    begin, end = step.bounds[:-1], step.bounds[1:]
-    is_empty = end <= begin
-    before = torch.cat([x.new_zeros(1, x.shape[1]), x])  # one row more than there are tokens, for empty sequences
-    before[torch.where(is_empty, len(x), begin)] = begun
-    last = x[torch.where(is_empty, 0, end - 1)]
-    states[torch.where(is_empty, NULL_INDEX, slots)] = last.to(states.dtype)
-    return before[:-1]
-
-
-def mixed(states: Tensor, inputs: Sequence[Tensor], w0: Tensor, step: Step) -> Tensor:
-    """Return y [T, H, V] of r, w, k, v, a, b [T, H, N], in one call that changes the states in the pool."""
-    options: dict[str, Any] = {"state_indices": step.slots, "null_index": NULL_INDEX, "decay": "sigmoid", "w0": w0}
-    if step.is_decode(len(inputs[0])):
-        return rwkv_jit.wkv7_update(states, *inputs, **options)
-    options |= {"cu_seqlens": step.bounds, "has_initial_state": step.has_state, "max_seqlen": step.longest}
-    return rwkv_jit.wkv7_varlen(states, *inputs, **options)
-
-
 # ---- the model ---------------------------------------------------------------------------------------------------
 
 
@@ -113,105 +84,36 @@ class Sizes(NamedTuple):
     g_rank: int
 
 
-def empty(*shape: int) -> nn.Parameter:
-    """Return a parameter that is not loaded yet."""
-    return nn.Parameter(torch.empty(shape))
-
-
-class TimeMix(nn.Module):
-    """The layer with states of heads."""
-
-    def __init__(self, sizes: Sizes, layer: int):
-        super().__init__()
-        width, self.heads, self.is_first = sizes.width, sizes.heads, layer == 0
-        for name in ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g", "w0", "a0", "k_k", "k_a"):
-            self.register_parameter(name, empty(width))
-        self.r_k = empty(sizes.heads, width // sizes.heads)
-        ranks = {"w": sizes.w_rank, "a": sizes.a_rank, "g": sizes.g_rank}
-        if not self.is_first:
-            self.v0 = empty(width)
-            ranks["v"] = sizes.v_rank
-        for letter, rank in ranks.items():
-            self.register_parameter(f"{letter}1", empty(width, rank))
-            self.register_parameter(f"{letter}2", empty(rank, width))
-        for name in ("receptance", "key", "value", "output"):
-            setattr(self, name, nn.Linear(width, width, bias=False))
-        self.ln_x = nn.GroupNorm(sizes.heads, width, eps=64e-5)
-
-    def forward(self, x: Tensor, first_v: Tensor | None, states: States, step: Step) -> tuple[Tensor, Tensor]:
-        """Return the mixed tokens, and the v of the first layer."""
-        change = shifted(x, states.time_shift, step) - x
-        xr, xw, xk, xv, xa, xg = (torch.addcmul(x, change, getattr(self, f"x_{letter}")) for letter in "rwkvag")
-        r, k, v = self.receptance(xr), self.key(xk), self.value(xv)
-        w = torch.tanh(xw @ self.w1) @ self.w2  # without w0, which the kernels add
-        rate = torch.sigmoid(self.a0 + xa @ self.a1 @ self.a2)
-        gate = torch.sigmoid(xg @ self.g1) @ self.g2
-        if self.is_first:
-            first_v = v
-        else:
-            v = v + (first_v - v) * torch.sigmoid(self.v0 + xv @ self.v1 @ self.v2)
-        kk = k * self.k_k
-        k = k * (1 + (rate - 1) * self.k_a)
-        r, w, k, v, kk, rate = (z.view(len(x), self.heads, -1) for z in (r, w, k, v, kk, rate))
-        kk = F.normalize(kk, dim=-1)
-        y = mixed(states.wkv, (r, w, k, v, -kk, kk * rate), self.w0, step)
-        y = self.ln_x(y.reshape(x.shape)) + ((r * k * self.r_k).sum(-1, keepdim=True) * v).view(x.shape)
-        return self.output(y * gate), first_v
-
-
-class ChannelMix(nn.Module):
-    """Two layers with a squared relu between them."""
-
-    def __init__(self, sizes: Sizes):
-        super().__init__()
-        self.x_k = empty(sizes.width)
-        self.key = nn.Linear(sizes.width, sizes.inner, bias=False)
-        self.value = nn.Linear(sizes.inner, sizes.width, bias=False)
-
-    def forward(self, x: Tensor, states: States, step: Step) -> Tensor:
-        """Return what the layer adds to the tokens."""
-        change = shifted(x, states.channel_shift, step) - x
-        return self.value(F.relu(self.key(torch.addcmul(x, change, self.x_k))).square())
-
-
-class Block(nn.Module):
-    """One layer of the model."""
-
-    def __init__(self, sizes: Sizes, layer: int):
-        super().__init__()
-        if layer == 0:
-            self.ln0 = nn.LayerNorm(sizes.width)
-        self.ln1, self.ln2 = nn.LayerNorm(sizes.width), nn.LayerNorm(sizes.width)
-        self.att, self.ffn = TimeMix(sizes, layer), ChannelMix(sizes)
-
-    def forward(self, x: Tensor, first_v: Tensor | None, states: States, step: Step) -> tuple[Tensor, Tensor]:
-        """Return the tokens, and the v of the first layer."""
-        added, first_v = self.att(self.ln1(x), first_v, states, step)
-        x = x + added
-        return x + self.ffn(self.ln2(x), states, step), first_v
-
-
-class Rwkv7(nn.Module):
+class Rwkv7(RWKV7):
     """The model, whose parameters have the names of BlinkDL's checkpoints. Engines bring its states."""
 
     def __init__(self, sizes: Sizes):
-        super().__init__()
+        ranks = {"w": sizes.w_rank, "a": sizes.a_rank, "v": sizes.v_rank, "g": sizes.g_rank}
+        of_layers = {"head_size": sizes.width // sizes.heads, "hidden": sizes.inner, "ranks": ranks}
+        super().__init__(sizes.vocab, sizes.width, sizes.layers, **of_layers, device="meta")
+        self.to_empty(device=torch.empty(0).device)  # where the engine puts modules: `load` fills them
         self.sizes = sizes
-        self.emb = nn.Embedding(sizes.vocab, sizes.width)
-        self.blocks = nn.ModuleList(Block(sizes, layer) for layer in range(sizes.layers))
-        self.ln_out = nn.LayerNorm(sizes.width)
-        self.head = nn.Linear(sizes.width, sizes.vocab, bias=False)
         self.requires_grad_(False)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return tokens [T] as vectors [T, C]."""
-        return self.blocks[0].ln0(self.emb(tokens))
+        return self.emb(tokens)
 
     def forward(self, x: Tensor, states: Sequence[States], step: Step) -> Tensor:
-        """Return the vectors [T, C] from which `head` makes logits, and change the states of every layer."""
-        first_v = None
-        for block, of_layer in zip(self.blocks, states, strict=True):
-            x, first_v = block(x, first_v, of_layer, step)
+        """Return the vectors [T, C] from which `head` makes logits, and change the states of every layer.
+
+        Nothing here waits for the GPU, and shapes depend on those of the arguments alone.
+        """
+        where: dict[str, Any] = {"state_indices": step.slots, "null_index": NULL_INDEX}
+        recurrence, options = rwkv_jit.wkv7_update, {**where, "decay": "sigmoid"}
+        if not step.is_decode(len(x)):
+            where |= {"cu_seqlens": step.bounds, "has_initial_state": step.has_state}
+            recurrence, options = rwkv_jit.wkv7_varlen, {**options, **where, "max_seqlen": step.longest}
+        first_v = None  # the v of the first layer
+        for block, own in zip(self.blocks, states, strict=True):
+            run = partial(recurrence, own.wkv, **options)
+            mix = partial(block.att.with_recurrence, v_first=first_v, recurrence=run)
+            x, first_v = block.stepped(x, own, where, mix)
         return self.ln_out(x)
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:

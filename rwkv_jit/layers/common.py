@@ -23,10 +23,14 @@ def as_tensors(op: str, arrays: Sequence[Any]) -> list[Any]:
     return [None if x is None else tensors.from_any(name, x) for name, x in zip(names, arrays, strict=True)]
 
 
-def check_lead(name: str, given: Any) -> None:
+def dtypes_of(lead: Tensor) -> list[torch.dtype]:
+    """Return the dtypes that inputs and pools may have, by where they are."""
+    return [*tensors.STORAGE] if lead.is_cuda else [*tensors.STORAGE, torch.float64]
+
+
+def check_lead(name: str, x: Tensor) -> None:
     """Check the input that the others are compared with."""
-    x = tensors.from_any(name, given)
-    dtypes = [*tensors.STORAGE] if x.is_cuda else [*tensors.STORAGE, torch.float64]
+    dtypes = dtypes_of(x)
     if x.dtype not in dtypes:
         raise TypeError(f"{name}: expected {' or '.join(map(str, dtypes))}, got {x.dtype}")
 
@@ -46,8 +50,9 @@ def check_shape(name: str, x: Tensor, shapes: Sequence[tuple[int, ...]]) -> None
         raise ValueError(f"{name}: expected shape {' or '.join(str(list(n)) for n in shapes)}, got {list(x.shape)}")
 
 
-def check_heads(op: str, lead_name: str, named: dict[str, Any], needed: Sequence[str]) -> Tensor:
-    """Check the inputs of an op over heads, and return the one that says their sizes."""
+def check_heads(op: str, named: dict[str, Any], needed: Sequence[str]) -> Tensor:
+    """Check the inputs of an op over heads, and return the first one, which says their sizes."""
+    lead_name = next(iter(named))
     lead: Tensor | None = named[lead_name]
     if lead is None or lead.dim() < 2 or not lead.shape[-1]:
         got = None if lead is None else list(lead.shape)
@@ -71,6 +76,11 @@ def check_shifted(op: str, x: Any, mixes: Any, cu_seqlens: Any) -> tuple[Any, in
         got = None if mixes is None else list(mixes.shape)
         raise ValueError(f"mixes: expected shape [1 to {MOST_MIXES}, {channels}], got {got}")
     check(op, "mixes", mixes, [tuple(mixes.shape)], x)
+    return packing_of(cu_seqlens, x)
+
+
+def packing_of(cu_seqlens: Any, x: Tensor) -> tuple[Any, int]:
+    """Check the bounds of packed sequences [batch, tokens, channels], and return these and how many there are."""
     if cu_seqlens is None:
         return None, x.shape[0]
     cu_seqlens = tensors.from_any("cu_seqlens", cu_seqlens)
@@ -83,24 +93,30 @@ def check_shifted(op: str, x: Any, mixes: Any, cu_seqlens: Any) -> tuple[Any, in
 # ---- descriptions ------------------------------------------------------------------------------------------------
 
 
-def given_of_mixes(names: Sequence[str], inputs: Sequence[Any]) -> Given:
+def given_of_mixes(call: Call) -> Given:
     """Return what schedules depend on, of inputs with mixes [M, C] or [C]."""
-    named = dict(zip(names, inputs, strict=False))
-    x, mixes = named["x"], named["mixes"]
+    x, mixes = call.inputs[0], call.inputs[call.kind.op.names.index("mixes")]
     channels = x.shape[-1]
-    return given_of(names, inputs, x.numel() // channels, (channels, mixes.numel() // channels))
+    return given_of(call, x.numel() // channels, (channels, mixes.numel() // channels))
 
 
-def given_of_heads(names: Sequence[str], inputs: Sequence[Any]) -> Given:
+def given_of_heads(call: Call) -> Given:
     """Return what schedules depend on, of inputs with heads, [..., H, N]."""
-    heads, head_size = inputs[0].shape[-2:]
-    return given_of(names, inputs, inputs[0].numel() // (heads * head_size), (heads, head_size))
+    *_, heads, head_size = sizes = call.inputs[0].shape
+    return given_of(call, sizes.numel() // (heads * head_size), (heads, head_size))
 
 
-def given_of(names: Sequence[str], inputs: Sequence[Any], rows: int, sizes: tuple[int, ...]) -> Given:
+def given_of(call: Call, rows: int, sizes: tuple[int, ...]) -> Given:
     """Return what schedules depend on."""
-    types = {name: tensors.STORAGE[x.dtype] for name, x in zip(names, inputs, strict=False) if x is not None}
-    return Given(tensors.gpu(inputs[0].device.index), types, rows, sizes)
+    named = zip(call.kind.op.names, call.inputs, strict=False)
+    types = {name: tensors.STORAGE[x.dtype] for name, x in named if x is not None}
+    return Given(tensors.gpu(call.inputs[0].device.index), types, rows, sizes)
+
+
+def with_pool(given: Given, name: str, pool: Tensor) -> Given:
+    """Return the same of a call over a pool, whose slots have to be as far apart as addresses are."""
+    step = 16 | (pool.stride(0) * pool.element_size() if pool.shape[0] > 1 else 0)
+    return given._replace(types={**given.types, name: tensors.STORAGE[pool.dtype]}, alignment=step & -step)
 
 
 PACKED_AND_NOT = tuple(Sequences(1, bound_bytes=count) for count in (0, 4, 8))
@@ -112,6 +128,17 @@ def sequences_of(call: Call) -> Sequences:
     if cu_seqlens is None:
         return Sequences(*x.shape[:2])
     return Sequences(cu_seqlens.shape[0] - 1, bound_bytes=cu_seqlens.element_size())
+
+
+def rows_of(call: Call, indices: Tensor | None, cu_seqlens: Tensor | None = None) -> Sequences:
+    """Return the rows [rows, channels] or [rows, tokens, channels] of a call over a pool, or its packed sequences."""
+    x, pool = call.inputs[0], call.written[0]
+    slots, index_bytes = pool.shape[0], 4 if indices is None else indices.element_size()
+    if cu_seqlens is None:
+        cut = x.shape[0], x.shape[1] if x.dim() == 3 else 1, 0
+    else:
+        cut = cu_seqlens.shape[0] - 1, 1, cu_seqlens.element_size()
+    return Sequences(*cut, slots, pool.stride(0) if slots > 1 else 0, index_bytes, call.null_index)
 
 
 # ---- DTensors: which dimensions ranks may share ------------------------------------------------------------------
