@@ -59,14 +59,9 @@ class _Later:
     """
 
     def __init__(
-        self,
-        made: Future[kernel.Kernel],
-        bind: Callable[[kernel.Kernel], Launch],
-        replace: Callable[[Launch], None],
-        place: int,
-        count: int,
-        least: int,
-    ):
+        self, made: Future[kernel.Kernel], bind: Callable[[kernel.Kernel], Launch], replace: Callable[[Launch], None],
+        place: int, count: int, least: int,
+    ):  # fmt: skip
         self._made, self._bind, self._replace = made, bind, replace
         self._place, self._count, self._least = place, count, least  # of the integers that say so
 
@@ -98,14 +93,9 @@ class Plan:
     """
 
     def __init__(
-        self,
-        schedule: Schedule,
-        problem: Problem,
-        arrays: Mapping[str, Tensor | None],
-        kept: Mapping[str, int] | None = None,
-        soon: Sequence[kernel.Request] = (),
-        copies: Sequence[int] | None = None,
-    ):
+        self, schedule: Schedule, problem: Problem, arrays: Mapping[str, Tensor | None],
+        kept: Mapping[str, int] | None = None, soon: Sequence[kernel.Request] = (), copies: Sequence[int] | None = None,
+    ):  # fmt: skip
         kernel.check_not_forked()
         self._schedule, self.problem, self._kept = schedule, problem, kept or {}
         self._names = tuple(arrays)

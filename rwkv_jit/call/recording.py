@@ -18,11 +18,9 @@ from rwkv_jit.call import tensors
 
 
 def forward(
-    op: Any,
-    setup: Callable[[Any, Sequence[Any], dict[str, Any], Any], None],
-    backward: Callable[..., Sequence[Tensor | None]],
-    plainly: Callable[..., Any],
-) -> Callable[..., Any]:
+    op: Any, setup: Callable[[Any, Sequence[Any], dict[str, Any], Any], None],
+    backward: Callable[..., Sequence[Tensor | None]], plainly: Callable[..., Any],
+) -> Callable[..., Any]:  # fmt: skip
     """Return what records a forward op, whose last argument is whether it keeps what the backward needs.
 
     `setup` keeps this in the context, its first argument, from the arguments and the results; `backward` returns the

@@ -62,15 +62,10 @@ class TorchOp:
 
 
 def call(
-    torch_op: TorchOp,
-    arrays: Sequence[Any],
-    initial_state: Any,
-    output_final_state: bool,
-    cu_seqlens: Any,
-    options: tuple[tuple[str, Any], ...],
-    in_parts: Callable[..., tuple[Tensor, Tensor | None] | None] | None = None,
+    torch_op: TorchOp, arrays: Sequence[Any], initial_state: Any, output_final_state: bool, cu_seqlens: Any,
+    options: tuple[tuple[str, Any], ...], in_parts: Callable[..., tuple[Tensor, Tensor | None] | None] | None = None,
     traits: tuple[tuple[str, Any], ...] = (),
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Run an op with or without gradients: at once where the call is known, else after all checks.
 
     A call that is not known `in_parts` may run, from what was checked; None where it does not. `traits` are all
@@ -244,14 +239,9 @@ def left_open(p: Problem, before: Problem) -> Problem:
 
 
 def _prepare(
-    torch_op: TorchOp,
-    problem: Problem,
-    arrays: Sequence[Tensor],
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    asked: tuple[Any, ...],
-    is_public: bool = False,
-) -> Prepared:
+    torch_op: TorchOp, problem: Problem, arrays: Sequence[Tensor], initial_state: Tensor | None,
+    cu_seqlens: Tensor | None, asked: tuple[Any, ...], is_public: bool = False,
+) -> Prepared:  # fmt: skip
     """Return the call of checked tensors; `asked` is what tells its problem apart."""
     op, training = torch_op.op, problem.training
 

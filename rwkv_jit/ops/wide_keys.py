@@ -26,14 +26,9 @@ _BEHIND = ("own", "z")  # inputs that stand behind a recurrence
 
 
 def in_parts(
-    wide_op: TorchOp,
-    arrays: Sequence[Tensor],
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-    whole: DecayOptions,
-    traits: tuple[tuple[str, Any], ...] = (),
-) -> tuple[Tensor, Tensor | None] | None:
+    wide_op: TorchOp, arrays: Sequence[Tensor], initial_state: Tensor | None, output_final_state: bool,
+    cu_seqlens: Tensor | None, whole: DecayOptions, traits: tuple[tuple[str, Any], ...] = (),
+) -> tuple[Tensor, Tensor | None] | None:  # fmt: skip
     """Run a checked call as `torch_op.call` does where its keys are too long and parts are not; else return None."""
     op = wide_op.op
     if not _may_be_in_parts(arrays[op.names.index("r")], whole):
@@ -41,17 +36,9 @@ def in_parts(
     options = torch_op.asked_options(whole, arrays[0].dtype, switches.current())
     is_direct, value = tensors.is_eager(), op.names.index("v")
     problem = torch_op.problem_of(
-        op,
-        arrays,
-        initial_state,
-        cu_seqlens,
-        options,
-        output_final_state,
-        True,
-        whole["decay_bound"],
-        traits,
+        op, arrays, initial_state, cu_seqlens, options, output_final_state, True, whole["decay_bound"], traits,
         is_direct,
-    )
+    )  # fmt: skip
     sizes = part_sizes(rule.seen(problem, sees_load=is_direct))
     if len(sizes) == 1:
         return None

@@ -206,12 +206,7 @@ def _step(p: Problem, direction: str, bind: dict[str, Any], by_halves: bool) -> 
     parameters |= parts.types(p) if direction == "forward" else parts.types(p, "T_STATE")  # states come as fp32 there
     passed = {name: name if p.has_halves else None for name in ("framed", "carried")}
     return Step(
-        template,
-        f"wkv7_{direction}",
-        parameters,
-        (*parts.sequences_and_heads(p), 1),
-        {**parts.given(p), **passed, **bind},
-        arch,
-        idle_at=parts.all_framed(p) if by_halves else None,
+        template, f"wkv7_{direction}", parameters, (*parts.sequences_and_heads(p), 1),
+        {**parts.given(p), **passed, **bind}, arch, idle_at=parts.all_framed(p) if by_halves else None,
         optional=("grad_initial_state",),
-    )
+    )  # fmt: skip

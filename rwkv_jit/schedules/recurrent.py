@@ -63,14 +63,9 @@ def _ceil_power(value: float) -> int:
 
 
 def geometry(
-    stem: str,
-    direction: str,
-    head_size: int,
-    value_size: int,
-    chunk_len: int = 0,
-    num_threads: int | None = None,
+    stem: str, direction: str, head_size: int, value_size: int, chunk_len: int = 0, num_threads: int | None = None,
     few_heads: bool = False,
-) -> dict[str, Parameter]:
+) -> dict[str, Parameter]:  # fmt: skip
     """Return CHUNK_LEN, NUM_THREADS, LANES_PER_ROW, ROWS_PER_THREAD and, for the backward, HELD_STATES.
 
     A large rectangle reads shared memory least; with `few_heads` small ones make enough blocks. The lanes depend on the
