@@ -187,8 +187,7 @@ def _step(p: Problem, direction: str, bind: dict[str, Any], by_halves: bool) -> 
     threads = _threads(direction, p.K, p.V, p.chunk_len, p.num_threads, keeps_many)
     shared, template, arch = shared_bytes(direction, p.K, p.V, p.chunk_len, threads), f"wkv7_chunked_{direction}", None
     if not by_halves and _takes_warp_groups(direction, p.K, p.V, p.chunk_len, p.gpu):
-        # Nothing but an sm_90 runs code for sm_90, and only with the extension has it these products.
-        shared, template, arch = _group_shared_bytes(p.K, p.V), "wkv7_group_backward", "sm_90a"
+        shared, template, arch = _group_shared_bytes(p.K, p.V), "wkv7_group_backward", parts.GROUP_ARCH
     most = _HALVES_THREADS if by_halves else _most_threads(direction, p.K, p.V, p.gpu)
     blocks = p.gpu.resident_blocks(threads, most, shared)
     if not by_halves:

@@ -384,8 +384,7 @@ def _scan(p: Problem, direction: str, walk: _Walk, bind: Mapping[str, Any]) -> S
     if _has_groups(p.chunk_len, p.gpu) and p.num_threads in (None, _GROUP_THREADS):
         group = _group_cut(p.K, p.V, p.gpu, walk.few_heads and p.num_threads is None)
         rows, shared = group.value_rows, _group_shared_bytes(p.K, group.value_rows, group.stages)
-        # Nothing but an sm_90 runs code for sm_90, and only with the extension has it these products.
-        template, arch = "wkv7_group_scan", "sm_90a"
+        template, arch = "wkv7_group_scan", parts.GROUP_ARCH
         own |= {
             "VALUE_ROWS": rows, "CLUSTER": group.cluster, "STAGES": group.stages, "NUM_THREADS": _GROUP_THREADS,
             "SHARED_BYTES": shared,

@@ -218,8 +218,7 @@ def backward(p: Problem) -> Schedule:
     threads, template, arch = _backward_threads(p.V), "gla_chunked_backward", None
     shared = _backward_shared_bytes(p.K, p.V, p.chunk_len)
     if _takes_warp_groups(p):
-        # Nothing but an sm_90 runs code for sm_90, and only with the extension has it these products.
-        shared, template, arch = _group_shared_bytes(p.K), "gla_group_backward", "sm_90a"
+        shared, template, arch = _group_shared_bytes(p.K), "gla_group_backward", common.GROUP_ARCH
     blocks = p.gpu.resident_blocks(threads, _FEW_THREADS, shared)
     parameters: dict[str, Parameter] = {
         "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "CHUNK_LEN": p.chunk_len, "NUM_THREADS": threads,

@@ -223,15 +223,20 @@ def shift_parameters(given: Given, texts: Sequences, vector: int) -> tuple[dict[
 
 def activate(given: Given, options: Options) -> Schedule:
     """Return the launch of `activate`, whose y is x where it is in place."""
+    vector, parameters, grid, bind = parts_of(given, options, _ELEMENT_THREADS)
+    bind["y"] = "x" if options.in_place else "y"
+    return _schedule(OPS["activate"], given, vector, parameters, grid, bind)
+
+
+def parts_of(
+    given: Given, options: Options, threads: int
+) -> tuple[int, dict[str, Parameter], tuple[int, int, int], dict[str, Any]]:
+    """Return what both directions of `activate` have: the vector, the parameters, the grid, and numbers of the call."""
     (count,) = given.sizes
     vector = vector_of(count, given, "x")
-    numbers = sum(KINDS.index(kind) << 2 * part for part, kind in enumerate(options.kinds))
-    parameters: dict[str, Parameter] = {
-        "T_IO": given.types["x"], "VECTOR": vector, "NUM_THREADS": _ELEMENT_THREADS,
-    }  # fmt: skip
-    grid = ceil(count / (vector * _ELEMENT_THREADS)), given.rows, 1
-    bind = {"count": count, "kinds": numbers, "y": "x" if options.in_place else "y"}
-    return _schedule(OPS["activate"], given, vector, parameters, grid, bind)
+    parameters: dict[str, Parameter] = {"T_IO": given.types["x"], "VECTOR": vector, "NUM_THREADS": threads}
+    kinds = sum(KINDS.index(kind) << 2 * part for part, kind in enumerate(options.kinds))
+    return vector, parameters, (ceil(count / (vector * threads)), given.rows, 1), {"count": count, "kinds": kinds}
 
 
 def of_heads(

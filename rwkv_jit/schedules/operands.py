@@ -123,9 +123,7 @@ def operand_gradients(
     lanes = min(32, 1 << (longest - 1).bit_length())
     skip = behind.D if behind is not None and how.source == "steps" else ""
     resident = _FEW_RESIDENT_THREADS if skip else _RESIDENT_THREADS
-    parameters, slices, block_rows = _cut(
-        p, vector, keys, p.H * lanes if is_by_heads else 0, _LEAST_ROWS, resident
-    )  # fmt: skip
+    parameters, slices, block_rows = _cut(p, vector, keys, p.H * lanes if is_by_heads else 0, _LEAST_ROWS, resident)
     parameters |= {
         **_operand_parameters(p, how), "LANES": lanes, "HAS_SKIP": bool(skip), "T_D": p.types.get(skip, "fp32"),
         "SKIP_PER_CHANNEL": bool(skip) and p.op.inputs[skip] == "HV",
@@ -152,7 +150,7 @@ def operand_vectors(p: Problem, how: Operands, behind: Behind | None = None, dy:
     names = [how.q, how.k, how.v, *([how.g] if how.source == "gates" else [])]
     names += [behind.D, dy] if behind is not None and behind.D and how.source == "steps" else []
     vectors = _vectors(p, names, _vector_of_operands(p, how, behind, dy))
-    return {**({name: 1 for name in (how.g,) if name}), **vectors}
+    return {**({how.g: 1} if how.g else {}), **vectors}
 
 
 def _operand_sizes(p: Problem, how: Operands) -> dict[str, tuple[tuple[Any, ...], str]]:
@@ -181,9 +179,8 @@ def _step_parameters(p: Problem, how: Operands) -> dict[str, Parameter]:
 
 
 def _operand_numbers(p: Problem, how: Operands, key_slices: Any) -> dict[str, Any]:
-    least, most = how.limits or (0.0, math.inf)
     key_heads = max(p.H, 1) if how.source == "gates" else _key_heads(p)
-    return {"key_heads": key_heads, "key_slices": key_slices, "least": least, "most": most}
+    return {"key_heads": key_heads, "key_slices": key_slices, **_limits(how)}
 
 
 def _decay_type(p: Problem, how: Operands) -> str:
@@ -307,11 +304,6 @@ def head_step_gradients(p: Problem, how: Operands, grad_step: str = "grad_step",
     return _summed(p, step, block_rows, {buffer: (name, p.H) for buffer, name in summed.items() if name})
 
 
-def sum_channels(p: Problem, rows: str, name: str, size: Any) -> Step:
-    """Return the launch that adds up `rows`, float32 for each of `size` channels, to the gradient of one for a head."""
-    return common.sum_rows(rows, f"d{name}", p.H, size, 1, p.types[name])
-
-
 def _cut_steps(p: Problem) -> tuple[dict[str, Parameter], tuple[Any, Any], Any]:
     """Return how the kernels of `head_steps` are cut: a thread has a head, and many blocks share the rows."""
     slices = -(-p.H // _STEP_THREADS)
@@ -339,12 +331,8 @@ def _vector(p: Problem, sizes: Iterable[Any], names: Iterable[str]) -> int:
 
 def _vectors(p: Problem, names: Iterable[str], vector: int) -> dict[str, int]:
     types = {**p.types, "dy": _io(p)}
-    known = [name for name in names if name == "dy" or "V" in p.op.inputs.get(name, "") or _has_keys(p, name)]
+    known = [name for name in names if name == "dy" or {*"KV"} & {*p.op.inputs.get(name, "")}]
     return {name: min(vector, _ACCESS_BYTES // BYTES[types[name]]) for name in known}
-
-
-def _has_keys(p: Problem, name: str) -> bool:
-    return "K" in p.op.inputs.get(name, "")
 
 
 def _cut(
@@ -395,6 +383,6 @@ def _summed(p: Problem, step: Step, block_rows: Any, summed: Mapping[str, tuple[
         if is_of_channels:
             scratch["dD_channels"] = 4 * width
             sums.append(common.sum_rows(rows, "dD_channels", 1, blocks, width, "fp32"))
-            sums.append(sum_channels(p, "dD_channels", name, p.V))
+            sums.append(common.sum_rows("dD_channels", f"d{name}", p.H, p.V, 1, p.types[name]))
         scratch[rows] = 4 * blocks * width
     return Part((step._replace(bind={**step.bind, **bind}), *sums), scratch)
