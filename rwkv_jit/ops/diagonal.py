@@ -71,14 +71,13 @@ def simple_gla(
 
     Returns
     -------
-    y : torch.Tensor, shape (B, T, H, V), dtype of v
-    final_state : torch.Tensor, shape (N, H, K, V) or (N, H, V, K), or None
-        Dtype of `initial_state`, float32 without one.
+    y, final_state
+        As `gla` returns them.
 
     Raises
     ------
     TypeError, ValueError, UnsupportedConfigError, NvrtcNotFoundError
-        As `gla`.
+        As `wkv7`.
 
     Notes
     -----
@@ -145,12 +144,12 @@ def hgrn2(
     Returns
     -------
     y, final_state
-        As `simple_gla` returns them.
+        As `gla` returns them.
 
     Raises
     ------
     TypeError, ValueError, UnsupportedConfigError, NvrtcNotFoundError
-        As `gla`.
+        As `wkv7`.
 
     Notes
     -----
@@ -210,11 +209,8 @@ def ssd(
         Log-decay of a step of 1, which is negative.
     B, C : torch.Tensor, shape (B, T, G, K), dtype of x
         Key by which an input is written, and query by which the state is read. Head h has those of group h // (H // G).
-    initial_state : torch.Tensor, shape (N, H, V, K) or (H, V, K), optional
-        State before the first token, float16, bfloat16 or float32; zeros by default. Without N the same for every
-        sequence. In the kv layout the last two sizes are (K, V).
-    output_final_state, cu_seqlens
-        As `gla` takes them.
+    initial_state, output_final_state, cu_seqlens
+        As `wkv7` takes them.
     D : torch.Tensor, shape (H,) or (H, V), dtype of x or float32, optional
         How much of the input is added to y.
     z : torch.Tensor, shape and dtype of x, optional
@@ -231,14 +227,13 @@ def ssd(
 
     Returns
     -------
-    y : torch.Tensor, shape and dtype of x
-    final_state : torch.Tensor, shape (N, H, V, K) or (N, H, K, V), or None
-        Dtype of `initial_state`, float32 without one.
+    y, final_state
+        As `wkv7` returns them, with x for v.
 
     Raises
     ------
     TypeError, ValueError, UnsupportedConfigError, NvrtcNotFoundError
-        As `gla`.
+        As `wkv7`.
 
     Notes
     -----
@@ -251,8 +246,7 @@ def ssd(
     gradient of A is a sum of steps times differences of float32 sums: with long steps it may be mostly rounding. Tokens
     whose decay is 0 in float32 have no part in it.
 
-    Results have the same bits in every run. A second derivative is an error. Under `torch.autocast` inputs are cast
-    like those of `gla`; dt may stay float32. CPU tensors run plain torch, with one notice.
+    Results, derivatives and `torch.autocast` are as of `simple_gla`; dt may stay float32.
 
     References
     ----------

@@ -50,7 +50,7 @@ def gla(
         State before the first token, float16, bfloat16 or float32; zeros by default. Without N the same for every
         sequence. In the vk layout the last two sizes are (V, K).
     output_final_state, cu_seqlens
-        As `wkv6` takes them.
+        As `wkv7` takes them.
     **options
         By name, as `DecayOptions` says: scale, decay, decay_bound, state_layout, checkpoint_interval, chunk_len,
         num_threads, backend. By default scale is K^-0.5, decay "log" and state_layout "kv".
@@ -64,7 +64,7 @@ def gla(
     Raises
     ------
     TypeError, ValueError, UnsupportedConfigError, NvrtcNotFoundError
-        As `wkv6`.
+        As `wkv7`.
 
     Notes
     -----

@@ -50,21 +50,20 @@ def wkv5(
     u : torch.Tensor, shape (H, K), dtype of r or float32
         Bonus of the current token.
     initial_state, output_final_state, cu_seqlens
-        As `wkv6` takes them.
+        As `wkv7` takes them.
     **options
         By name, as `DecayOptions` says: scale, decay, decay_bound, state_layout, checkpoint_interval, chunk_len,
         num_threads, backend.
 
     Returns
     -------
-    y : torch.Tensor, shape (B, T, H, V), dtype of v
-    final_state : torch.Tensor, shape (N, H, V, K) or (N, H, K, V), or None
-        Dtype of `initial_state`, float32 without one. For T = 0 a differentiable copy of the initial state.
+    y, final_state
+        As `wkv7` returns them.
 
     Raises
     ------
     TypeError, ValueError, UnsupportedConfigError, NvrtcNotFoundError
-        As `wkv6`.
+        As `wkv7`.
 
     Notes
     -----
