@@ -101,6 +101,11 @@ def padded(size: int) -> int:
     return -(-size // 32) * 32
 
 
+def power(value: float) -> int:
+    """Return the least power of two that is not below."""
+    return 1 << (max(math.ceil(value), 1) - 1).bit_length()
+
+
 def vector(size: int, storage: str) -> int:
     """Return how many elements of a row are read at once: 16 bytes or four elements, where rows consist of them."""
     return 16 // BYTES[storage] if size % 8 == 0 else 4 if size % 4 == 0 else 1
@@ -149,11 +154,6 @@ def types(p: Problem, *without: str) -> dict[str, Parameter]:
         **{f"T_{name.upper()}": p.types[name] for name in p.op.wide if name in p.types}, **p.op.constants,
     }  # fmt: skip
     return {name: value for name, value in chosen.items() if name not in without}
-
-
-def bias(p: Problem) -> dict[str, Parameter]:
-    """Return what tells templates that map decays of w0, which is added to w before (decay_bias.cuh)."""
-    return {"T_W0": p.w0_type}
 
 
 def forward_results(p: Problem) -> dict[str, Result]:
@@ -219,11 +219,6 @@ def level_tiles(p: Problem, tile_bytes: int, shared_bytes: int, blocks: int) -> 
 def kept_frames(p: Problem) -> dict[str, Any]:
     """Return the bytes of what tells the backward how many chunks of a head the forward had in frames."""
     return {"framed": 4 * p.N * p.H} if p.has_halves else {}
-
-
-def all_framed(p: Problem) -> tuple[str, Any] | None:
-    """Return what tells that the forward had all chunks in frames, of sequences of one length."""
-    return None if p.is_packed or p.is_pooled else ("framed", -(-p.T // p.chunk_len))
 
 
 def framed(p: Problem) -> str | None:

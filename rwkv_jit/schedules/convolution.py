@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from math import ceil
 
 from rwkv_jit.kernels.template import Parameter
-from rwkv_jit.schedules import common, layers
+from rwkv_jit.schedules import layers
+from rwkv_jit.schedules.common import OVERLAPS_SINCE
 from rwkv_jit.schedules.layer_gradients import BACKWARDS
 from rwkv_jit.schedules.layer_table import CONVOLUTION, CONVOLUTION_UPDATE
 from rwkv_jit.schedules.layers import GATES, Given, Options, Sequences
@@ -35,7 +36,7 @@ def forward(given: Given, options: Options) -> Schedule:
     most = max(given.rows * slices // _MANY_BLOCKS, _LEAST_RUN)
     grid, bind = _runs(given, texts, min(most, _MOST_RUN), slices)
     name = "layer_convolution"
-    step = Step(name, name, parameters, grid, bind, overlaps=_overlaps(given))
+    step = Step(name, name, parameters, grid, bind, overlaps=given.gpu.number >= OVERLAPS_SINCE)
     return Schedule((step,), given.results, vectors=_vectors(CONVOLUTION, given, parameters))
 
 
@@ -72,8 +73,8 @@ def update(given: Given, options: Options) -> Schedule:
     bind = {
         "tokens": rows.tokens, "slots": rows.slots, "slot_stride": rows.slot_stride, "null_index": rows.null_index,
     }  # fmt: skip
-    name = "layer_convolution_update"
-    step = Step(name, name, parameters, (rows.number, slices, 1), bind, overlaps=_overlaps(given))
+    name, grid = "layer_convolution_update", (rows.number, slices, 1)
+    step = Step(name, name, parameters, grid, bind, overlaps=given.gpu.number >= OVERLAPS_SINCE)
     return Schedule((step,), given.results, vectors=_vectors(CONVOLUTION_UPDATE, given, parameters))
 
 
@@ -120,7 +121,3 @@ def _vectors(op: Op, given: Given, parameters: Mapping[str, Parameter]) -> dict[
     """Return how many neighbours of each input are read at once; of a sequence's state they are single."""
     there = [x for x in op.inputs if x in given.types and x != "initial_state"]
     return {x: min(int(parameters["VECTOR"]), _ACCESS_BYTES // BYTES[given.types[x]]) for x in there}
-
-
-def _overlaps(given: Given) -> bool:
-    return given.gpu.number >= common.OVERLAPS_SINCE

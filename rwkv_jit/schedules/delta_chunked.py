@@ -199,13 +199,15 @@ def _step(p: Problem, direction: str, bind: dict[str, Any], by_halves: bool) -> 
     if template != "wkv7_group_backward":
         parameters |= {"BY_HALVES": by_halves, "SKIPS_ZEROS": _skips_zeros(p)}
     if direction == "forward":
-        parameters |= {"LEVEL_TILES": 2, "POOLED": p.is_pooled, **parts.bias(p)}
+        parameters |= {"LEVEL_TILES": 2, "POOLED": p.is_pooled, "T_W0": p.w0_type}
         if by_halves:
             parameters |= parts.level_tiles(p, 2 * 2 * p.chunk_len * (padded(p.K) + 8), shared, blocks)
     parameters |= parts.types(p) if direction == "forward" else parts.types(p, "T_STATE")  # states come as fp32 there
     passed = {name: name if p.has_halves else None for name in ("framed", "carried")}
+    # Of sequences of one length it is known how many chunks are all.
+    is_known = by_halves and not (p.is_packed or p.is_pooled)
     return Step(
         template, f"wkv7_{direction}", parameters, (*parts.sequences_and_heads(p), 1),
-        {**parts.given(p), **passed, **bind}, arch, idle_at=parts.all_framed(p) if by_halves else None,
+        {**parts.given(p), **passed, **bind}, arch, idle_at=("framed", -(-p.T // p.chunk_len)) if is_known else None,
         optional=("grad_initial_state",),
     )  # fmt: skip

@@ -97,10 +97,6 @@ def _prepare_shared_bytes(chunk_len: int) -> int:
     return tiles + 6 * _triangle_bytes(chunk_len) + lower + totals
 
 
-def _tokens_shared_bytes(chunk_len: int) -> int:
-    return 2 * 4 * 2 * chunk_len * _SLAB
-
-
 def _keys_shared_bytes(chunk_len: int) -> int:
     operands = raw = 4 * 2 * chunk_len * _SLAB
     stage = max(2 * 2 * chunk_len * _SLAB + 2 * 2 * 32 * _SLAB, 4 * _triangle_bytes(chunk_len))
@@ -145,12 +141,6 @@ def _group_shared_bytes(head_size: int, value_rows: int, stages: int) -> int:
     tile = 2 * _GROUP_CHUNK_LEN * _SLAB
     image, outputs = 2 * _channels(head_size) * value_rows, 8 * 16 * 2 * (value_rows + 8)
     return image + 3 * tile + outputs + stages * (2 * tile + 16)
-
-
-def _group_state_bytes(parameters: Mapping[str, Parameter]) -> int:
-    """Return the bytes of state that such a block has in registers."""
-    slabs = -(-int(parameters["CHANNELS"]) // (2 * _SLAB)) * 2  # two groups with equally many
-    return 4 * slabs * _SLAB * int(parameters["VALUE_ROWS"])
 
 
 class _Cut(NamedTuple):
@@ -294,7 +284,7 @@ def forward(p: Problem) -> Schedule:
     })  # fmt: skip
     # The products of warp groups take operands in the order of lanes.
     own = {
-        **_key_types(p), **parts.bias(p), "BY_LANES": scan.template == "wkv7_group_scan",
+        **_key_types(p), "T_W0": p.w0_type, "BY_LANES": scan.template == "wkv7_group_scan",
         "LARGEST_DECAY": parts.largest_decay(p),
     }  # fmt: skip
     prepares = [
@@ -329,7 +319,7 @@ def backward(p: Problem) -> Schedule:
         "last": given.get("grad_initial_state", "grad_initial_state"), "solved": "dx", "states": "e",
     })  # fmt: skip
     types, bind = _key_types(p), {**given, "u": "solutions"}
-    token_gradients = _chunk_step(p, "token_gradients", _tokens_shared_bytes(p.chunk_len), types, bind)
+    token_gradients = _chunk_step(p, "token_gradients", 2 * 4 * 2 * p.chunk_len * _SLAB, types, bind)
     of_keys = {**types, "VALUES": _values(p.V), "LARGEST_DECAY": parts.largest_decay(p)}
     key_gradients = [_chunk_step(p, "key_gradients", _keys_shared_bytes(p.chunk_len), of_keys, bind)]
     if p.has_halves:
@@ -368,8 +358,11 @@ def _scan_of_part(scan: Step, part: _Part, is_beside: bool, waits: bool) -> Step
 
 
 def _carried(scan: Step, walk: _Walk) -> dict[str, Any]:
-    """Return the bytes that the scan hands from part to part, if there are several."""
-    return {"carried": scan.grid[0] * scan.grid[1] * _group_state_bytes(scan.parameters)} if walk.parts > 1 else {}
+    """Return the bytes that the scan hands from part to part, if there are several: what blocks have in registers."""
+    if walk.parts == 1:
+        return {}
+    slabs = -(-int(scan.parameters["CHANNELS"]) // (2 * _SLAB)) * 2  # two groups with equally many
+    return {"carried": scan.grid[0] * scan.grid[1] * 4 * slabs * _SLAB * int(scan.parameters["VALUE_ROWS"])}
 
 
 def _scan(p: Problem, direction: str, walk: _Walk, bind: Mapping[str, Any]) -> Step:

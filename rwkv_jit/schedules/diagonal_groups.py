@@ -105,7 +105,7 @@ def _prepare_step(p: Problem, by_halves: bool) -> Step:
     parameters: dict[str, Parameter] = {
         "HEAD_SIZE": p.K, "CHUNK_LEN": CHUNK_LEN, "NUM_THREADS": _PREPARE_THREADS,
         "BLOCKS_PER_SM": 3 if is_light else 2, "SHARED_BYTES": _prepare_shared_bytes(),
-        "LARGEST_DECAY": common.largest_decay(p), "BY_HALVES": by_halves, **types, **common.bias(p),
+        "LARGEST_DECAY": common.largest_decay(p), "BY_HALVES": by_halves, **types, "T_W0": p.w0_type,
     }  # fmt: skip
     slots = p.slots(CHUNK_LEN)
     bind = {**_given(p), "q": "r", "halved": common.halved(p), "slots": slots}

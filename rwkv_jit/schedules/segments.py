@@ -206,12 +206,6 @@ def _transitions(cut: _Cut) -> Any:
     return aligned(4 * p.N * p.H * (p.K if p.op.family == "diagonal" else p.K**2))
 
 
-def _cut_step(p: Problem, cut: _Cut) -> Step:
-    """Return the launch that finds where ragged segments are."""
-    bind = {**_places(p, cut), "sequences": p.N}
-    return Step("cut_sequences", "cut_sequences", {"NUM_THREADS": _CUT_THREADS}, (p.N, 1, 1), bind)
-
-
 def _places(p: Problem, cut: _Cut) -> dict[str, Any]:
     """Return what arguments are bound to that say where the segments of a sequence are."""
     bounds, tokens = "cu_seqlens" if p.is_packed else None, p.T if cut.is_ragged else cut.problem.T
@@ -225,7 +219,7 @@ def _segment_step(p: Problem, cut: _Cut, backward: bool) -> Step:
     parameters: dict[str, Parameter] = {
         "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, **geometry, "BACKWARD": backward,
         "RAGGED": cut.is_ragged or cut.is_whole,
-        **common.named({**common.types(p), **p.op.constants}, "T_IO", "T_W", "DECAY", "BONUS"), **common.bias(p),
+        **common.named({**common.types(p), **p.op.constants}, "T_IO", "T_W", "DECAY", "BONUS"), "T_W0": p.w0_type,
     }  # fmt: skip
     if p.op.family == "delta":
         parameters["LARGEST_DECAY"] = common.largest_decay(p)
@@ -344,7 +338,10 @@ def forward(p: Problem) -> Schedule:
     gives_last = cut.is_ragged and p.has_final_state
     chunked = _kernels(p).forward(cut.problem._replace(has_final_state=gives_last))
     scratch = {"additions": cut.problem.state_bytes, "starts": cut.problem.state_bytes, **chunked.scratch}
-    steps: list[Item] = [_cut_step(p, cut)] if cut.is_ragged else []
+    steps = list[Item]()
+    if cut.is_ragged:  # a launch finds where they are
+        bind = {**_places(p, cut), "sequences": p.N}
+        steps.append(Step("cut_sequences", "cut_sequences", {"NUM_THREADS": _CUT_THREADS}, (p.N, 1, 1), bind))
     first = _first(p, "initial_state", p.state_type, steps, scratch) if p.has_initial_state else None
     last, behind = None, list[Step]()
     if p.has_final_state and not gives_last:

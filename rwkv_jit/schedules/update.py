@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from rwkv_jit.kernels.gpu import TENSOR_CORES
 from rwkv_jit.kernels.template import Parameter
 from rwkv_jit.schedules import through, wkv4
-from rwkv_jit.schedules.common import OVERLAPS_SINCE
+from rwkv_jit.schedules.common import OVERLAPS_SINCE, power
 from rwkv_jit.schedules.operands import Slots
 from rwkv_jit.schedules.problem import BYTES, Problem
 from rwkv_jit.schedules.schedule import Schedule, Step
@@ -64,11 +64,6 @@ def geometry(p: Problem, pool: Pool, is_packed: bool = False, held: int = 0) -> 
 
 def _has_one_token(p: Problem, is_packed: bool) -> bool:
     return p.T == 1 and not is_packed
-
-
-def power(value: float) -> int:
-    """Return the least power of two that is not below."""
-    return 1 << (max(math.ceil(value), 1) - 1).bit_length()
 
 
 def _spread_vk(p: Problem, vector: int, held: int, has_few_blocks: bool) -> dict[str, Parameter]:
