@@ -302,12 +302,11 @@ def memory(shape: Sequence[int], dtype: torch.dtype) -> Memory:
     return Memory(tuple(shape), tuple(strides), dtype)
 
 
-def _new(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
-
-
 # What code of torch's compiler makes tensors with: it takes half the time of torch's own.
-new: Callable[..., Tensor] = getattr(_guards, "_empty_strided_cuda", _new)
+new: Callable[..., Tensor] = getattr(
+    _guards, "_empty_strided_cuda",
+    lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device="cuda"),
+)  # fmt: skip
 
 
 def apart(out: Any, others: Iterable[Any]) -> Any:
@@ -426,13 +425,10 @@ def validate(name: str, x: Tensor) -> None:
     """Check through DLPack that a kernel will see the tensor that torch sees: done once per signature."""
     seen = dlpack.view(x)
     wrong = seen.shape != tuple(x.shape) or seen.device != x.device.index or seen.element_bytes != x.element_size()
-    if wrong or (x.numel() > 0 and (seen.address != x.data_ptr() or not _same_strides(seen, x.stride()))):
+    # Strides of a dimension of size 1 have no meaning.
+    differ = any(a != b and n != 1 for a, b, n in zip(seen.strides, x.stride(), seen.shape, strict=True))
+    if wrong or (x.numel() > 0 and (seen.address != x.data_ptr() or differ)):
         raise ValueError(
             f"{name}: DLPack shows shape {seen.shape}, strides {seen.strides} at {seen.address:#x} on device "
             f"{seen.device}; torch shows {tuple(x.shape)}, {x.stride()} at {x.data_ptr():#x} on {x.device}"
         )
-
-
-def _same_strides(seen: dlpack.View, strides: Sequence[int]) -> bool:
-    """Strides of a dimension of size 1 have no meaning."""
-    return all(a == b or n == 1 for a, b, n in zip(seen.strides, strides, seen.shape, strict=True))

@@ -204,6 +204,11 @@ def sizes_of(op: Op, arrays: Sequence[Any]) -> dict[str, Any]:
     return sizes
 
 
+def traits_of(op: Op, named: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Return the switches of a call in the order of the op's; torch passes only those that are not as by default."""
+    return tuple([(trait, named.get(trait, default)) for trait, default in op.traits.items()])
+
+
 def problem_of(
     op: Op, arrays: Sequence[Any], state: Tensor | None, cu_seqlens: Tensor | None, options: Options,
     output_final_state: bool, training: bool, decay_bound: float | None = None,
@@ -289,10 +294,6 @@ def define(
         """Return the inputs; the state and cu_seqlens; the options."""
         return arguments[:count], arguments[count : count + 2], Options(*arguments[count + 2 : end])
 
-    def traits_of(named: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-        """Return the switches of a call, of which torch passes those that are not as by default."""
-        return tuple([(trait, named.get(trait, default)) for trait, default in op.traits.items()])
-
     def run_plainly(
         arrays: Sequence[Any], options: Options, named: Mapping[str, Any], by_blocks: bool
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -304,7 +305,7 @@ def define(
         if operands is not None:
             decay = "log"
             with tensors.exactly(given[0]):
-                given = operands(given, dict(traits_of(named)))
+                given = operands(given, dict(traits_of(op, named)))
         rest = state, cu_seqlens, options.scale, decay, options.state_layout
         if by_blocks and below.family in plain.FAMILIES:
             y, final = plain.run(below.name, reference, given, *rest)
@@ -314,7 +315,7 @@ def define(
 
     def forward(*arguments: Any, decay_bound: float | None = None, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
         given, (state, cu_seqlens), options = parts(arguments)
-        traits = traits_of(named)
+        traits = traits_of(op, named)
         output_final_state, save = arguments[end:]
         if is_for_kernels(options.backend, given[0]):
             # The public call has checked these options, so what is known of it is no public call's.
@@ -354,7 +355,7 @@ def define(
         arrays: Sequence[Any], options: Options, named: Mapping[str, Any], is_fake: bool = False
     ) -> Problem:  # fmt: skip
         given, (state, cu_seqlens), bound = arrays[:count], arrays[count : count + 2], named.get("decay_bound")
-        p = problem_of(op, given, state, cu_seqlens, options, False, True, bound, traits_of(named), not is_fake)
+        p = problem_of(op, given, state, cu_seqlens, options, False, True, bound, traits_of(op, named), not is_fake)
         return left_open(resolved(p, given, not is_fake, is_fake), p)
 
     def told(arrays: Sequence[Any], options: Sequence[Any]) -> tuple[str | None, Tensor | None]:

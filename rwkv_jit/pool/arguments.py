@@ -7,9 +7,8 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from rwkv_jit.call import checks, tensors
+from rwkv_jit.call import checks, recording, tensors
 from rwkv_jit.kernels import env
 from rwkv_jit.kernels.errors import brief, unexpected
 from rwkv_jit.schedules.legal import Rounding
@@ -53,16 +52,10 @@ def scale(op: Op, options: Mapping[str, Any], sizes: Mapping[str, int]) -> float
 def refuse_gradients(op: Op, name: str, given: Sequence[Any]) -> None:
     """Raise RuntimeError if a tensor, or one of a list, needs a gradient, which states changed in place cannot give."""
     several = [x for each in given for x in (each if isinstance(each, (list, tuple)) else (each,))]
-    present = [x for x in several if isinstance(x, Tensor)]
-    is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in present)
-    if is_recorded or (tensors.has_dual_level() and any(map(_has_tangent, present))):
+    if (torch.is_grad_enabled() and recording.any_requires_grad(several)) or recording.any_tangent(several):
         raise RuntimeError(
             f"{name}: changes the states in place and has no gradient; use {op.name}, or torch.no_grad()"
         )
-
-
-def _has_tangent(x: Tensor) -> bool:
-    return forward_ad.unpack_dual(x).tangent is not None
 
 
 # ---- tensors -----------------------------------------------------------------------------------------------------

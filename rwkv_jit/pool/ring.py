@@ -107,10 +107,8 @@ class ReplayRing:
         has_decay, has_delta = OPS[op].decay != "none", OPS[op].family == "delta"
         if length is None:
             of_state = head_size * self.value_size * state_dtype.itemsize
-            length = replay.best_length(
-                of_state,
-                replay.entry_bytes(has_decay, has_delta, head_size, self.value_size, dtype.itemsize),
-            )
+            of_entry = replay.entry_bytes(has_decay, has_delta, head_size, self.value_size, dtype.itemsize)
+            length = replay.best_length(of_state, of_entry)
         self.length = arguments.count("length", length, 1)
         if self.entries > MOST_ENTRIES:
             raise ValueError(f"length: expected at most {MOST_ENTRIES} with {drafts} speculative tokens, got {length}")
