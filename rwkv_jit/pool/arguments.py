@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rwkv_jit.call import checks, recording, tensors
 from rwkv_jit.kernels import env
-from rwkv_jit.kernels.errors import brief, unexpected
+from rwkv_jit.kernels.errors import brief
 from rwkv_jit.schedules.legal import Rounding
 from rwkv_jit.schedules.problem import Op
 
@@ -19,13 +19,6 @@ INDEX_TYPES = (torch.int32, torch.int64)
 
 
 # ---- options -----------------------------------------------------------------------------------------------------
-
-
-def check_names(function: str, options: Iterable[str], legal: Sequence[str]) -> None:
-    """Check that there are such options."""
-    for option in options:
-        if option not in legal:
-            raise unexpected(function, option, legal)
 
 
 def names(op: Op, options: Mapping[str, Any]) -> tuple[str, str, str]:

@@ -289,7 +289,7 @@ def checked_inputs(
     """Check the options of a type and the inputs of a call, whose dimension at a `place` may be absent."""
     has_decay = op.decay != "none" and op.through is None
     of_decay = ("decay", "decay_bound", "w0")
-    arguments.check_names(name, options, [x for x in kind.__annotations__ if has_decay or x not in of_decay])
+    checks.check_names(name, options, [x for x in kind.__annotations__ if has_decay or x not in of_decay])
     decay, layout, rounds = arguments.names(op, options)
     null_index = arguments.null_index(options.get("null_index", -1))
     op, inputs = fitted(op, checks.as_tensors(op, arrays))

@@ -155,7 +155,10 @@ class _Cut(NamedTuple):
 
 def _cuts(head_size: int, chunk_len: int, gpu: Gpu, few_heads: bool = False) -> list[_Cut]:
     """Return the blocks of the scan, the fastest on an H200 first: many rows read less often, few make more blocks."""
-    warps = _key_warps(head_size, few_heads)
+    slabs = _channels(head_size) // _SLAB
+    # Warps that share the channels of the same rows: up to 256 channels each.
+    legal = [warps for warps in (1, 2, 4) if slabs % warps == 0 and slabs // warps <= 4]
+    warps = max([each for each in legal if each <= (4 if few_heads else 2)] or legal)
     several = [
         _Cut(warps, 2 * rows * warps, stages) for rows in (_ROWS[-1:] if few_heads else _ROWS) for stages in _STAGES
     ]
@@ -163,13 +166,6 @@ def _cuts(head_size: int, chunk_len: int, gpu: Gpu, few_heads: bool = False) -> 
         cut for cut in several
         if cut.num_threads <= _MOST_THREADS and _scan_shared_bytes(head_size, chunk_len, True, cut) <= gpu.shared_limit
     ]  # fmt: skip
-
-
-def _key_warps(head_size: int, few_heads: bool) -> int:
-    """Return how many warps share the channels of the same rows: up to 256 channels each."""
-    slabs = _channels(head_size) // _SLAB
-    legal = [warps for warps in (1, 2, 4) if slabs % warps == 0 and slabs // warps <= 4]
-    return max([warps for warps in legal if warps <= (4 if few_heads else 2)] or legal)
 
 
 def _scan_shared_bytes(head_size: int, chunk_len: int, is_backward: bool, cut: _Cut) -> int:

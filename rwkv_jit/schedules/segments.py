@@ -279,12 +279,6 @@ def _join_step(p: Problem, cut: _Cut, backward: bool, first: str | None, states:
     return Step(name, name, parameters, grid, bind, optional=("last",))
 
 
-def _shard_bias(p: Problem, cut: _Cut, backward: bool, results: dict[str, Result]) -> list[Item]:
-    """Return the launch that joins what the segments leave of no state to what the shard leaves of it."""
-    results["bias"] = Result((p.N, p.H, p.V, p.K), "fp32")
-    return [_join_step(p, cut, backward, None, None, "bias")]
-
-
 def _shard_transition(p: Problem, cut: _Cut, results: dict[str, Result], scratch: dict[str, Any]) -> list[Item]:
     """Return the launches that join P of the segments to that of the shard: what becomes of unit states."""
     of_units = p._replace(V=p.K if p.op.family == "delta" else 1)
@@ -349,8 +343,10 @@ def forward(p: Problem) -> Schedule:
     before, after = _in_two(p, cut, chunked, False, scratch)
     steps += before
     results = common.forward_results(p)
-    if p.is_shard:
-        steps += [*_shard_bias(p, cut, False, results), *_shard_transition(p, cut, results, scratch), Pause()]
+    if p.is_shard:  # what the segments leave of no state is joined to what the shard leaves of it
+        results["bias"] = Result((p.N, p.H, p.V, p.K), "fp32")
+        of_none = _join_step(p, cut, False, None, None, "bias")
+        steps += [of_none, *_shard_transition(p, cut, results, scratch), Pause()]
     steps.append(_join_step(p, cut, False, first, "starts", last))
     main = sum(isinstance(step, Step) for step in steps) + chunked.main - (len(chunked.steps) - len(after))
     steps += renamed(after, {"initial_state": "starts", "final_state": "ends"})
@@ -383,7 +379,8 @@ def backward(p: Problem) -> Schedule:
     steps += before
     results = common.backward_results(p)
     if p.is_shard:
-        steps += [*_shard_bias(p, cut, True, results), Pause()]
+        results["bias"] = Result((p.N, p.H, p.V, p.K), "fp32")
+        steps += [_join_step(p, cut, True, None, None, "bias"), Pause()]
     steps.append(_join_step(p, cut, True, first, "ends", last))
     main = sum(isinstance(step, Step) for step in steps)
     names = {"grad_final_state": "ends"} | ({"grad_initial_state": "begins"} if gives_first else {})
