@@ -56,6 +56,8 @@ class TorchOp:
     by_op: Callable[..., Sequence[Tensor | None]]  # the gradients of a prepared call by the torch op
     refuse: Callable[[Sequence[Any], Mapping[str, Any]], None]  # raises where inputs and switches do not fit
     behind: Callable[[Tensor, Sequence[Any]], Tensor] | None = None  # what stands behind the recurrence, in plain torch
+    # Runs a checked call in parts, of what `call` takes but for all options and switches; None where it does not.
+    in_parts: Callable[..., tuple[Tensor, Tensor | None] | None] | None = None
 
 
 # ---- the public call ---------------------------------------------------------------------------------------------
@@ -63,14 +65,9 @@ class TorchOp:
 
 def call(
     torch_op: TorchOp, arrays: Sequence[Any], initial_state: Any, output_final_state: bool, cu_seqlens: Any,
-    options: tuple[tuple[str, Any], ...], in_parts: Callable[..., tuple[Tensor, Tensor | None] | None] | None = None,
-    traits: tuple[tuple[str, Any], ...] = (),
+    options: tuple[tuple[str, Any], ...], traits: tuple[tuple[str, Any], ...] = (),
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Run an op with or without gradients: at once where the call is known, else after all checks.
-
-    A call that is not known `in_parts` may run, from what was checked; None where it does not. `traits` are all
-    switches.
-    """
+    """Run an op: at once where the call is known, else after all checks; `traits` are all switches."""
     op = torch_op.op
     if output_final_state is not True and output_final_state is not False:
         output_final_state = check_flag("output_final_state", output_final_state)
@@ -87,18 +84,17 @@ def call(
         whole = complete(op, dict(options), arrays[0])
         if whole["decay_bound"] is None and (bound := dict(traits).get("lower_bound")) is not None:
             whole["decay_bound"] = bound
-        more = options, in_parts, traits
         if sharding.any_distributed((*arrays, initial_state, cu_seqlens)):
-            return _distributed(torch_op, arrays, initial_state, output_final_state, cu_seqlens, more)
+            return _distributed(torch_op, arrays, initial_state, output_final_state, cu_seqlens, options, traits)
         cast = under_autocast(op, arrays)
         if cast is not None:
             with tensors.exactly(cast[0]):
-                return call(torch_op, cast, initial_state, output_final_state, cu_seqlens, *more)
+                return call(torch_op, cast, initial_state, output_final_state, cu_seqlens, options, traits)
         check_options(op, whole)
         layout, backend, decay_bound = whole["state_layout"], whole["backend"], whole["decay_bound"]
         arrays, initial_state, cu_seqlens = check_tensors(op, arrays, initial_state, cu_seqlens, layout, backend)
-        if in_parts is not None:
-            result = in_parts(torch_op, arrays, initial_state, output_final_state, cu_seqlens, whole, traits)
+        if torch_op.in_parts is not None:
+            result = torch_op.in_parts(torch_op, arrays, initial_state, output_final_state, cu_seqlens, whole, traits)
             if result is not None:
                 return result
         to_run = asked_options(whole, arrays[0].dtype, switches)
@@ -131,7 +127,7 @@ def call(
 
 def _distributed(
     torch_op: TorchOp, arrays: Sequence[Any], initial_state: Any, output_final_state: bool, cu_seqlens: Any,
-    more: tuple[Any, ...],
+    options: Any, traits: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     op = torch_op.op
 
@@ -150,7 +146,7 @@ def _distributed(
 
     def run(*local: Any) -> tuple[Tensor, Tensor | None]:
         *inputs, state, bounds = local
-        return call(torch_op, inputs, state, output_final_state, bounds, *more)
+        return call(torch_op, inputs, state, output_final_state, bounds, options, traits)
 
     lead = op.lead
     if "G" in op.inputs[op.names[lead]]:  # y has as many heads as the first input that has not those of keys
@@ -277,6 +273,7 @@ def define(
     operands: Callable[[Sequence[Any], Mapping[str, Any]], Sequence[Tensor]] | None = None,
     behind: Callable[[Tensor, Sequence[Any]], Tensor] | None = None,
     refuse: Callable[[Sequence[Any], Mapping[str, Any]], None] = lambda arrays, traits: None,
+    in_parts: Callable[..., tuple[Tensor, Tensor | None] | None] | None = None,
 ) -> TorchOp:
     """Say who runs `rwkv_jit::<name>_fwd` and `<name>_bwd`, which `registry` knows, and return the op.
 
@@ -407,7 +404,7 @@ def define(
             bounds=count + 1, told=told, present=lambda arguments: (True, bool(arguments[end])),
         )
     )  # fmt: skip
-    torch_op = TorchOp(op, registry.find(f"{name}_fwd"), by_op, refuse, behind)
+    torch_op = TorchOp(op, registry.find(f"{name}_fwd"), by_op, refuse, behind, in_parts)
     return torch_op
 
 

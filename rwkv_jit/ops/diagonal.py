@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rwkv_jit.call import checks, tensors, torch_op
 from rwkv_jit.call.tensors import Array
+from rwkv_jit.call.torch_op import TorchOp
 from rwkv_jit.ops import wide_keys
 from rwkv_jit.plain.operands import behind, operands
 from rwkv_jit.plain.reference import gla_ref
@@ -29,10 +30,12 @@ def _check_limits(arrays: Sequence[Any], traits: Mapping[str, Any]) -> None:
     checks.step_limits((0.0 if least is None else least, math.inf if most is None else most))
 
 
-_SIMPLE_GLA, _HGRN2 = (torch_op.define(op, gla_ref, partial(operands, op)) for op in (OPS["simple_gla"], OPS["hgrn2"]))
-_SSD = torch_op.define(
-    OPS["ssd"], gla_ref, partial(operands, OPS["ssd"]), partial(behind, OPS["ssd"]), _check_limits
-)  # fmt: skip
+def _define(name: str, **more: Any) -> TorchOp:
+    return torch_op.define(OPS[name], gla_ref, partial(operands, OPS[name]), in_parts=wide_keys.in_parts, **more)
+
+
+_SIMPLE_GLA, _HGRN2 = _define("simple_gla"), _define("hgrn2")
+_SSD = _define("ssd", behind=partial(behind, OPS["ssd"]), refuse=_check_limits)
 
 
 # ---- sequences ---------------------------------------------------------------------------------------------------
@@ -106,8 +109,7 @@ def simple_gla(
     if not isinstance(g, Tensor) or g.dim() == 1:
         g = _of_tokens(g, v)
     return torch_op.call(
-        _SIMPLE_GLA, (q, k, v, g), initial_state, output_final_state, cu_seqlens, tuple(options.items()),
-        wide_keys.in_parts,
+        _SIMPLE_GLA, (q, k, v, g), initial_state, output_final_state, cu_seqlens, tuple(options.items())
     )  # fmt: skip
 
 
@@ -168,10 +170,7 @@ def hgrn2(
     >>> y.shape
     torch.Size([2, 128, 4, 64])
     """
-    return torch_op.call(
-        _HGRN2, (q, g, v), initial_state, output_final_state, cu_seqlens, tuple(options.items()),
-        wide_keys.in_parts,
-    )  # fmt: skip
+    return torch_op.call(_HGRN2, (q, g, v), initial_state, output_final_state, cu_seqlens, tuple(options.items()))
 
 
 def ssd(
@@ -271,13 +270,10 @@ def ssd(
     if D is not None and D.shape == of_heads[:1]:
         # One number for a head, whose gradient is a sum over channels of products that must not be rounded.
         D = D.to(torch.promote_types(D.dtype, torch.float32)).unsqueeze(-1).expand(of_heads)
+    least, most = None if least == 0.0 else least, None if most == math.inf else most
     return torch_op.call(
         _SSD, (x, dt, A, B, C, D, z, dt_bias), initial_state, output_final_state, cu_seqlens, tuple(options.items()),
-        wide_keys.in_parts,
-        (
-            ("dt_softplus", dt_softplus), ("least_step", None if least == 0.0 else least),
-            ("most_step", None if most == math.inf else most),
-        ),
+        (("dt_softplus", dt_softplus), ("least_step", least), ("most_step", most)),
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from rwkv_jit.call.options import DecayOptions
 
-OP = torch_op.define(OPS["gla"], gla_ref)
+OP = torch_op.define(OPS["gla"], gla_ref, in_parts=wide_keys.in_parts)
 
 
 def gla(
@@ -82,6 +82,4 @@ def gla(
     >>> y.shape, state.shape
     (torch.Size([2, 128, 4, 96]), torch.Size([2, 4, 48, 96]))
     """
-    return torch_op.call(
-        OP, (q, k, v, g), initial_state, output_final_state, cu_seqlens, tuple(options.items()), wide_keys.in_parts
-    )
+    return torch_op.call(OP, (q, k, v, g), initial_state, output_final_state, cu_seqlens, tuple(options.items()))

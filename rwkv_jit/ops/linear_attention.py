@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from rwkv_jit.call.options import CallOptions
 
-OP = torch_op.define(OPS["linear_attention"], linear_attention_ref)
+OP = torch_op.define(OPS["linear_attention"], linear_attention_ref, in_parts=wide_keys.in_parts)
 
 
 def linear_attention(
@@ -100,9 +100,7 @@ def linear_attention(
     torch.Size([2, 4, 48])
     """
     if not checks.check_flag("normalize", normalize):
-        return torch_op.call(
-            OP, (q, k, v), initial_state, output_final_state, cu_seqlens, tuple(options.items()), wide_keys.in_parts
-        )  # fmt: skip
+        return torch_op.call(OP, (q, k, v), initial_state, output_final_state, cu_seqlens, tuple(options.items()))
 
     if sharding.any_distributed((q, k, v)):
         raise TypeError("q: normalize=True takes no DTensors; pass to_local() of each")
@@ -120,9 +118,7 @@ def linear_attention(
     if state is not None:
         state = _with_total(state, _checked_z(z, state, value_dim), value_dim)
     wide = _with_total(v, torch.ones_like(v[..., 0]), -1)
-    y, final = torch_op.call(
-        OP, (q, k, wide), state, output_final_state, cu_seqlens, tuple(options.items()), wide_keys.in_parts
-    )  # fmt: skip
+    y, final = torch_op.call(OP, (q, k, wide), state, output_final_state, cu_seqlens, tuple(options.items()))
     exact = y.to(torch.promote_types(y.dtype, torch.float32))
     y = (exact[..., :size] / (exact[..., size : size + 1] + 1e-10)).to(v.dtype)
     if final is None:

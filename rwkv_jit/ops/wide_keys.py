@@ -9,6 +9,7 @@ and that of v as a sum.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,8 +55,9 @@ def in_parts(
     states: list[Tensor | None] = [None] * len(sizes)
     if initial_state is not None:
         states = [x.contiguous() for x in initial_state.split(sizes, key_dim)]
+    of_part = replace(wide_op, in_parts=None)
     results = [
-        torch_op.call(wide_op, part, part_state, output_final_state, cu_seqlens, tuple(asked.items()), None, traits)
+        torch_op.call(of_part, part, part_state, output_final_state, cu_seqlens, tuple(asked.items()), traits)
         for *part, part_state in zip(*parts, states, strict=True)
     ]
     dtype = arrays[value].dtype

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from rwkv_jit.call.options import DecayOptions
 
-OP = torch_op.define(OPS["wkv6"], wkv6_ref)
+OP = torch_op.define(OPS["wkv6"], wkv6_ref, in_parts=wide_keys.in_parts)
 
 
 def wkv6(
@@ -93,6 +93,4 @@ def wkv6(
     >>> y.shape, state.shape
     (torch.Size([2, 128, 4, 96]), torch.Size([2, 4, 96, 48]))
     """
-    return torch_op.call(
-        OP, (r, k, v, w, u), initial_state, output_final_state, cu_seqlens, tuple(options.items()), wide_keys.in_parts
-    )
+    return torch_op.call(OP, (r, k, v, w, u), initial_state, output_final_state, cu_seqlens, tuple(options.items()))
