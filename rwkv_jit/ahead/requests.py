@@ -18,6 +18,8 @@ from rwkv_jit.kernels.errors import UnsupportedConfigError, brief
 from rwkv_jit.kernels.gpu import Gpu
 from rwkv_jit.kernels.template import STORAGE_TYPES, Parameter
 from rwkv_jit.ops import timex
+from rwkv_jit.pool import arguments
+from rwkv_jit.pool.ring import MOST_ENTRIES
 from rwkv_jit.schedules import directions, through, update, wkv4
 from rwkv_jit.schedules.build_command import LAYER_OPS, OPS
 from rwkv_jit.schedules.layers import LEGAL
@@ -372,7 +374,7 @@ def _stand_in(
 
 
 def _check_counts(calls: Calls) -> None:
-    """Check how many tokens and rows there are, and how many heads of keys and of values."""
+    """Check how many tokens and rows there are, how many heads of keys and of values, and entries of rings."""
     op, (heads, key_heads) = calls.op, (calls.heads, calls.key_heads)
     for name, value in (("tokens", calls.tokens), ("batch", calls.batch)):
         if op != "timex" and value is not None:
@@ -382,6 +384,13 @@ def _check_counts(calls: Calls) -> None:
             if name not in options_of(op):
                 raise ValueError(f"{name}: kernels of {op} do not depend on how many there are, got {count!r}")
             _check_sizes(**{name: count})
+    for ring in calls.rings:
+        if not isinstance(ring, (tuple, list)) or len(ring) != 2:
+            raise TypeError(f"rings: expected a length and drafts for each, got {brief(ring)}")
+        length, drafts = arguments.count("rings", ring[0], 1), arguments.count("rings", ring[1])
+        if length + drafts > MOST_ENTRIES:
+            of_drafts = f"{length} and {drafts} of speculative tokens"
+            raise ValueError(f"rings: expected at most {MOST_ENTRIES} entries, got {of_drafts}")
     if key_heads is not None and heads is None:
         raise TypeError(f"heads: expected a number where key_heads is given, got None and {key_heads}")
     if key_heads is not None and heads is not None and heads % key_heads:

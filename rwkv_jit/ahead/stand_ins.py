@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
-from rwkv_jit.call import checks, rule
+from rwkv_jit.call import rule
 from rwkv_jit.call.rule import Known
 from rwkv_jit.ops import wide_keys
 from rwkv_jit.schedules import directions, replay, segments, update, varlen
@@ -117,7 +117,6 @@ def replays(
     p: Problem, w0_types: Sequence[str], index_bytes: int, length: int, drafts: int
 ) -> Iterator[Schedule]:  # fmt: skip
     """Yield the schedules of a ring: of steps, of drafts, of commits and of flushes."""
-    checks.check_count("rings", length)
     of_drafts = [(1, True), (drafts, True)] if drafts else []
     for tokens, is_draft in dict.fromkeys([(1, False), *of_drafts, (0, False)]):
         ring = Ring(length, length + drafts, length, is_draft)
