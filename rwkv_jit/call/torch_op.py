@@ -216,16 +216,10 @@ def problem_of(
         op, tensors.gpu(device),
         {name: _storage(x) for name, x in zip(op.names, arrays, strict=True) if x is not None},
         N=sizes["B"] if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-        state_type="fp32" if state is None else _storage(state),
-        is_packed=cu_seqlens is not None,
-        training=training,
-        has_initial_state=state is not None,
-        has_final_state=output_final_state,
-        decay_bound=decay_bound,
-        longest=tensors.longest(cu_seqlens, sizes["T"]) if is_direct else 0,
-        traits=traits,
-        **{**options._asdict(), "chunk_len": options.chunk_len or 0},
-        **sizes,
+        state_type="fp32" if state is None else _storage(state), is_packed=cu_seqlens is not None, training=training,
+        has_initial_state=state is not None, has_final_state=output_final_state, decay_bound=decay_bound,
+        longest=tensors.longest(cu_seqlens, sizes["T"]) if is_direct else 0, traits=traits,
+        **{**options._asdict(), "chunk_len": options.chunk_len or 0}, **sizes,
     )  # fmt: skip
 
 

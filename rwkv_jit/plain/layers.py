@@ -76,6 +76,10 @@ def _bonus(r: Tensor, k: Tensor, v: Tensor, r_k: Tensor) -> Tensor:
     return (wide(r).reshape(k.shape) * k * wide(r_k).reshape(k.shape[-2:])).sum(-1, keepdim=True) * v
 
 
+def _statistics(x: Tensor, mean: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return mean, torch.rsqrt((x - mean.unsqueeze(-1)).square().mean(-1) + eps)
+
+
 def gated_norm(inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> list[Tensor]:
     """Return the norm of the heads behind its gate; or some of these by name."""
     several: list[Any] = [None if x is None else wide(x) for x in inputs]
@@ -92,9 +96,9 @@ def gated_norm(inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> list[
         z = z + bonus.reshape(y.shape)
     made = {"out": (z * _GATES[gate](g.reshape(y.shape))).flatten(-2)}
     if asked:
-        mean = y.mean(-1) if norm == "layer" else torch.zeros_like(y[..., 0])
-        variance = (y - mean.unsqueeze(-1)).square().mean(-1)
-        made |= {"means": mean, "factors": torch.rsqrt(variance + eps)}
+        made["means"], made["factors"] = _statistics(
+            y, y.mean(-1) if norm == "layer" else torch.zeros_like(y[..., 0]), eps
+        )
     return [made[x] for x in asked or made]
 
 
@@ -145,9 +149,7 @@ def norm_shift(inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> list[
     before = _tokens_before(kept, first, cu_seqlens).to(z.dtype)
     mixed = [(n + (before - n) * share).to(dtype) for share in wide(mixes).unbind()]
     with torch.no_grad():
-        mean = z.mean(-1)
-        variance = (z - mean.unsqueeze(-1)).square().mean(-1)
-        stats = torch.stack([mean, torch.rsqrt(variance + eps)], -1)
+        stats = torch.stack(_statistics(z, z.mean(-1), eps), -1)
     return [residual, *mixed, last_tokens(kept, first, cu_seqlens), stats]
 
 

@@ -16,6 +16,9 @@ from rwkv_jit.schedules.schedule import Result, Schedule, Step, without
 DTYPES = {"fp16": "torch.float16", "bf16": "torch.bfloat16", "fp32": "torch.float32", "fp64": "torch.float64"}
 MOST_HEADS = 65535  # of a grid's second extent
 LARGEST_HEAD = 128  # that a block holds
+ACCESS_BYTES = 16
+MULTIPROCESSORS = 132  # where it is not known how many there are
+MOST_BLOCKS = 16  # of a multiprocessor, of the smallest GPUs
 # Of kernels with products of warp groups: nothing but an sm_90 runs code for sm_90, and only with the extension has it
 # these products.
 GROUP_ARCH = "sm_90a"

@@ -147,7 +147,7 @@ def backward_behind(p: Problem, last: Behind) -> tuple[list[Step], dict[str, Any
     y = INNER_Y if last.z else None
     part = operands.skip_gate_gradients(p, last, INNER_Y, names={"dx": None, "y": y})
     scratch = {**part.scratch, **({INNER_DY: _bytes_of_y(p)} if last.z else {})}
-    return [*part.steps], scratch, operands.behind_vectors(p, last, INNER_Y, "dy")
+    return [*part.launches], scratch, operands.behind_vectors(p, last, INNER_Y, "dy")
 
 
 def _joined(first: Mapping[str, int], second: Mapping[str, int]) -> dict[str, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -263,15 +262,13 @@ def forward(p: Problem) -> Schedule:
     else:
         before.append(_walks(p, parameters, given))
         scratch |= {} if p.training else {"walks": walk_bytes(p)}
-    step = Step(template, name, parameters, grid, given, arch)
-    results = common.forward_results(p)
-    schedule = Schedule((*before, step), results, left, scratch, vectors(p), len(before), _ROWS)
-    if "z" not in p.types:
-        return schedule
-    last, of_gate = diagonal_operands.forward_behind(p, _GATE)
-    launches = *before, step._replace(bind={**given, "y": diagonal_operands.INNER_Y}), *last
-    scratch |= {} if p.training else diagonal_operands.kept(p)
-    return replace(schedule, steps=launches, vectors={**schedule.vectors, "z": of_gate["z"]})
+    several, after = vectors(p), list[Step]()
+    if "z" in p.types:
+        after, of_gate = diagonal_operands.forward_behind(p, _GATE)
+        given["y"], several["z"] = diagonal_operands.INNER_Y, of_gate["z"]
+        scratch |= {} if p.training else diagonal_operands.kept(p)
+    launches = *before, Step(template, name, parameters, grid, given, arch), *after
+    return Schedule(launches, common.forward_results(p), left, scratch, several, len(before), _ROWS)
 
 
 def _before(p: Problem) -> tuple[list[Step], dict[str, Any], dict[str, Any]]:
@@ -313,7 +310,7 @@ def backward(p: Problem) -> Schedule:
     after = list[Step]()
     if _computes_steps(p):
         of_steps = operands.head_step_gradients(p, diagonal_operands.steps_of(p), "grad_step", "grad_decay")
-        after += of_steps.steps
+        after += of_steps.launches
         scratch |= {**of_steps.scratch, **dict.fromkeys(("grad_step", "grad_decay"), 4 * p.B * p.T * p.H)}
         given |= {"dw": "grad_decay", "dbeta": "grad_step"}
     several = vectors(p)

@@ -15,7 +15,6 @@ from rwkv_jit.schedules.schedule import Schedule, Step
 
 _HEAD_THREADS = 128
 _ELEMENT_THREADS = 128
-_ACCESS_BYTES = 16
 _HALF_ACCESS_BYTES = 8
 _NORM_VECTOR, _MOST_SUMS = 4, 40  # of a thread
 _NORM_THREADS = 512  # of a multiprocessor, so that each has 128 registers
