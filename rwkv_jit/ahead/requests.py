@@ -386,11 +386,9 @@ def _check_counts(calls: Calls) -> None:
             _check_sizes(**{name: count})
     for ring in calls.rings:
         if not isinstance(ring, (tuple, list)) or len(ring) != 2:
-            raise TypeError(f"rings: expected a length and drafts for each, got {brief(ring)}")
-        length, drafts = arguments.count("rings", ring[0], 1), arguments.count("rings", ring[1])
-        if length + drafts > MOST_ENTRIES:
-            of_drafts = f"{length} and {drafts} of speculative tokens"
-            raise ValueError(f"rings: expected at most {MOST_ENTRIES} entries, got {of_drafts}")
+            raise TypeError(f"rings: expected a length and a number of speculative tokens for each, got {brief(ring)}")
+        length = arguments.count("rings", ring[0], 1, MOST_ENTRIES)
+        arguments.count("rings", ring[1], most=MOST_ENTRIES - length)
     if key_heads is not None and heads is None:
         raise TypeError(f"heads: expected a number where key_heads is given, got None and {key_heads}")
     if key_heads is not None and heads is not None and heads % key_heads:

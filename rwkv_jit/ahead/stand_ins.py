@@ -94,7 +94,7 @@ def _in_parts(p: Problem) -> list[Problem]:
     return [p._replace(K=size) for size in dict.fromkeys(sizes)]
 
 
-# ---- schedules of calls over a pool -------------------------------------------------------------------------------
+# ---- schedules of calls over a pool ------------------------------------------------------------------------------
 
 
 def _calls(
@@ -113,9 +113,7 @@ def updates(p: Problem, w0_types: Sequence[str], index_bytes: int) -> Iterator[S
         yield from (update.schedule(own, pool) for own, pool in _calls(p, tokens, w0_types, index_bytes))
 
 
-def replays(
-    p: Problem, w0_types: Sequence[str], index_bytes: int, length: int, drafts: int
-) -> Iterator[Schedule]:  # fmt: skip
+def replays(p: Problem, w0_types: Sequence[str], index_bytes: int, length: int, drafts: int) -> Iterator[Schedule]:
     """Yield the schedules of a ring: of steps, of drafts, of commits and of flushes."""
     of_drafts = [(1, True), (drafts, True)] if drafts else []
     for tokens, is_draft in dict.fromkeys([(1, False), *of_drafts, (0, False)]):

@@ -203,12 +203,14 @@ def w0(given: Any, sizes: Mapping[str, int], lead: Tensor) -> Tensor | None:
     return x
 
 
-def count(name: str, value: Any, least: int = 0) -> int:
+def count(name: str, value: Any, least: int = 0, most: int | None = None) -> int:
     """Return a number of things."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name}: expected an int, got {brief(value)}")
     if value < least:
         raise ValueError(f"{name}: expected at least {least}, got {brief(value)}")
+    if most is not None and value > most:
+        raise ValueError(f"{name}: expected at most {most}, got {brief(value)}")
     return value
 
 
