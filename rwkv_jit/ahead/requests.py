@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -10,27 +10,26 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rwkv_jit.ahead import layers
+from rwkv_jit.ahead import layers, stand_ins
 from rwkv_jit.call import checks, rule, switches, tensors, tuned
 from rwkv_jit.call.rule import Known
 from rwkv_jit.kernels import kernel
 from rwkv_jit.kernels.errors import UnsupportedConfigError, brief
 from rwkv_jit.kernels.gpu import Gpu
 from rwkv_jit.kernels.template import STORAGE_TYPES, Parameter
-from rwkv_jit.ops import timex, wide_keys
-from rwkv_jit.schedules import directions, replay, segments, through, update, varlen, wkv4
+from rwkv_jit.ops import timex
+from rwkv_jit.pool import arguments
+from rwkv_jit.pool.ring import MOST_ENTRIES
+from rwkv_jit.schedules import directions, through, update, wkv4
 from rwkv_jit.schedules.build_command import LAYER_OPS, OPS
 from rwkv_jit.schedules.layers import LEGAL
 from rwkv_jit.schedules.operands import Slots
-from rwkv_jit.schedules.problem import STATE, Op, Problem
-from rwkv_jit.schedules.replay import Ring
+from rwkv_jit.schedules.problem import Op, Problem
 from rwkv_jit.schedules.schedule import Schedule
 from rwkv_jit.schedules.table import ALL
 from rwkv_jit.schedules.update import Pool
-from rwkv_jit.schedules.varlen import Varlen
 
 DIRECTIONS = ("forward", "backward")
-Knowing = Callable[[], Known]
 UPDATE = "update"  # what stands beside the directions: one or a few tokens over a pool of states
 
 
@@ -75,22 +74,7 @@ def options_of(name: str) -> tuple[str, ...]:
 
 
 _OVER_POOLS = ("shift_mix", "causal_conv1d")
-# Of all lengths one stands for those that the tensor cores take, in segments too, one for those that few heads take in
-# the kernels for large ones, one for those of a few chunks, one for those that are a short chunk, and one for the
-# others; of all GPUs one that has too few heads whatever a call has,
-# for calls of one length and for those of uneven ones that are packed. Where the number of multiprocessors is not
-# known, calls have heads enough.
-_LONG = 2**16
-_OF_FEW_HEADS = 512
-_LENGTHS = (_LONG, _OF_FEW_HEADS, 128, rule.SHORT_TOKENS, 1)
-# Of those without initial states, which have kernels of their own; their final states are float32.
-_STATELESS_LENGTHS = (32, rule.SHORT_TOKENS)
-_MULTIPROCESSORS = 2**16
 _WIDEST = 2**16  # of layers: kernels of wider ones take minutes to compile
-# Of ops with dedicated kernels: multiprocessors for each head of all sequences. These cut a sequence from so many
-# tokens for a block on, and values where there are fewer blocks than multiprocessors.
-_SHARES = (1, 2, 4)
-_LEAST_CUT = 2048
 _MANY_HEADS = 64  # where nobody says how many there are
 # Of these sizes one stands for each set of kernels that calls of timex take: they differ up to 8 rows, and above 16.
 _BATCHES = (*range(1, 9), 16, 32)
@@ -99,67 +83,12 @@ _BATCHES = (*range(1, 9), 16, 32)
 # ---- the kernels of all calls ------------------------------------------------------------------------------------
 
 
-def _resolved(several: Sequence[Problem], knowing: Sequence[Knowing], *purposes: bool) -> list[Problem]:
-    """Return the problems of calls by the rule: for gradients or not, of calls that know one thing or another."""
-    return [
-        rule.resolved(p._replace(training=training), known)
-        for p in several
-        for training, known in product(purposes, knowing)
-    ]
-
-
-def _few_heads(p: Problem) -> Problem:
-    return p._replace(gpu=p.gpu._replace(multiprocessors=_MULTIPROCESSORS))
-
-
-def _problems(stand_in: Problem, direction: str, knowing: Sequence[Knowing]) -> list[Problem]:
-    """Return the problems of the calls that one stands for: of any lengths, and of any batch."""
-    several = [
-        each
-        for tokens in _LENGTHS
-        for p in _in_parts(stand_in._replace(T=tokens))
-        for each in (p, _few_heads(p), _few_heads(p)._replace(is_packed=True, longest=tokens))
-    ]
-    if stand_in.op.through is not None:
-        gpus = [stand_in.gpu._replace(multiprocessors=share * stand_in.H) for share in _SHARES]
-        several += [stand_in._replace(T=tokens, gpu=gpu) for tokens, gpu in product((_LONG, _LEAST_CUT, 1024), gpus)]
-    for tokens in _STATELESS_LENGTHS if stand_in.state_type == "fp32" else ():
-        several += _in_parts(stand_in._replace(T=tokens, has_initial_state=False))
-    resolved = _resolved(several, knowing, True, *([False] if direction == "forward" else []))
-    if direction == "backward":
-        of_states = [p for p in resolved if directions.has_state_alone(p)]
-        resolved += [p._replace(wanted=(STATE,)) for p in of_states]
-    return resolved
-
-
-def _pooled_problems(stand_in: Problem, knowing: Sequence[Knowing]) -> list[Problem]:
-    """Return the problems that stand for sequences of any lengths over a pool, longer ones than updates take."""
-    several = []
-    for tokens in (_LONG, _OF_FEW_HEADS, rule.SHORT_TOKENS):
-        p = stand_in._replace(T=tokens, is_packed=True, is_narrow=False)
-        several += [p, _few_heads(p), _few_heads(p)._replace(longest=tokens)]
-    return _resolved(several, knowing, False)
-
-
-def _shard_problems(stand_in: Problem, direction: str, knowing: Sequence[Knowing]) -> list[Problem]:
-    """Return the problems that stand for calls over parts of sequences, whose kernels pause for other parts."""
-    several = _in_parts(stand_in._replace(T=_LONG, state_type="fp32", state_layout="vk"))
-    resolved = [p for p in _resolved(several, knowing, True) if segments.takes_shard(p)]
-    purposes = (True, False) if direction == "forward" else (True,)
-    return [
-        p._replace(backend="segments", is_shard=True, training=training) for p, training in product(resolved, purposes)
-    ]
-
-
-def _in_parts(p: Problem) -> list[Problem]:
-    """Return the calls that are made of one of these, where its keys go in parts."""
-    running = rule.seen(p)
-    sizes = wide_keys.part_sizes(running) if running.op.family == "diagonal" else [p.K]
-    return [p._replace(K=size) for size in dict.fromkeys(sizes)]
-
-
 def _schedule(problem: Problem, direction: str) -> Schedule:
     return directions.forward(problem) if direction == "forward" else directions.backward(problem)
+
+
+def _kernels(schedules: Iterable[Schedule], gpu: Gpu) -> list[kernel.Request]:
+    return [request for schedule in schedules for request in schedule.requests(gpu)]
 
 
 def call_requests(calls: Calls) -> list[kernel.Request]:
@@ -169,11 +98,10 @@ def call_requests(calls: Calls) -> list[kernel.Request]:
     """
     op, direction = calls.op, calls.direction
     checks.check_name("op", op, tuple(OPS))
+    checks.check_name("direction", direction, (*DIRECTIONS, UPDATE))
     entry = OPS[op]
-    types = _types(entry, calls)
-    state_type = _storage("state_dtype", calls.state_dtype)
-    _refuse_lengths(op, calls.tokens, calls.batch)
-    _check_heads(calls)
+    types, state_type = _types(entry, calls), _storage("state_dtype", calls.state_dtype)
+    _check_counts(calls)
     if not isinstance(calls.index_bits, int) or calls.index_bits not in (32, 64):
         raise ValueError(f"index_bits: expected 32 or 64, got {brief(calls.index_bits)}")
     if direction == UPDATE and not entry.state:
@@ -196,9 +124,9 @@ def call_requests(calls: Calls) -> list[kernel.Request]:
             requests += _pool_requests(stand_in, calls, w_type)
         else:
             knowing = _knowing(calls.arch)
-            problems = _problems(stand_in, direction, knowing)
-            problems += _shard_problems(stand_in, direction, knowing) if calls.shards else []
-            requests += [request for p in problems for request in _schedule(p, direction).requests(p.gpu)]
+            problems = stand_ins.problems(stand_in, direction, knowing)
+            problems += stand_ins.shard_problems(stand_in, direction, knowing) if calls.shards else []
+            requests += _kernels((_schedule(p, direction) for p in problems), stand_in.gpu)
         if calls.width is not None:
             requests += layers.requests(stand_in, calls.width, w_type, direction)
     return requests
@@ -210,24 +138,31 @@ def _pool_requests(stand_in: Problem, calls: Calls, w_type: str) -> list[kernel.
     if stand_in.op.through is not None:
         below = through.below(stand_in)
         # A bound of a gate chooses no chunks over a pool, and an input may have one number of a head.
-        several = _pooled_problems(below._replace(decay_bound=None), knowing)
+        several = stand_ins.pooled_problems(below._replace(decay_bound=None), knowing)
         of_heads = {name: dims for name, dims in stand_in.op.also.items() if not dims.startswith("(")}
         ops = [stand_in.op, *([replace(stand_in.op, inputs={**stand_in.op.inputs, **of_heads})] if of_heads else [])]
         problems = [stand_in._replace(op=op, training=False) for op in ops]
         # Behind the recurrence: of updates, and of packed tokens with bounds of either width.
         bounds = [Slots(1, index_bytes, -1, True), *(Slots(1, index_bytes, -1, True, 1, width) for width in (4, 8))]
-        around = [through.over_pool(p, Schedule(()), slots) for p in problems for slots in bounds]
-        of_inputs = [request for each in around for request in each.requests(stand_in.gpu)]
-        return [
-            *of_inputs, *_update_requests(below, ["fp32"], index_bytes),
-            *_varlen_requests(several, ["void"], index_bytes),
-        ]  # fmt: skip
-    w0_types = ["fp32", w_type] if "w" in stand_in.op.inputs else ["fp32"]
-    of_rings = [request for each in calls.rings for request in _replay_requests(stand_in, w0_types, index_bytes, *each)]
-    several = _pooled_problems(stand_in, knowing)
-    with_none = ["void", *(w0_types if "w" in stand_in.op.inputs else [])]
-    of_updates = _update_requests(stand_in, w0_types, index_bytes)
-    return [*of_updates, *_varlen_requests(several, with_none, index_bytes), *of_rings]
+        around = (through.over_pool(p, Schedule(()), slots) for p in problems for slots in bounds)
+        schedules = [
+            *around,
+            *stand_ins.updates(below, ["fp32"], index_bytes),
+            *stand_ins.varlens(several, ["void"], index_bytes),
+        ]
+        return _kernels(schedules, stand_in.gpu)
+    of_w = ["fp32", w_type] if "w" in stand_in.op.inputs else []
+    of_rings = [
+        schedule
+        for each in calls.rings
+        for schedule in stand_ins.replays(stand_in, of_w or ["fp32"], index_bytes, *each)
+    ]
+    several = stand_ins.pooled_problems(stand_in, knowing)
+    schedules = [
+        *stand_ins.updates(stand_in, of_w or ["fp32"], index_bytes),
+        *stand_ins.varlens(several, ["void", *of_w], index_bytes),
+    ]
+    return _kernels([*schedules, *of_rings], stand_in.gpu)
 
 
 def _requests_without_heads(calls: Calls, types: Mapping[str, str]) -> list[kernel.Request]:
@@ -247,21 +182,20 @@ def _requests_without_heads(calls: Calls, types: Mapping[str, str]) -> list[kern
         batches = _BATCHES if calls.batch is None else [calls.batch]
         problems = [_timex_problem(types, arch, direction, "auto", calls.tokens, rows) for rows in batches]
     elif direction == UPDATE:
-        steps = [_wkv4_problem(types, arch, DIRECTIONS[0], "recurrent", calls.decay, tokens=count) for count in (1, 2)]
-        return [request for p in steps for request in update.schedule(p, Pool(1, 0)).requests(p.gpu)]
+        steps = [_wkv4_problem(types, arch, "recurrent", calls.decay, tokens=count) for count in (1, 2)]
+        return _kernels((update.schedule(p, Pool(1, 0)) for p in steps), steps[0].gpu)
     else:
         problems = [
-            _wkv4_problem(types, arch, direction, "auto", calls.decay, multiprocessors, length)
+            _wkv4_problem(types, arch, "auto", calls.decay, multiprocessors, length)
             # Without tokens the state's gradient passes through another kernel.
-            for multiprocessors, length in ((None, _LONG), (_MULTIPROCESSORS, _LONG), (None, 0))
+            for multiprocessors, length in ((None, stand_ins.LONG), (stand_ins.MANY, stand_ins.LONG), (None, 0))
         ]
-    return [request for p in problems if p.backend != "fft" for request in _schedule(p, direction).requests(p.gpu)]
+    return _kernels((_schedule(p, direction) for p in problems if p.backend != "fft"), problems[0].gpu)
 
 
 def _layer_requests(calls: Calls, types: Mapping[str, str], state_type: str) -> list[kernel.Request]:
     """Return the kernels of one function of a layer's small work."""
     op, entry, names = calls.op, OPS[calls.op], layers.sizes_of(OPS[calls.op])
-    checks.check_name("direction", calls.direction, (*DIRECTIONS, UPDATE))
     _refuse(
         op, value_size=calls.value_size, decay=calls.decay, state_layout=calls.state_layout,
         decay_bound=calls.decay_bound, rings=tuple(calls.rings) or None, shards=calls.shards or None,
@@ -283,56 +217,7 @@ def _layer_requests(calls: Calls, types: Mapping[str, str], state_type: str) -> 
     ]
 
 
-def _over_pool(
-    p: Problem, tokens: int, w0_types: Sequence[str], index_bytes: int, is_draft: bool = False
-) -> Iterator[tuple[Problem, Pool]]:
-    """Yield what stands for calls of so many tokens over a pool: with few blocks and many, and both roundings."""
-    few_or_many, roundings = (_MULTIPROCESSORS, None), (False,) if p.state_type == "fp32" else (False, True)
-    for multiprocessors, w0_type, is_stochastic in product(few_or_many, dict.fromkeys(w0_types), roundings):
-        pool = Pool(1, 0, index_bytes=index_bytes, w0_type=w0_type, is_stochastic=is_stochastic and not is_draft)
-        yield p._replace(T=tokens, gpu=p.gpu._replace(multiprocessors=multiprocessors)), pool
-
-
-def _update_requests(p: Problem, w0_types: Sequence[str], index_bytes: int) -> list[kernel.Request]:
-    """Return the kernels of updates: of one token and of several."""
-    return [
-        request
-        for tokens in (1, 2)
-        for own, pool in _over_pool(p, tokens, w0_types, index_bytes)
-        for request in update.schedule(own, pool).requests(p.gpu)
-    ]
-
-
-def _replay_requests(
-    p: Problem, w0_types: Sequence[str], index_bytes: int, length: int, drafts: int
-) -> list[kernel.Request]:
-    """Return the kernels of a ring: of steps, of drafts, of commits and of flushes."""
-    checks.check_count("rings", length)
-    ring, of_drafts = Ring(length, length + drafts, length), [(1, True), (drafts, True)] if drafts else []
-    phases = dict.fromkeys([(1, False), *of_drafts, (0, False)])
-    return [
-        request
-        for tokens, is_draft in phases
-        for own, pool in _over_pool(p, tokens, w0_types, index_bytes, is_draft)
-        for request in replay.schedule(own, pool, ring._replace(is_draft=is_draft), tokens).requests(p.gpu)
-    ]
-
-
-def _varlen_requests(several: Sequence[Problem], w0_types: Sequence[str], index_bytes: int) -> list[kernel.Request]:
-    """Return the kernels of sequences of any lengths, whose w0 has these types: "void" is none."""
-    roundings = (False,) if several[0].state_type == "fp32" else (False, True)
-    asked = product(several, dict.fromkeys(w0_types), (4, 8), roundings, (False, True))
-    return [
-        request
-        for p, w0_type, bound_bytes, is_stochastic, has_few_tokens in asked
-        for pool in [Pool(1, 0, 16, index_bytes, -1, "fp32" if w0_type == "void" else w0_type, is_stochastic)]
-        for request in varlen.schedule(
-            p._replace(w0_type=w0_type), pool, Varlen(1, 0, bound_bytes, has_few_tokens)
-        ).requests(p.gpu)
-    ]
-
-
-def _knowing(arch: str | None) -> list[Knowing]:
+def _knowing(arch: str | None) -> list[stand_ins.Knowing]:
     """Return what calls may know: the choices for this GPU; or of an architecture none, and those for each GPU."""
     if arch is None and torch.cuda.is_available():
         return [partial(rule.known, torch.cuda.current_device())]
@@ -362,8 +247,7 @@ def named(
     checks.check_name("op", op, tuple(ALL))
     checks.check_name("direction", direction, DIRECTIONS)
     entry = ALL[op]
-    _refuse_lengths(op, calls.tokens, calls.batch)
-    _check_heads(calls)
+    _check_counts(calls)
     chosen = {name: value for name, value in parameters.items() if name in entry.traits}
     parameters = {name: value for name, value in parameters.items() if name not in entry.traits}
     types, others = _with_parameters(entry, _types(entry, calls), parameters)
@@ -375,14 +259,14 @@ def named(
             state_type = str(others.pop("T_STATE"))
         others.pop("STATE_LAYOUT", None)
         stand_in = _stand_in(calls, types, state_type, traits, backend, chunk_len, num_threads)
-        stand_in = stand_in._replace(T=_LONG, training=True)
+        stand_in = stand_in._replace(T=stand_ins.LONG, training=True)
         problem = rule.resolved(stand_in, _knowing(arch)[0])
     else:
         _refuse(
             op, head_size=calls.head_size, value_size=calls.value_size, chunk_len=chunk_len, num_threads=num_threads
         )
         if op == "wkv4":
-            problem = _wkv4_problem(types, arch, direction, backend, calls.decay)
+            problem = _wkv4_problem(types, arch, backend, calls.decay)
         else:
             checks.check_name("t_w", parameters.get("t_w", types["w"]), STORAGE_TYPES)
             _refuse(op, decay=calls.decay)
@@ -424,11 +308,10 @@ def _with_parameters(
 
 
 def _wkv4_problem(
-    types: Mapping[str, str], arch: str | None, direction: str, backend: str, decay: str | None,
-    multiprocessors: int | None = None, tokens: int = _LONG,
+    types: Mapping[str, str], arch: str | None, backend: str, decay: str | None, multiprocessors: int | None = None,
+    tokens: int = stand_ins.LONG,
 ) -> Problem:  # fmt: skip
     """Return the problem of calls of wkv4, of one channel."""
-    checks.check_name("direction", direction, DIRECTIONS)
     checks.check_name("backend", backend, tuple(name for name in ALL["wkv4"].backends if name != "reference"))
     checks.check_name("decay", decay or "raw", ALL["wkv4"].decays)
     p = Problem(
@@ -445,7 +328,6 @@ def _timex_problem(
     if tokens is None:
         raise TypeError("tokens: expected a number for timex, got None")
     _check_sizes(tokens=tokens, batch=batch)
-    checks.check_name("direction", direction, DIRECTIONS)
     checks.check_name("backend", backend, ALL["timex"].backends)
     gpu = Gpu(*tensors.targets(arch))
     p = Problem(ALL["timex"], gpu, types, B=batch, T=tokens, C=1, N=batch, training=True, backend=backend)
@@ -461,7 +343,6 @@ def _stand_in(
 ) -> Problem:  # fmt: skip
     """Check everything and return the problem of calls of an op with heads, before the rule has chosen."""
     entry, head_size, value_size = ALL[calls.op], calls.head_size, calls.value_size
-    checks.check_name("direction", calls.direction, (*DIRECTIONS, UPDATE))
     decay = entry.decay if calls.decay is None else calls.decay
     state_layout = entry.state_layout if calls.state_layout is None else calls.state_layout
     bound = dict(traits).get("lower_bound") if calls.decay_bound is None else calls.decay_bound
@@ -480,7 +361,10 @@ def _stand_in(
     if entry.through is not None:
         heads = _MANY_HEADS if calls.heads is None else calls.heads
         key_heads = heads if calls.key_heads is None else calls.key_heads
-    _check_raw_gates(entry, types, traits)
+    if "a_log" in entry.optional and "a_log" not in types:
+        for name, is_there in (("dt_bias", "dt_bias" in types), ("lower_bound", dict(traits).get("lower_bound"))):
+            if is_there:
+                raise ValueError(f"{name}: needs A_log among the inputs too")
     storage, (narrow, _) = _storage("dtype", calls.dtype), switches.current()
     return Problem(  # with states at both ends, which take the most kernels
         entry, Gpu(*tensors.targets(calls.arch)), types, H=heads, K=head_size, V=value_size, G=key_heads,
@@ -489,21 +373,22 @@ def _stand_in(
     )  # fmt: skip
 
 
-def _check_raw_gates(op: Op, types: Mapping[str, str], traits: tuple[tuple[str, Any], ...]) -> None:
-    if "a_log" in op.optional and "a_log" not in types:
-        for name, is_there in (("dt_bias", "dt_bias" in types), ("lower_bound", dict(traits).get("lower_bound"))):
-            if is_there:
-                raise ValueError(f"{name}: needs A_log among the inputs too")
-
-
-def _check_heads(calls: Calls) -> None:
-    """Check how many heads there are, of keys and of values."""
+def _check_counts(calls: Calls) -> None:
+    """Check how many tokens and rows there are, how many heads of keys and of values, and entries of rings."""
     op, (heads, key_heads) = calls.op, (calls.heads, calls.key_heads)
+    for name, value in (("tokens", calls.tokens), ("batch", calls.batch)):
+        if op != "timex" and value is not None:
+            raise ValueError(f"{name}: is only for timex, the kernels of {op} take any; got {value!r}")
     for name, count in (("heads", heads), ("key_heads", key_heads)):
         if count is not None:
             if name not in options_of(op):
                 raise ValueError(f"{name}: kernels of {op} do not depend on how many there are, got {count!r}")
             _check_sizes(**{name: count})
+    for ring in calls.rings:
+        if not isinstance(ring, (tuple, list)) or len(ring) != 2:
+            raise TypeError(f"rings: expected a length and a number of speculative tokens for each, got {brief(ring)}")
+        length = arguments.count("rings", ring[0], 1, MOST_ENTRIES)
+        arguments.count("rings", ring[1], most=MOST_ENTRIES - length)
     if key_heads is not None and heads is None:
         raise TypeError(f"heads: expected a number where key_heads is given, got None and {key_heads}")
     if key_heads is not None and heads is not None and heads % key_heads:
@@ -567,12 +452,6 @@ def _refuse(op: str, **unwanted: Any) -> None:
     for name, value in unwanted.items():
         if value is not None:
             raise ValueError(f"{name}: {op} has none, got {value!r}")
-
-
-def _refuse_lengths(op: str, tokens: int | None, batch: int | None) -> None:
-    for name, value in (("tokens", tokens), ("batch", batch)):
-        if op != "timex" and value is not None:
-            raise ValueError(f"{name}: is only for timex, the kernels of {op} take any; got {value!r}")
 
 
 def _check_sizes(**sizes: Any) -> None:

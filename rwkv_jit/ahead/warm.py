@@ -12,7 +12,7 @@ import torch
 from rwkv_jit.ahead.requests import DIRECTIONS, UPDATE, Calls, call_requests, named
 from rwkv_jit.call import checks, prepared
 from rwkv_jit.kernels import env, kernel
-from rwkv_jit.kernels.errors import UnsupportedConfigError, brief, unexpected
+from rwkv_jit.kernels.errors import UnsupportedConfigError, brief
 from rwkv_jit.schedules.build_command import OPS
 
 
@@ -51,17 +51,15 @@ def specialize(
         By default as calls on this GPU take them, tuned or chosen by the head size; with an `arch`, by the head size.
     tokens, batch : int, optional
         Only for timex, whose kernels depend on T and B: T, and B, which is 8 or more by default.
-    heads : int, optional
-        As in `warm`.
-    key_heads : int, optional
+    heads, key_heads : int, optional
         As in `warm`.
     inputs : iterable of str or mapping of str to torch.dtype, default ()
         As in `warm`.
     **parameters
         Switches of the op as in `warm`, with the defaults of calls, and any other parameter of the template in lower
-        case: t_w and t_state ("fp16", "bf16", "fp32"), t_u (wkv5, wkv6),
-        state_layout ("vk", "kv"); lanes_per_row, rows_per_thread (recurrent), blocks_per_sm,
-        and largest_decay (on the tensor cores): 0 leaves out the code for decays that are out of a chunk's range.
+        case: t_w and t_state ("fp16", "bf16", "fp32"), t_u (wkv5, wkv6), state_layout ("vk", "kv"); lanes_per_row,
+        rows_per_thread (recurrent), blocks_per_sm, and largest_decay (on the tensor cores): 0 leaves out the code for
+        decays that are out of a chunk's range.
 
     Returns
     -------
@@ -195,11 +193,10 @@ def warm(
         token, of `<op>_verify` of one token and of `drafts`, of `replay_commit` and of `replay_flush`.
     widths : int or iterable of int, optional
         C, of functions over channels. Of models of RWKV-5, 6 or 7: also the other kernels of a layer of `rwkv_jit.nn`.
-        Those of
-        training are `token_shift`, `prepare_keys`, `gated_norm`, `activate`, `gated` and the losses. With `updates`
-        also `shift_mix` and the functions after it. Parameters are all float32 or all of the dtype of r, k, v; the pool
-        of last tokens has that dtype or `state_dtype`. In updates of RWKV-7, rate and v_gate have the dtype of w; a0 is
-        there, with v0 where there is v_first, or neither is.
+        Those of training are `token_shift`, `prepare_keys`, `gated_norm`, `activate`, `gated` and the losses. With
+        `updates` also `shift_mix` and the functions after it. Parameters are all float32 or all of the dtype of r, k,
+        v; the pool of last tokens has that dtype or `state_dtype`. In updates of RWKV-7, rate and v_gate have the dtype
+        of w; a0 is there, with v0 where there is v_first, or neither is.
     shards : bool, default False
         Also the kernels of `rwkv_jit.parallel`, which wkv5, wkv6, wkv7, gla and linear_attention have. Parts that
         cannot be cut into equal segments take the kernels of other calls.
@@ -239,10 +236,7 @@ def warm(
     >>> kernels = rwkv_jit.warm("kda", 128, arch="sm_90", qk_norm=True, inputs=["A_log", "dt_bias"])
     >>> kernels = rwkv_jit.warm("norm_shift", widths=2048, mixes=6, arch="sm_90")
     """
-    legal = OPS[op].traits if isinstance(op, str) and op in OPS else ()
-    for name in switches:
-        if name not in legal:
-            raise unexpected("warm", name, legal)
+    checks.check_names("warm", switches, OPS[op].traits if isinstance(op, str) and op in OPS else ())
     several_rings, types = tuple(_several("rings", rings)), _by_name(inputs)
     flags = {"backward": backward, "updates": updates, "shards": shards}
     backward, updates, shards = (checks.check_flag(name, flag) for name, flag in flags.items())

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from rwkv_jit.call import tensors
-from rwkv_jit.kernels.errors import UnsupportedConfigError
+from rwkv_jit.kernels.errors import UnsupportedConfigError, unexpected
 from rwkv_jit.schedules.layers import BETA_MAPS
 from rwkv_jit.schedules.legal import StateLayout
 from rwkv_jit.schedules.problem import Op
@@ -86,6 +86,13 @@ def check_count(name: str, count: Any) -> None:
         raise TypeError(f"{name}: expected an int, got {count!r}")
     if not 1 <= count < 2**31:
         raise ValueError(f"{name}: expected at least 1, got {count}")
+
+
+def check_names(function: str, options: Iterable[str], legal: Collection[str]) -> None:
+    """Check that there are such options."""
+    for option in options:
+        if option not in legal:
+            raise unexpected(function, option, legal)
 
 
 def check_name(name: str, value: Any, legal: Sequence[str]) -> None:

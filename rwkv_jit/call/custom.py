@@ -225,8 +225,8 @@ class OwnKernel(kernel.Kernel):
                 raw = _raw_stream(stream)
                 with torch.cuda.device(launch.device):
                     launch.launch(raw, values)
-        except struct.error:
-            raise _out_of_range(arguments, names) from None
+        except (struct.error, OverflowError):
+            raise self._out_of_range(entry, kinds, arguments, names) from None
         except cuda.driver().CUDADriverError as error:
             raise RwkvJitError(
                 f"{self.name}: the driver refuses to launch grid {grid}, block {block}, {shared_bytes} bytes of shared "
@@ -248,12 +248,9 @@ class OwnKernel(kernel.Kernel):
             raise ValueError(f"shared_bytes: expected an int of at least 0, got {brief(shared_bytes)}")
         _check_devices(kinds, names)
         entry = self._entry_named(entry)
-        letters = [_LETTERS.get(kind, "Q") for kind in kinds]
-        places = list(range(len(kinds)))
-        if names:
-            types = self._declared(entry, names)
-            places = [names.index(name) for name in types]
-            letters = [_as_declared(*x) for x in zip(letters, kinds, map(types.get, names), strict=True)]
+        types = self._declared(entry, names) if names else {}
+        places = [names.index(name) for name in types] if names else list(range(len(kinds)))
+        letters = _letters(kinds, [types[name] for name in names])
         with torch.cuda.device(device):
             if tensors.capturing() and not self.is_loaded(device.index):
                 raise RwkvJitError(
@@ -279,6 +276,21 @@ class OwnKernel(kernel.Kernel):
             raise TypeError(f"{entry}: expected arguments named {listed}; {'; '.join(map(short, faults))}")
         return types
 
+    def _out_of_range(
+        self, entry: str | None, kinds: Sequence[Any], arguments: Sequence[Any], names: Sequence[str]
+    ) -> ValueError:
+        """Return the error for the first number that is too large for its argument."""
+        types = self._declared(self._entry_named(entry), names) if names else {}
+        letters = _letters(kinds, [types[name] for name in names])
+        for place, (letter, x) in enumerate(zip(letters, arguments, strict=True)):
+            try:
+                struct.pack(f"={letter}", x if type(x) in (int, float) else 0)
+            except (struct.error, OverflowError):
+                kind = {"f": "a float", "d": "a float", "I": "an unsigned int"}.get(letter, "an int")
+                expected = f"expected {kind} of {8 * struct.calcsize(letter)} bits"
+                return ValueError(f"{_called(place, names)}: {expected}, got {brief(x)}")
+        return ValueError(f"{self.name}: an argument is out of range")
+
     def _entry_named(self, entry: str | None) -> str:
         entries = list(self.resources) or _ENTRY.findall(self.ptx)  # the compiler tells no resources of PTX
         named = [name for name in entries if not name.startswith("_Z")]
@@ -297,23 +309,16 @@ def _parameter(name: str, value: Any) -> Any:
     return value.item() if isinstance(value, numpy.generic) else value
 
 
-def _as_declared(letter: str, kind: Any, declared_type: str | None) -> str:
-    """Return the letter that passes a plain number as what the kernel declares, and all else as what it is."""
-    declared = LETTERS.get(declared_type or "", "")
-    legal = {int: "qiIfd", float: "fd"}.get(kind, "")
-    return declared if declared and declared in legal else letter
+def _letters(kinds: Sequence[Any], types: Sequence[str]) -> list[str]:
+    """Return the letters that pass plain numbers as the types that the kernel declares, and all else as what it is."""
+    legal, letters = {int: "qiIfd", float: "fd"}, [_LETTERS.get(kind, "Q") for kind in kinds]
+    for place, (kind, declared) in enumerate(zip(kinds, map(LETTERS.get, types), strict=False)):
+        letters[place] = declared if declared and declared in legal.get(kind, "") else letters[place]
+    return letters
 
 
 def _called(place: int, names: Sequence[str]) -> str:
     return names[place] if names else f"argument {place + 1}"
-
-
-def _out_of_range(arguments: Sequence[Any], names: Sequence[str]) -> ValueError:
-    """Return the error for an int that is too large for its argument."""
-    ints = [(place, x) for place, x in enumerate(arguments) if type(x) is int]
-    bits = 64 if any(not -(2**63) <= x < 2**63 for _, x in ints) else 32
-    place, x = next((place, x) for place, x in ints if not -(2 ** (bits - 1)) <= x < 2 ** (bits - 1))
-    return ValueError(f"{_called(place, names)}: expected an int of {bits} bits, got {brief(x)}")
 
 
 def _as_tensor(called: str, x: Any) -> Tensor:

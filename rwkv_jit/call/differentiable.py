@@ -66,7 +66,8 @@ def define(op: Differentiable) -> Callable[..., list[Tensor | None]]:
         count = len(arguments) - (end - op.tensors)
         arrays, options = arguments[:count], arguments[count:]
         told, bounds = op.told(arrays, options)
-        key = f"{name}_bwd", tuple(map(_hashable, options)), wanted, told, tuple(named.items())
+        chosen = tuple([tuple(x) if isinstance(x, list) else x for x in options])  # which has a hash
+        key = f"{name}_bwd", chosen, wanted, told, tuple(named.items())
         known = prepared.latest(key, arrays, op.lead, bounds)
         if known is None:
             names = leaves.wanted(arrays, wanted.split())
@@ -124,7 +125,3 @@ def define(op: Differentiable) -> Callable[..., list[Tensor | None]]:
     registry.implement(f"{name}_fwd", op.forward, op.fake, record, op.cast)
     registry.implement(f"{name}_bwd", backward, backward_fake, record_backward)
     return differentiate
-
-
-def _hashable(option: Any) -> Any:
-    return tuple(option) if isinstance(option, list) else option

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ def _products_of(op: Op) -> int:
 def _register_all() -> None:
     for op in ALL.values():
         if op.has_heads:
-            _register_both(op.name, _of_recurrence(_products_of(op), *map(op.names.index, "vr")))
+            _register_both(op.name, partial(_of_recurrence, _products_of(op), *map(op.names.index, "vr")))
     _register_both("wkv4", lambda w, u, k, *_, **__: _of_channels(k))
     register("timex_fwd", _of_convolution)
     register("timex_bwd", lambda w, k, *_, wanted="", **__: len((wanted or "w k").split()) * _of_convolution(w, k))
@@ -56,9 +57,9 @@ def register(name: str, formula: Formula) -> None:
         counter.register_flop_formula(op, get_raw=True)(formula)
 
 
-def _of_recurrence(products: int, v: int, r: int) -> Formula:
-    """Return the formula of an op whose v and r are its inputs of these numbers."""
-    return lambda *given, **_: 2 * products * given[v].numel() * given[r].shape[3]
+def _of_recurrence(products: int, v: int, r: int, *given: Any, **_: Any) -> int:
+    """Count a call of an op whose v and r are its inputs of these numbers."""
+    return int(2 * products * given[v].numel() * given[r].shape[3])
 
 
 def _of_convolution(w: Tensor, k: Tensor, *_: Any, **__: Any) -> int:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypedDict, cast
 
-from rwkv_jit.call import tensors
-from rwkv_jit.kernels.errors import unexpected
+from rwkv_jit.call import checks, tensors
 from rwkv_jit.schedules.legal import Backend, Decay, StateLayout
 from rwkv_jit.schedules.problem import Op
 
@@ -89,9 +88,7 @@ def complete(op: Op, options: Mapping[str, Any], first: Any, package: str = "") 
         "checkpoint_interval": 64, "chunk_len": None, "num_threads": None, "backend": "auto",
     }  # fmt: skip
     legal = [name for name in defaults if op.decay != "none" or "decay" not in name]
-    for name in options:
-        if name not in legal:
-            raise unexpected(f"{package}{op.name}", name, legal)
+    checks.check_names(f"{package}{op.name}", options, legal)
     whole = {**defaults, **options}
     if whole["scale"] is None and op.scale is None:
         # An input without a head size is left for the checks to refuse.

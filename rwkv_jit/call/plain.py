@@ -186,13 +186,9 @@ def _walk(block: Block, state: Tensor, streams: Sequence[Tensor], fixed: Sequenc
 
 
 def _walk_packed(
-    block: Block,
-    starts: Tensor,
-    streams: Sequence[Tensor],
-    fixed: Sequence[Tensor],
-    fillers: Sequence[float],
+    block: Block, starts: Tensor, streams: Sequence[Tensor], fixed: Sequence[Tensor], fillers: Sequence[float],
     bounds: Sequence[int],
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Run packed sequences, those of about one length as a batch. `fillers` stand where a sequence is over."""
     groups: dict[int, list[int]] = {}
     for index, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
@@ -236,14 +232,9 @@ def _grows(w: Tensor, decay: str) -> bool:
 
 
 def loop(
-    reference: Callable[..., tuple[Tensor, Tensor]],
-    inputs: Sequence[Tensor],
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    decay: str,
-    state_layout: str,
-) -> tuple[Tensor, Tensor]:
+    reference: Callable[..., tuple[Tensor, Tensor]], inputs: Sequence[Tensor], initial_state: Tensor | None,
+    cu_seqlens: Tensor | None, scale: float, decay: str, state_layout: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return y and the final state of a call that has been checked, by the op's reference."""
     own_decay = {} if decay == "none" else {"decay": decay}
     with tensors.exactly(inputs[0]):
@@ -251,15 +242,9 @@ def loop(
 
 
 def run(
-    name: str,
-    reference: Callable[..., tuple[Tensor, Tensor]],
-    inputs: Sequence[Tensor],
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    decay: str,
-    state_layout: str,
-) -> tuple[Tensor, Tensor]:
+    name: str, reference: Callable[..., tuple[Tensor, Tensor]], inputs: Sequence[Tensor], initial_state: Tensor | None,
+    cu_seqlens: Tensor | None, scale: float, decay: str, state_layout: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return y and the final state of a checked call, differentiable once.
 
     The op's reference runs a few tokens, CUDA tensors, which may be in a capture, and factors whose products overflow.

@@ -59,33 +59,20 @@ class _Later:
     """
 
     def __init__(
-        self,
-        made: Future[kernel.Kernel],
-        bind: Callable[[kernel.Kernel], Launch],
-        replace: Callable[[Launch], None],
-        place: int,
-        count: int,
-        least: int,
-    ):
+        self, made: Future[kernel.Kernel], bind: Callable[[kernel.Kernel], Launch], replace: Callable[[Launch], None],
+        place: int, count: int, least: int,
+    ):  # fmt: skip
         self._made, self._bind, self._replace = made, bind, replace
         self._place, self._count, self._least = place, count, least  # of the integers that say so
 
     def launch(self, stream: int, values: Sequence[int]) -> None:
-        if not self._made.done() and not tensors.capturing() and self._is_idle(stream, values):
-            return
+        if not self._made.done() and not tensors.capturing():
+            counts = cuda.read_integers(values[self._place], self._count, stream)
+            if all(count >= self._least for count in counts):
+                return
         launch = self._bind(self._made.result())
         self._replace(launch)
         launch.launch(stream, values)
-
-    def _is_idle(self, stream: int, values: Sequence[int]) -> bool:
-        counts = cuda.read_integers(values[self._place], self._count, stream)
-        return all(count >= self._least for count in counts)
-
-
-def _to_compile(p: Problem, launches: Sequence[Step]) -> str:
-    """Return what compiles the kernels of such calls."""
-    command = build_command.text(p, launches)
-    return f"to compile it: {command}" if command else f"call {p.op.name} once without that variable"
 
 
 class Plan:
@@ -98,14 +85,9 @@ class Plan:
     """
 
     def __init__(
-        self,
-        schedule: Schedule,
-        problem: Problem,
-        arrays: Mapping[str, Tensor | None],
-        kept: Mapping[str, int] | None = None,
-        soon: Sequence[kernel.Request] = (),
-        copies: Sequence[int] | None = None,
-    ):
+        self, schedule: Schedule, problem: Problem, arrays: Mapping[str, Tensor | None],
+        kept: Mapping[str, int] | None = None, soon: Sequence[kernel.Request] = (), copies: Sequence[int] | None = None,
+    ):  # fmt: skip
         kernel.check_not_forked()
         self._schedule, self.problem, self._kept = schedule, problem, kept or {}
         self._names = tuple(arrays)
@@ -158,7 +140,9 @@ class Plan:
             for place in self._copies:
                 arrays[place] = arrays[place].contiguous()  # type: ignore[union-attr]
         values = [0 if x is None else x.data_ptr() for x in arrays]
-        if math.gcd(*values[self._first : self._last]) % self._alignment and self._is_misaligned(values):
+        if math.gcd(*values[self._first : self._last]) % self._alignment and any(
+            [values[place] % multiple for place, multiple in self._alignments]
+        ):
             results = self._run_copies(arrays, at_pause)
             if self._copies:
                 self._write_back(given, arrays)
@@ -221,9 +205,6 @@ class Plan:
                 step.launch(side.raw if is_beside else stream, values)
         finally:  # what follows on this stream may take the memory that the side stream's kernels still use
             side.join()
-
-    def _is_misaligned(self, values: Sequence[int]) -> bool:
-        return any(values[index] % multiple for index, multiple in self._alignments)
 
     def _run_copies(
         self, arrays: Sequence[Tensor | None], at_pause: Callable[[list[Tensor]], None] | None
@@ -309,7 +290,9 @@ class Plan:
         except CompileError as error:
             if not env.assert_cached():
                 raise
-            raise CompileError(f"{error}; {_to_compile(self.problem, launches)}") from None
+            command = build_command.text(self.problem, launches)
+            what = f"to compile it: {command}" if command else f"call {self.problem.op.name} once without that variable"
+            raise CompileError(f"{error}; {what}") from None
         return [(made if step.idle_at is None else others).pop(0) for step in launches]
 
     def _launch_of(

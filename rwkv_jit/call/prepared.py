@@ -262,15 +262,9 @@ def find(
 
 
 def find_or_keep(
-    asked: tuple[Any, ...],
-    training: bool,
-    arrays: Sequence[Tensor],
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    prepare: Callable[[], Prepared],
-    lead: int = 0,
-    is_public: bool = True,
-) -> Prepared:
+    asked: tuple[Any, ...], training: bool, arrays: Sequence[Tensor], initial_state: Tensor | None,
+    cu_seqlens: Tensor | None, prepare: Callable[[], Prepared], lead: int = 0, is_public: bool = True,
+) -> Prepared:  # fmt: skip
     """Return the call of checked tensors, kept from its first time on; a private one may need all gradients."""
     key = asked if cu_seqlens is None else (_longest(arrays[lead], cu_seqlens), *asked)
     given = *arrays, initial_state, cu_seqlens

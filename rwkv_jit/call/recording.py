@@ -18,11 +18,9 @@ from rwkv_jit.call import tensors
 
 
 def forward(
-    op: Any,
-    setup: Callable[[Any, Sequence[Any], dict[str, Any], Any], None],
-    backward: Callable[..., Sequence[Tensor | None]],
-    plainly: Callable[..., Any],
-) -> Callable[..., Any]:
+    op: Any, setup: Callable[[Any, Sequence[Any], dict[str, Any], Any], None],
+    backward: Callable[..., Sequence[Tensor | None]], plainly: Callable[..., Any],
+) -> Callable[..., Any]:  # fmt: skip
     """Return what records a forward op, whose last argument is whether it keeps what the backward needs.
 
     `setup` keeps this in the context, its first argument, from the arguments and the results; `backward` returns the
@@ -48,9 +46,9 @@ def forward(
     apply = _at_this_level(Recorded)
 
     def record(keys: Any, *arguments: Any, **named: Any) -> Any:
-        if _any_tangent(arguments):
+        if any_tangent(arguments):
             return plainly(*arguments, **named)
-        if torch.is_grad_enabled() and _any_requires_grad(arguments):
+        if torch.is_grad_enabled() and any_requires_grad(arguments):
             return apply(keys, named, *arguments)
         return _below(op, keys, arguments, named)
 
@@ -81,9 +79,9 @@ def backward(op: Any, name: str, instead: str = "") -> tuple[Callable[..., Any],
     apply = _at_this_level(Gradient)
 
     def record(keys: Any, *arguments: Any, **named: Any) -> Any:
-        if _any_tangent(arguments):
+        if any_tangent(arguments):
             raise refuse()
-        if _is_transformed() and torch.is_grad_enabled() and _any_requires_grad(arguments):
+        if _is_transformed() and torch.is_grad_enabled() and any_requires_grad(arguments):
             results = apply(lambda *given: _below(op, keys, given, named), *arguments)
             return results[0] if is_alone else results
         return _below(op, keys, arguments, named)
@@ -257,11 +255,13 @@ def _at_this_level(function: type[_SingleLevelFunction]) -> Callable[..., Any]:
     return run
 
 
-def _any_requires_grad(arguments: Sequence[Any]) -> bool:
+def any_requires_grad(arguments: Sequence[Any]) -> bool:
+    """Return whether one of these is a tensor that wants a gradient."""
     return any(isinstance(x, Tensor) and x.requires_grad for x in arguments)
 
 
-def _any_tangent(arguments: Sequence[Any]) -> bool:
+def any_tangent(arguments: Sequence[Any]) -> bool:
+    """Return whether one of these is a tensor with a derivative in forward mode."""
     if not tensors.has_dual_level():
         return False
     return any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in arguments)

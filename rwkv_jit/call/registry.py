@@ -81,12 +81,9 @@ def find(name: str) -> Any:
 
 
 def implement(
-    name: str,
-    run: Callable[..., Any],
-    fake: Callable[..., Any],
-    record: Callable[..., Any],
+    name: str, run: Callable[..., Any], fake: Callable[..., Any], record: Callable[..., Any],
     cast: Callable[..., Any] = lambda *arguments: arguments,
-) -> None:
+) -> None:  # fmt: skip
     """Say who runs an op."""
     _runners[name] = Runner(run, fake, record, cast)
 

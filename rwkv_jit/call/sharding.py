@@ -35,11 +35,9 @@ def any_distributed(arrays: Sequence[Any]) -> bool:
 
 
 def run(
-    function: Callable[..., Sequence[Tensor | None]],
-    given: Mapping[str, tuple[Any, Roles]],
-    first_name: str,
+    function: Callable[..., Sequence[Tensor | None]], given: Mapping[str, tuple[Any, Roles]], first_name: str,
     results: Sequence[Roles],
-) -> list[Any]:
+) -> list[Any]:  # fmt: skip
     """Run a function of tensors on the part that this rank holds, and return its results as DTensors.
 
     `given` has the tensors and their dimensions by the names of the arguments, in the function's order; `results` the

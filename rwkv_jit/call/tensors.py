@@ -110,15 +110,11 @@ def packing(cu_seqlens: Tensor, tokens: int) -> Tensor:
     On a GPU values are checked once per tensor, as that takes a copy to the host, and again where torch has counted a
     change. What it cannot count, as through `.data` or another library, is read all the same, and kernels clamp bounds.
     """
-    found = _checked_packings.get(id(cu_seqlens))
-    if found is not None and found.is_of(cu_seqlens, tokens):
-        return readable_packing(cu_seqlens)
-    bounds = readable_packing(cu_seqlens)
     if cu_seqlens.is_cuda:
-        _checked(cu_seqlens, bounds, tokens)
+        _checked(cu_seqlens, tokens)
     else:
-        _longest(bounds, tokens)
-    return bounds
+        _longest(cu_seqlens, tokens)
+    return readable_packing(cu_seqlens)
 
 
 def tokens_behind(cu_seqlens: Tensor | None, lead: Tensor) -> int:
@@ -146,7 +142,7 @@ def longest(cu_seqlens: Tensor | None, tokens: int) -> int:
     if cu_seqlens.is_floating_point():
         return 0
     try:
-        known = _checked(cu_seqlens, readable_packing(cu_seqlens), tokens)
+        known = _checked(cu_seqlens, tokens)
     except ValueError:  # which the checks of the call will raise
         return -1
     if known is None:
@@ -154,7 +150,7 @@ def longest(cu_seqlens: Tensor | None, tokens: int) -> int:
     return known.longest
 
 
-def _checked(cu_seqlens: Tensor, bounds: Tensor, tokens: int) -> _Packing | None:
+def _checked(cu_seqlens: Tensor, tokens: int) -> _Packing | None:
     """Return what is known of a packing on a GPU, after a look if need be; None in a capture, where there is none."""
     index = id(cu_seqlens)
     known = _checked_packings.get(index)
@@ -162,7 +158,7 @@ def _checked(cu_seqlens: Tensor, bounds: Tensor, tokens: int) -> _Packing | None
         return known
     if torch.cuda.is_current_stream_capturing():
         return None
-    most = _longest(bounds.cpu(), tokens)
+    most = _longest(cu_seqlens.cpu(), tokens)
     spare = max(most.bit_length() - 3, 0)
     most = most >> spare << spare
     gone = weakref.ref(cu_seqlens, lambda _: _checked_packings.pop(index, None))
@@ -302,12 +298,11 @@ def memory(shape: Sequence[int], dtype: torch.dtype) -> Memory:
     return Memory(tuple(shape), tuple(strides), dtype)
 
 
-def _new(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
-
-
 # What code of torch's compiler makes tensors with: it takes half the time of torch's own.
-new: Callable[..., Tensor] = getattr(_guards, "_empty_strided_cuda", _new)
+new: Callable[..., Tensor] = getattr(
+    _guards, "_empty_strided_cuda",
+    lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device="cuda"),
+)  # fmt: skip
 
 
 def apart(out: Any, others: Iterable[Any]) -> Any:
@@ -426,13 +421,10 @@ def validate(name: str, x: Tensor) -> None:
     """Check through DLPack that a kernel will see the tensor that torch sees: done once per signature."""
     seen = dlpack.view(x)
     wrong = seen.shape != tuple(x.shape) or seen.device != x.device.index or seen.element_bytes != x.element_size()
-    if wrong or (x.numel() > 0 and (seen.address != x.data_ptr() or not _same_strides(seen, x.stride()))):
+    # Strides of a dimension of size 1 have no meaning.
+    differ = any(a != b and n != 1 for a, b, n in zip(seen.strides, x.stride(), seen.shape, strict=True))
+    if wrong or (x.numel() > 0 and (seen.address != x.data_ptr() or differ)):
         raise ValueError(
             f"{name}: DLPack shows shape {seen.shape}, strides {seen.strides} at {seen.address:#x} on device "
             f"{seen.device}; torch shows {tuple(x.shape)}, {x.stride()} at {x.data_ptr():#x} on {x.device}"
         )
-
-
-def _same_strides(seen: dlpack.View, strides: Sequence[int]) -> bool:
-    """Strides of a dimension of size 1 have no meaning."""
-    return all(a == b or n == 1 for a, b, n in zip(seen.strides, strides, seen.shape, strict=True))

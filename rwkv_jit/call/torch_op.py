@@ -56,26 +56,18 @@ class TorchOp:
     by_op: Callable[..., Sequence[Tensor | None]]  # the gradients of a prepared call by the torch op
     refuse: Callable[[Sequence[Any], Mapping[str, Any]], None]  # raises where inputs and switches do not fit
     behind: Callable[[Tensor, Sequence[Any]], Tensor] | None = None  # what stands behind the recurrence, in plain torch
+    # Runs a checked call in parts, of what `call` takes but for all options and switches; None where it does not.
+    in_parts: Callable[..., tuple[Tensor, Tensor | None] | None] | None = None
 
 
 # ---- the public call ---------------------------------------------------------------------------------------------
 
 
 def call(
-    torch_op: TorchOp,
-    arrays: Sequence[Any],
-    initial_state: Any,
-    output_final_state: bool,
-    cu_seqlens: Any,
-    options: tuple[tuple[str, Any], ...],
-    in_parts: Callable[..., tuple[Tensor, Tensor | None] | None] | None = None,
-    traits: tuple[tuple[str, Any], ...] = (),
-) -> tuple[Tensor, Tensor | None]:
-    """Run an op with or without gradients: at once where the call is known, else after all checks.
-
-    A call that is not known `in_parts` may run, from what was checked; None where it does not. `traits` are all
-    switches.
-    """
+    torch_op: TorchOp, arrays: Sequence[Any], initial_state: Any, output_final_state: bool, cu_seqlens: Any,
+    options: tuple[tuple[str, Any], ...], traits: tuple[tuple[str, Any], ...] = (),
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Run an op: at once where the call is known, else after all checks; `traits` are all switches."""
     op = torch_op.op
     if output_final_state is not True and output_final_state is not False:
         output_final_state = check_flag("output_final_state", output_final_state)
@@ -92,18 +84,17 @@ def call(
         whole = complete(op, dict(options), arrays[0])
         if whole["decay_bound"] is None and (bound := dict(traits).get("lower_bound")) is not None:
             whole["decay_bound"] = bound
-        more = options, in_parts, traits
         if sharding.any_distributed((*arrays, initial_state, cu_seqlens)):
-            return _distributed(torch_op, arrays, initial_state, output_final_state, cu_seqlens, more)
+            return _distributed(torch_op, arrays, initial_state, output_final_state, cu_seqlens, options, traits)
         cast = under_autocast(op, arrays)
         if cast is not None:
             with tensors.exactly(cast[0]):
-                return call(torch_op, cast, initial_state, output_final_state, cu_seqlens, *more)
+                return call(torch_op, cast, initial_state, output_final_state, cu_seqlens, options, traits)
         check_options(op, whole)
         layout, backend, decay_bound = whole["state_layout"], whole["backend"], whole["decay_bound"]
         arrays, initial_state, cu_seqlens = check_tensors(op, arrays, initial_state, cu_seqlens, layout, backend)
-        if in_parts is not None:
-            result = in_parts(torch_op, arrays, initial_state, output_final_state, cu_seqlens, whole, traits)
+        if torch_op.in_parts is not None:
+            result = torch_op.in_parts(torch_op, arrays, initial_state, output_final_state, cu_seqlens, whole, traits)
             if result is not None:
                 return result
         to_run = asked_options(whole, arrays[0].dtype, switches)
@@ -136,7 +127,7 @@ def call(
 
 def _distributed(
     torch_op: TorchOp, arrays: Sequence[Any], initial_state: Any, output_final_state: bool, cu_seqlens: Any,
-    more: tuple[Any, ...],
+    options: Any, traits: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     op = torch_op.op
 
@@ -155,7 +146,7 @@ def _distributed(
 
     def run(*local: Any) -> tuple[Tensor, Tensor | None]:
         *inputs, state, bounds = local
-        return call(torch_op, inputs, state, output_final_state, bounds, *more)
+        return call(torch_op, inputs, state, output_final_state, bounds, options, traits)
 
     lead = op.lead
     if "G" in op.inputs[op.names[lead]]:  # y has as many heads as the first input that has not those of keys
@@ -209,6 +200,11 @@ def sizes_of(op: Op, arrays: Sequence[Any]) -> dict[str, Any]:
     return sizes
 
 
+def traits_of(op: Op, named: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Return the switches of a call in the order of the op's; torch passes only those that are not as by default."""
+    return tuple([(trait, named.get(trait, default)) for trait, default in op.traits.items()])
+
+
 def problem_of(
     op: Op, arrays: Sequence[Any], state: Tensor | None, cu_seqlens: Tensor | None, options: Options,
     output_final_state: bool, training: bool, decay_bound: float | None = None,
@@ -220,16 +216,10 @@ def problem_of(
         op, tensors.gpu(device),
         {name: _storage(x) for name, x in zip(op.names, arrays, strict=True) if x is not None},
         N=sizes["B"] if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-        state_type="fp32" if state is None else _storage(state),
-        is_packed=cu_seqlens is not None,
-        training=training,
-        has_initial_state=state is not None,
-        has_final_state=output_final_state,
-        decay_bound=decay_bound,
-        longest=tensors.longest(cu_seqlens, sizes["T"]) if is_direct else 0,
-        traits=traits,
-        **{**options._asdict(), "chunk_len": options.chunk_len or 0},
-        **sizes,
+        state_type="fp32" if state is None else _storage(state), is_packed=cu_seqlens is not None, training=training,
+        has_initial_state=state is not None, has_final_state=output_final_state, decay_bound=decay_bound,
+        longest=tensors.longest(cu_seqlens, sizes["T"]) if is_direct else 0, traits=traits,
+        **{**options._asdict(), "chunk_len": options.chunk_len or 0}, **sizes,
     )  # fmt: skip
 
 
@@ -244,14 +234,9 @@ def left_open(p: Problem, before: Problem) -> Problem:
 
 
 def _prepare(
-    torch_op: TorchOp,
-    problem: Problem,
-    arrays: Sequence[Tensor],
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    asked: tuple[Any, ...],
-    is_public: bool = False,
-) -> Prepared:
+    torch_op: TorchOp, problem: Problem, arrays: Sequence[Tensor], initial_state: Tensor | None,
+    cu_seqlens: Tensor | None, asked: tuple[Any, ...], is_public: bool = False,
+) -> Prepared:  # fmt: skip
     """Return the call of checked tensors; `asked` is what tells its problem apart."""
     op, training = torch_op.op, problem.training
 
@@ -282,6 +267,7 @@ def define(
     operands: Callable[[Sequence[Any], Mapping[str, Any]], Sequence[Tensor]] | None = None,
     behind: Callable[[Tensor, Sequence[Any]], Tensor] | None = None,
     refuse: Callable[[Sequence[Any], Mapping[str, Any]], None] = lambda arrays, traits: None,
+    in_parts: Callable[..., tuple[Tensor, Tensor | None] | None] | None = None,
 ) -> TorchOp:
     """Say who runs `rwkv_jit::<name>_fwd` and `<name>_bwd`, which `registry` knows, and return the op.
 
@@ -299,10 +285,6 @@ def define(
         """Return the inputs; the state and cu_seqlens; the options."""
         return arguments[:count], arguments[count : count + 2], Options(*arguments[count + 2 : end])
 
-    def traits_of(named: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-        """Return the switches of a call, of which torch passes those that are not as by default."""
-        return tuple([(trait, named.get(trait, default)) for trait, default in op.traits.items()])
-
     def run_plainly(
         arrays: Sequence[Any], options: Options, named: Mapping[str, Any], by_blocks: bool
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -314,7 +296,7 @@ def define(
         if operands is not None:
             decay = "log"
             with tensors.exactly(given[0]):
-                given = operands(given, dict(traits_of(named)))
+                given = operands(given, dict(traits_of(op, named)))
         rest = state, cu_seqlens, options.scale, decay, options.state_layout
         if by_blocks and below.family in plain.FAMILIES:
             y, final = plain.run(below.name, reference, given, *rest)
@@ -324,7 +306,7 @@ def define(
 
     def forward(*arguments: Any, decay_bound: float | None = None, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
         given, (state, cu_seqlens), options = parts(arguments)
-        traits = traits_of(named)
+        traits = traits_of(op, named)
         output_final_state, save = arguments[end:]
         if is_for_kernels(options.backend, given[0]):
             # The public call has checked these options, so what is known of it is no public call's.
@@ -364,7 +346,7 @@ def define(
         arrays: Sequence[Any], options: Options, named: Mapping[str, Any], is_fake: bool = False
     ) -> Problem:  # fmt: skip
         given, (state, cu_seqlens), bound = arrays[:count], arrays[count : count + 2], named.get("decay_bound")
-        p = problem_of(op, given, state, cu_seqlens, options, False, True, bound, traits_of(named), not is_fake)
+        p = problem_of(op, given, state, cu_seqlens, options, False, True, bound, traits_of(op, named), not is_fake)
         return left_open(resolved(p, given, not is_fake, is_fake), p)
 
     def told(arrays: Sequence[Any], options: Sequence[Any]) -> tuple[str | None, Tensor | None]:
@@ -416,7 +398,7 @@ def define(
             bounds=count + 1, told=told, present=lambda arguments: (True, bool(arguments[end])),
         )
     )  # fmt: skip
-    torch_op = TorchOp(op, registry.find(f"{name}_fwd"), by_op, refuse, behind)
+    torch_op = TorchOp(op, registry.find(f"{name}_fwd"), by_op, refuse, behind, in_parts)
     return torch_op
 
 

@@ -101,18 +101,13 @@ def kda(
 
     Returns
     -------
-    y : torch.Tensor, shape (B, T, H, V), dtype of v
-    final_state : torch.Tensor, shape (N, H, K, V) or (N, H, V, K), or None
-        Dtype of `initial_state`, float32 without one.
+    y, final_state
+        As `gla` returns them.
 
     Raises
     ------
-    TypeError, ValueError
-        An argument does not fit; the message has its name, what was expected and what came. Nothing has been launched.
-    UnsupportedConfigError
-        No kernel for this `chunk_len` or `num_threads`, with the legal values; or a call that the `backend` cannot do.
-    NvrtcNotFoundError
-        CUDA tensors without CuPy or NVRTC; with the command that installs them.
+    TypeError, ValueError, UnsupportedConfigError, NvrtcNotFoundError
+        As `wkv7`.
 
     Notes
     -----
@@ -195,12 +190,12 @@ def gated_delta_rule(
     Returns
     -------
     y, final_state
-        As `kda` returns them.
+        As `gla` returns them.
 
     Raises
     ------
     TypeError, ValueError, UnsupportedConfigError, NvrtcNotFoundError
-        As `kda`.
+        As `wkv7`.
 
     Notes
     -----
@@ -268,12 +263,12 @@ def delta_rule(
     Returns
     -------
     y, final_state
-        As `kda` returns them.
+        As `gla` returns them.
 
     Raises
     ------
     TypeError, ValueError, UnsupportedConfigError, NvrtcNotFoundError
-        As `kda`.
+        As `wkv7`.
 
     Notes
     -----
@@ -348,12 +343,12 @@ def gated_delta_rule2(
     Returns
     -------
     y, final_state
-        As `kda` returns them.
+        As `gla` returns them.
 
     Raises
     ------
     TypeError, ValueError, UnsupportedConfigError, NvrtcNotFoundError
-        As `kda`.
+        As `wkv7`.
 
     Notes
     -----

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rwkv_jit.call import checks, tensors, torch_op
 from rwkv_jit.call.tensors import Array
+from rwkv_jit.call.torch_op import TorchOp
 from rwkv_jit.ops import wide_keys
 from rwkv_jit.plain.operands import behind, operands
 from rwkv_jit.plain.reference import gla_ref
@@ -29,10 +30,12 @@ def _check_limits(arrays: Sequence[Any], traits: Mapping[str, Any]) -> None:
     checks.step_limits((0.0 if least is None else least, math.inf if most is None else most))
 
 
-_SIMPLE_GLA, _HGRN2 = (torch_op.define(op, gla_ref, partial(operands, op)) for op in (OPS["simple_gla"], OPS["hgrn2"]))
-_SSD = torch_op.define(
-    OPS["ssd"], gla_ref, partial(operands, OPS["ssd"]), partial(behind, OPS["ssd"]), _check_limits
-)  # fmt: skip
+def _define(name: str, **more: Any) -> TorchOp:
+    return torch_op.define(OPS[name], gla_ref, partial(operands, OPS[name]), in_parts=wide_keys.in_parts, **more)
+
+
+_SIMPLE_GLA, _HGRN2 = _define("simple_gla"), _define("hgrn2")
+_SSD = _define("ssd", behind=partial(behind, OPS["ssd"]), refuse=_check_limits)
 
 
 # ---- sequences ---------------------------------------------------------------------------------------------------
@@ -71,14 +74,13 @@ def simple_gla(
 
     Returns
     -------
-    y : torch.Tensor, shape (B, T, H, V), dtype of v
-    final_state : torch.Tensor, shape (N, H, K, V) or (N, H, V, K), or None
-        Dtype of `initial_state`, float32 without one.
+    y, final_state
+        As `gla` returns them.
 
     Raises
     ------
     TypeError, ValueError, UnsupportedConfigError, NvrtcNotFoundError
-        As `gla`.
+        As `wkv7`.
 
     Notes
     -----
@@ -107,8 +109,7 @@ def simple_gla(
     if not isinstance(g, Tensor) or g.dim() == 1:
         g = _of_tokens(g, v)
     return torch_op.call(
-        _SIMPLE_GLA, (q, k, v, g), initial_state, output_final_state, cu_seqlens, tuple(options.items()),
-        wide_keys.in_parts,
+        _SIMPLE_GLA, (q, k, v, g), initial_state, output_final_state, cu_seqlens, tuple(options.items())
     )  # fmt: skip
 
 
@@ -145,12 +146,12 @@ def hgrn2(
     Returns
     -------
     y, final_state
-        As `simple_gla` returns them.
+        As `gla` returns them.
 
     Raises
     ------
     TypeError, ValueError, UnsupportedConfigError, NvrtcNotFoundError
-        As `gla`.
+        As `wkv7`.
 
     Notes
     -----
@@ -169,10 +170,7 @@ def hgrn2(
     >>> y.shape
     torch.Size([2, 128, 4, 64])
     """
-    return torch_op.call(
-        _HGRN2, (q, g, v), initial_state, output_final_state, cu_seqlens, tuple(options.items()),
-        wide_keys.in_parts,
-    )  # fmt: skip
+    return torch_op.call(_HGRN2, (q, g, v), initial_state, output_final_state, cu_seqlens, tuple(options.items()))
 
 
 def ssd(
@@ -210,11 +208,8 @@ def ssd(
         Log-decay of a step of 1, which is negative.
     B, C : torch.Tensor, shape (B, T, G, K), dtype of x
         Key by which an input is written, and query by which the state is read. Head h has those of group h // (H // G).
-    initial_state : torch.Tensor, shape (N, H, V, K) or (H, V, K), optional
-        State before the first token, float16, bfloat16 or float32; zeros by default. Without N the same for every
-        sequence. In the kv layout the last two sizes are (K, V).
-    output_final_state, cu_seqlens
-        As `gla` takes them.
+    initial_state, output_final_state, cu_seqlens
+        As `wkv7` takes them.
     D : torch.Tensor, shape (H,) or (H, V), dtype of x or float32, optional
         How much of the input is added to y.
     z : torch.Tensor, shape and dtype of x, optional
@@ -231,14 +226,13 @@ def ssd(
 
     Returns
     -------
-    y : torch.Tensor, shape and dtype of x
-    final_state : torch.Tensor, shape (N, H, V, K) or (N, H, K, V), or None
-        Dtype of `initial_state`, float32 without one.
+    y, final_state
+        As `wkv7` returns them, with x for v.
 
     Raises
     ------
     TypeError, ValueError, UnsupportedConfigError, NvrtcNotFoundError
-        As `gla`.
+        As `wkv7`.
 
     Notes
     -----
@@ -251,8 +245,7 @@ def ssd(
     gradient of A is a sum of steps times differences of float32 sums: with long steps it may be mostly rounding. Tokens
     whose decay is 0 in float32 have no part in it.
 
-    Results have the same bits in every run. A second derivative is an error. Under `torch.autocast` inputs are cast
-    like those of `gla`; dt may stay float32. CPU tensors run plain torch, with one notice.
+    Results, derivatives and `torch.autocast` are as of `simple_gla`; dt may stay float32.
 
     References
     ----------
@@ -277,13 +270,10 @@ def ssd(
     if D is not None and D.shape == of_heads[:1]:
         # One number for a head, whose gradient is a sum over channels of products that must not be rounded.
         D = D.to(torch.promote_types(D.dtype, torch.float32)).unsqueeze(-1).expand(of_heads)
+    least, most = None if least == 0.0 else least, None if most == math.inf else most
     return torch_op.call(
         _SSD, (x, dt, A, B, C, D, z, dt_bias), initial_state, output_final_state, cu_seqlens, tuple(options.items()),
-        wide_keys.in_parts,
-        (
-            ("dt_softplus", dt_softplus), ("least_step", None if least == 0.0 else least),
-            ("most_step", None if most == math.inf else most),
-        ),
+        (("dt_softplus", dt_softplus), ("least_step", least), ("most_step", most)),
     )  # fmt: skip
 
 

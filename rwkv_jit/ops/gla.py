@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from rwkv_jit.call.options import DecayOptions
 
-OP = torch_op.define(OPS["gla"], gla_ref)
+OP = torch_op.define(OPS["gla"], gla_ref, in_parts=wide_keys.in_parts)
 
 
 def gla(
@@ -50,7 +50,7 @@ def gla(
         State before the first token, float16, bfloat16 or float32; zeros by default. Without N the same for every
         sequence. In the vk layout the last two sizes are (V, K).
     output_final_state, cu_seqlens
-        As `wkv6` takes them.
+        As `wkv7` takes them.
     **options
         By name, as `DecayOptions` says: scale, decay, decay_bound, state_layout, checkpoint_interval, chunk_len,
         num_threads, backend. By default scale is K^-0.5, decay "log" and state_layout "kv".
@@ -64,7 +64,7 @@ def gla(
     Raises
     ------
     TypeError, ValueError, UnsupportedConfigError, NvrtcNotFoundError
-        As `wkv6`.
+        As `wkv7`.
 
     Notes
     -----
@@ -82,6 +82,4 @@ def gla(
     >>> y.shape, state.shape
     (torch.Size([2, 128, 4, 96]), torch.Size([2, 4, 48, 96]))
     """
-    return torch_op.call(
-        OP, (q, k, v, g), initial_state, output_final_state, cu_seqlens, tuple(options.items()), wide_keys.in_parts
-    )
+    return torch_op.call(OP, (q, k, v, g), initial_state, output_final_state, cu_seqlens, tuple(options.items()))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from rwkv_jit.call.options import CallOptions
 
-OP = torch_op.define(OPS["linear_attention"], linear_attention_ref)
+OP = torch_op.define(OPS["linear_attention"], linear_attention_ref, in_parts=wide_keys.in_parts)
 
 
 def linear_attention(
@@ -52,7 +52,7 @@ def linear_attention(
         sequence. In the vk layout the last two sizes are (V, K). With `normalize` a pair of this and z, the sum of the
         keys, (N, H, K) or (H, K) in the same dtype.
     output_final_state, cu_seqlens
-        As `wkv6` takes them.
+        As `wkv7` takes them.
     normalize : bool, default False
         Whether y is divided by what it would be for values of 1.
     **options
@@ -69,20 +69,13 @@ def linear_attention(
     Raises
     ------
     TypeError, ValueError, UnsupportedConfigError, NvrtcNotFoundError
-        As `wkv6`.
+        As `wkv7`.
 
     Notes
     -----
-    The recurrent kernels: arithmetic, state and saved states are float32. Relative L2 error against float64 on the
-    same rounded inputs, y and gradients: below 5e-6 in float32; below 3e-3 in float16 and bfloat16, which is the
-    rounding of the outputs. The backward recomputes the states forward from the saved ones, and keeps
-    4 B H V K ceil(T / checkpoint_interval) bytes between the passes.
-
-    The tensor cores: products of operands of the inputs' dtype with float32 sums, the state in float32. Relative L2
-    errors in bfloat16 are below 6e-3; in float16 below 8e-4, as long as products and states stay within its range
-    (`CallOptions`). 2 B H V K ceil(T / chunk_len) bytes are kept between the passes, with V and K rounded up to
-    multiples of 32, or about half of them where a state is saved every 64 tokens; for heads that blocks share the
-    backward needs as many again while it runs. Segments keep 4 K bytes more for each of their heads.
+    Precision, and what is kept between the passes, are as of `wkv6`. On the tensor cores errors of all gradients are
+    below 6e-3 in bfloat16 and 8e-4 in float16; about half as many bytes are kept where a state is saved every 64
+    tokens.
 
     With `normalize` the op runs on values with up to eight more columns, one of them ones, and y is divided by what
     comes out of that one, in the dtype of v: errors then are about twice as large in float16 and bfloat16, and grow
@@ -107,9 +100,7 @@ def linear_attention(
     torch.Size([2, 4, 48])
     """
     if not checks.check_flag("normalize", normalize):
-        return torch_op.call(
-            OP, (q, k, v), initial_state, output_final_state, cu_seqlens, tuple(options.items()), wide_keys.in_parts
-        )  # fmt: skip
+        return torch_op.call(OP, (q, k, v), initial_state, output_final_state, cu_seqlens, tuple(options.items()))
 
     if sharding.any_distributed((q, k, v)):
         raise TypeError("q: normalize=True takes no DTensors; pass to_local() of each")
@@ -127,9 +118,7 @@ def linear_attention(
     if state is not None:
         state = _with_total(state, _checked_z(z, state, value_dim), value_dim)
     wide = _with_total(v, torch.ones_like(v[..., 0]), -1)
-    y, final = torch_op.call(
-        OP, (q, k, wide), state, output_final_state, cu_seqlens, tuple(options.items()), wide_keys.in_parts
-    )  # fmt: skip
+    y, final = torch_op.call(OP, (q, k, wide), state, output_final_state, cu_seqlens, tuple(options.items()))
     exact = y.to(torch.promote_types(y.dtype, torch.float32))
     y = (exact[..., :size] / (exact[..., size : size + 1] + 1e-10)).to(v.dtype)
     if final is None:

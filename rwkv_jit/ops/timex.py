@@ -296,9 +296,7 @@ def timex(w: Array, k: Array, eps: float = 0.0, backend: TimexBackend = "auto", 
 
     Raises
     ------
-    TypeError, ValueError
-        An argument does not fit; the message has its name, what was expected and what came. Nothing has been launched.
-    UnsupportedConfigError, NvrtcNotFoundError
+    TypeError, ValueError, UnsupportedConfigError, NvrtcNotFoundError
         As `wkv7`.
 
     Notes

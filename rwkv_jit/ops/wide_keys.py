@@ -9,6 +9,7 @@ and that of v as a sum.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,14 +27,9 @@ _BEHIND = ("own", "z")  # inputs that stand behind a recurrence
 
 
 def in_parts(
-    wide_op: TorchOp,
-    arrays: Sequence[Tensor],
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-    whole: DecayOptions,
-    traits: tuple[tuple[str, Any], ...] = (),
-) -> tuple[Tensor, Tensor | None] | None:
+    wide_op: TorchOp, arrays: Sequence[Tensor], initial_state: Tensor | None, output_final_state: bool,
+    cu_seqlens: Tensor | None, whole: DecayOptions, traits: tuple[tuple[str, Any], ...] = (),
+) -> tuple[Tensor, Tensor | None] | None:  # fmt: skip
     """Run a checked call as `torch_op.call` does where its keys are too long and parts are not; else return None."""
     op = wide_op.op
     if not _may_be_in_parts(arrays[op.names.index("r")], whole):
@@ -41,17 +37,9 @@ def in_parts(
     options = torch_op.asked_options(whole, arrays[0].dtype, switches.current())
     is_direct, value = tensors.is_eager(), op.names.index("v")
     problem = torch_op.problem_of(
-        op,
-        arrays,
-        initial_state,
-        cu_seqlens,
-        options,
-        output_final_state,
-        True,
-        whole["decay_bound"],
-        traits,
+        op, arrays, initial_state, cu_seqlens, options, output_final_state, True, whole["decay_bound"], traits,
         is_direct,
-    )
+    )  # fmt: skip
     sizes = part_sizes(rule.seen(problem, sees_load=is_direct))
     if len(sizes) == 1:
         return None
@@ -67,8 +55,9 @@ def in_parts(
     states: list[Tensor | None] = [None] * len(sizes)
     if initial_state is not None:
         states = [x.contiguous() for x in initial_state.split(sizes, key_dim)]
+    of_part = replace(wide_op, in_parts=None)
     results = [
-        torch_op.call(wide_op, part, part_state, output_final_state, cu_seqlens, tuple(asked.items()), None, traits)
+        torch_op.call(of_part, part, part_state, output_final_state, cu_seqlens, tuple(asked.items()), traits)
         for *part, part_state in zip(*parts, states, strict=True)
     ]
     dtype = arrays[value].dtype

@@ -70,10 +70,8 @@ def wkv4(
 
     Raises
     ------
-    TypeError, ValueError
-        An argument does not fit; the message has its name, what was expected and what came. Nothing has been launched.
-    UnsupportedConfigError
-        A call that the `backend` cannot do.
+    TypeError, ValueError, UnsupportedConfigError
+        As `wkv7`.
     RwkvJitError, NvrtcNotFoundError
         As `shift_mix`.
 

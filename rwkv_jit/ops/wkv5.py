@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from rwkv_jit.call.options import DecayOptions
 
-OP = torch_op.define(OPS["wkv5"], wkv5_ref)
+OP = torch_op.define(OPS["wkv5"], wkv5_ref, in_parts=wide_keys.in_parts)
 
 
 def wkv5(
@@ -50,21 +50,20 @@ def wkv5(
     u : torch.Tensor, shape (H, K), dtype of r or float32
         Bonus of the current token.
     initial_state, output_final_state, cu_seqlens
-        As `wkv6` takes them.
+        As `wkv7` takes them.
     **options
         By name, as `DecayOptions` says: scale, decay, decay_bound, state_layout, checkpoint_interval, chunk_len,
         num_threads, backend.
 
     Returns
     -------
-    y : torch.Tensor, shape (B, T, H, V), dtype of v
-    final_state : torch.Tensor, shape (N, H, V, K) or (N, H, K, V), or None
-        Dtype of `initial_state`, float32 without one. For T = 0 a differentiable copy of the initial state.
+    y, final_state
+        As `wkv7` returns them.
 
     Raises
     ------
     TypeError, ValueError, UnsupportedConfigError, NvrtcNotFoundError
-        As `wkv6`.
+        As `wkv7`.
 
     Notes
     -----
@@ -83,6 +82,4 @@ def wkv5(
     >>> y.shape, state.shape
     (torch.Size([2, 128, 4, 96]), torch.Size([2, 4, 96, 48]))
     """
-    return torch_op.call(
-        OP, (r, k, v, w, u), initial_state, output_final_state, cu_seqlens, tuple(options.items()), wide_keys.in_parts
-    )
+    return torch_op.call(OP, (r, k, v, w, u), initial_state, output_final_state, cu_seqlens, tuple(options.items()))

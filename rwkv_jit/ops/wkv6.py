@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from rwkv_jit.call.options import DecayOptions
 
-OP = torch_op.define(OPS["wkv6"], wkv6_ref)
+OP = torch_op.define(OPS["wkv6"], wkv6_ref, in_parts=wide_keys.in_parts)
 
 
 def wkv6(
@@ -49,33 +49,21 @@ def wkv6(
         Decay before the map that `decay` names.
     u : torch.Tensor, shape (H, K), dtype of r or float32
         Bonus of the current token.
-    initial_state : torch.Tensor, shape (N, H, V, K) or (H, V, K), optional
-        State before the first token, float16, bfloat16 or float32; zeros by default. Without N the same for every
-        sequence. In the kv layout the last two sizes are (K, V).
-    output_final_state : bool, default False
-        Whether to return the state after the last token.
-    cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-        Sequences packed along T with B = 1: sequence i is the tokens cu_seqlens[i] to cu_seqlens[i + 1], which may be
-        none. Its values are read in every call; on a GPU they are checked once per tensor, with one copy to the host,
-        and clamped by the kernels.
+    initial_state, output_final_state, cu_seqlens
+        As `wkv7` takes them.
     **options
         By name, as `DecayOptions` says: scale, decay, decay_bound, state_layout, checkpoint_interval, chunk_len,
         num_threads, backend.
 
     Returns
     -------
-    y : torch.Tensor, shape (B, T, H, V), dtype of v
-    final_state : torch.Tensor, shape (N, H, V, K) or (N, H, K, V), or None
-        Dtype of `initial_state`, float32 without one. For T = 0 a differentiable copy of the initial state.
+    y, final_state
+        As `wkv7` returns them.
 
     Raises
     ------
-    TypeError, ValueError
-        An argument does not fit; the message has its name, what was expected and what came. Nothing has been launched.
-    UnsupportedConfigError
-        No kernel for this `chunk_len` or `num_threads`, with the legal values; or a call that the `backend` cannot do.
-    NvrtcNotFoundError
-        CUDA tensors without CuPy or NVRTC; with the command that installs them.
+    TypeError, ValueError, UnsupportedConfigError, NvrtcNotFoundError
+        As `wkv7`.
 
     Notes
     -----
@@ -90,15 +78,8 @@ def wkv6(
     rounded up to multiples of 32; for heads that blocks share the backward needs as many again while it runs. Segments
     keep 4 K bytes more for each of their heads.
 
-    Results are the same bit for bit from run to run. du is added over tokens and sequences in float32. A second
-    derivative is an error.
-
-    Under `torch.autocast` r, k and v are cast to its dtype like the inputs of torch's ops; w and u may stay
-    float32, and states keep their dtype. Forward-mode derivatives (`torch.func.jvp`, `jacfwd`) work for CPU tensors and
-    backend="reference"; kernels raise an error. DTensors may be replicated or sharded over the batch or the heads.
-
-    The first call with a head size, dtype and decay compiles for this GPU and stores the result on disk. CPU tensors
-    run plain torch, with one notice.
+    Results, derivatives, `torch.autocast`, DTensors, the first call and CPU tensors are as of `wkv7`. u may stay
+    float32 too, and du is added over tokens and sequences in float32.
 
     References
     ----------
@@ -112,6 +93,4 @@ def wkv6(
     >>> y.shape, state.shape
     (torch.Size([2, 128, 4, 96]), torch.Size([2, 4, 96, 48]))
     """
-    return torch_op.call(
-        OP, (r, k, v, w, u), initial_state, output_final_state, cu_seqlens, tuple(options.items()), wide_keys.in_parts
-    )
+    return torch_op.call(OP, (r, k, v, w, u), initial_state, output_final_state, cu_seqlens, tuple(options.items()))

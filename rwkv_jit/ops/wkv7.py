@@ -71,8 +71,8 @@ def wkv7(
     TypeError, ValueError
         An argument does not fit; the message has its name, what was expected and what came. Nothing has been launched.
     UnsupportedConfigError
-        No kernel for this `chunk_len` or `num_threads`, with the nearest legal value; or a call that the `backend`
-        cannot do.
+        No kernel for this `chunk_len` or `num_threads`, with the legal values or the nearest one; or a call that the
+        `backend` cannot do.
     NvrtcNotFoundError
         CUDA tensors without CuPy or NVRTC; with the command that installs them.
 

@@ -10,12 +10,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def _wide(x: Tensor) -> Tensor:
+def wide(x: Tensor) -> Tensor:
+    """Return numbers in float32 at least."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _plus(x: Tensor, y: Tensor | None) -> Tensor:
-    return x if y is None else x + _wide(y).reshape(x.shape[-2:])
+    return x if y is None else x + wide(y).reshape(x.shape[-2:])
 
 
 def shift_mix(inputs: Sequence[Any], written: Sequence[Tensor], null_index: int, eps: float) -> None:
@@ -23,7 +24,7 @@ def shift_mix(inputs: Sequence[Any], written: Sequence[Tensor], null_index: int,
     x, add, weight, bias, mixes, state_indices, cu_seqlens, has_initial_state, num_active = inputs
     shift, mixed = written[:2]
     channels = x.shape[-1]
-    z = _wide(x) if add is None else _wide(x) + _wide(add)
+    z = wide(x) if add is None else wide(x) + wide(add)
     if add is not None:
         written[2].copy_(z)
     n = F.layer_norm(z, (channels,), weight.to(z.dtype), bias.to(z.dtype), eps).reshape(-1, channels)
@@ -54,13 +55,13 @@ def prepare_keys(inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> lis
     k, v, rate, v_first, v_gate, k_k, k_a, a0, v0, r, r_k = inputs
     rate_map, *asked = kinds
     shape, heads = k.shape, k.shape[-2:]
-    k, rate = _wide(k), _GATES[rate_map](_plus(_wide(rate).reshape(shape), a0))
-    scaled = k * _wide(k_k).reshape(heads)
+    k, rate = wide(k), _GATES[rate_map](_plus(wide(rate).reshape(shape), a0))
+    scaled = k * wide(k_k).reshape(heads)
     kk = F.normalize(scaled, dim=-1, eps=1e-12)
-    made, v = {"new_k": k * (1 + (rate - 1) * _wide(k_a).reshape(heads))}, _wide(v).reshape(shape)
+    made, v = {"new_k": k * (1 + (rate - 1) * wide(k_a).reshape(heads))}, wide(v).reshape(shape)
     if v_first is not None:
-        share = torch.sigmoid(_plus(_wide(v_gate).reshape(shape), v0))
-        v = v + (_wide(v_first).reshape(shape) - v) * share
+        share = torch.sigmoid(_plus(wide(v_gate).reshape(shape), v0))
+        v = v + (wide(v_first).reshape(shape) - v) * share
         made["new_v"] = v
     made |= {"a": -kk, "b": kk * rate}
     if r is not None:
@@ -72,13 +73,17 @@ def prepare_keys(inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> lis
 
 def _bonus(r: Tensor, k: Tensor, v: Tensor, r_k: Tensor) -> Tensor:
     """Return what a token gets of itself, of k and v that are wide."""
-    return (_wide(r).reshape(k.shape) * k * _wide(r_k).reshape(k.shape[-2:])).sum(-1, keepdim=True) * v
+    return (wide(r).reshape(k.shape) * k * wide(r_k).reshape(k.shape[-2:])).sum(-1, keepdim=True) * v
+
+
+def _statistics(x: Tensor, mean: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return mean, torch.rsqrt((x - mean.unsqueeze(-1)).square().mean(-1) + eps)
 
 
 def gated_norm(inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> list[Tensor]:
     """Return the norm of the heads behind its gate; or some of these by name."""
-    wide: list[Any] = [None if x is None else _wide(x) for x in inputs]
-    y, g, weight, bias, r, k, v, r_k, bonus = wide
+    several: list[Any] = [None if x is None else wide(x) for x in inputs]
+    y, g, weight, bias, r, k, v, r_k, bonus = several
     gate, norm, *asked = kinds
     heads = y.shape[-2:]
     z = F.layer_norm(y, heads[1:], eps=eps) if norm == "layer" else F.rms_norm(y, heads[1:], eps=eps)
@@ -91,15 +96,15 @@ def gated_norm(inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> list[
         z = z + bonus.reshape(y.shape)
     made = {"out": (z * _GATES[gate](g.reshape(y.shape))).flatten(-2)}
     if asked:
-        mean = y.mean(-1) if norm == "layer" else torch.zeros_like(y[..., 0])
-        variance = (y - mean.unsqueeze(-1)).square().mean(-1)
-        made |= {"means": mean, "factors": torch.rsqrt(variance + eps)}
+        made["means"], made["factors"] = _statistics(
+            y, y.mean(-1) if norm == "layer" else torch.zeros_like(y[..., 0]), eps
+        )
     return [made[x] for x in asked or made]
 
 
 def gated(inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> list[Tensor]:
     """Return x behind a gate."""
-    x, g = map(_wide, inputs)
+    x, g = map(wide, inputs)
     return [x * _GATES[kinds[0]](g)]
 
 
@@ -107,7 +112,7 @@ def activate(inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> list[Te
     """Return a function of every element, another one in each part."""
     (x,) = inputs
     parts = zip(x.reshape(len(kinds), -1), kinds, strict=True)
-    return [torch.stack([_FUNCTIONS[kind](_wide(part)) for part, kind in parts]).view(x.shape)]
+    return [torch.stack([_FUNCTIONS[kind](wide(part)) for part, kind in parts]).view(x.shape)]
 
 
 def products(inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> list[Tensor]:
@@ -116,37 +121,35 @@ def products(inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> list[Te
     for p, (function, layout) in enumerate(zip(kinds[::2], kinds[1::2], strict=True)):
         own, weight, bias, gate, add = inputs[5 * p : 5 * p + 5]
         x = x if own is None else own  # that of the product before
-        weight = _wide(weight if layout == "wide" else weight.t())
-        y = _FUNCTIONS[function](F.linear(_wide(x), weight, None if bias is None else _wide(bias)))
-        y = y if gate is None else y * torch.sigmoid(_wide(gate))
-        made.append(y if add is None else y + _wide(add))
+        weight = wide(weight if layout == "wide" else weight.t())
+        y = _FUNCTIONS[function](F.linear(wide(x), weight, None if bias is None else wide(bias)))
+        y = y if gate is None else y * torch.sigmoid(wide(gate))
+        made.append(y if add is None else y + wide(add))
     return made
 
 
 def token_shift(inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> list[Tensor]:
     """Return the mixes of every token with the one before it."""
     x, mixes, amounts, first, cu_seqlens = inputs
-    x = _wide(x)
+    x = wide(x)
     before = _tokens_before(x, first, cu_seqlens)
-    shares = list(_wide(mixes).unbind())
+    shares = list(wide(mixes).unbind())
     if amounts is not None:
-        shares = [share + _wide(amount) for share, amount in zip(shares, amounts, strict=True)]
+        shares = [share + wide(amount) for share, amount in zip(shares, amounts, strict=True)]
     return [x + (before - x) * share for share in shares]
 
 
 def norm_shift(inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> list[Tensor]:
     """Return the residual, the mixes of its norm, the last tokens of this, and means and factors, in their dtypes."""
     x, add, weight, bias, mixes, first, cu_seqlens = inputs
-    residual = x.clone() if add is None else (_wide(x) + _wide(add)).to(x.dtype)
-    z, dtype = _wide(residual), getattr(torch, kinds[0])
+    residual = x.clone() if add is None else (wide(x) + wide(add)).to(x.dtype)
+    z, dtype = wide(residual), getattr(torch, kinds[0])
     n = F.layer_norm(z, z.shape[-1:], weight.to(z.dtype), bias.to(z.dtype), eps)
     kept = n.to(dtype)
     before = _tokens_before(kept, first, cu_seqlens).to(z.dtype)
-    mixed = [(n + (before - n) * share).to(dtype) for share in _wide(mixes).unbind()]
+    mixed = [(n + (before - n) * share).to(dtype) for share in wide(mixes).unbind()]
     with torch.no_grad():
-        mean = z.mean(-1)
-        variance = (z - mean.unsqueeze(-1)).square().mean(-1)
-        stats = torch.stack([mean, torch.rsqrt(variance + eps)], -1)
+        stats = torch.stack(_statistics(z, z.mean(-1), eps), -1)
     return [residual, *mixed, last_tokens(kept, first, cu_seqlens), stats]
 
 
@@ -197,7 +200,7 @@ def causal_conv1d(
             if begin < end
         ]  # fmt: skip
         return torch.cat(texts, 1)
-    own, width = _wide(x), weight.shape[1]
+    own, width = wide(x), weight.shape[1]
     if initial_state is None:
         seen = F.pad(own, (0, 0, width - 1, 0))
     else:
@@ -243,7 +246,7 @@ def causal_conv1d_update(
     slots = torch.arange(rows) if state_indices is None else state_indices[:rows].to(torch.int64)
     is_null = torch.zeros_like(slots, dtype=torch.bool) if state_indices is None else slots <= null_index
     is_kept = ~is_null & (slots >= 0) & (slots < pool.shape[0])
-    own, count = _wide(x[:rows]), pool.shape[2]
+    own, count = wide(x[:rows]), pool.shape[2]
     before = pool.new_zeros(rows, *pool.shape[1:])
     before[is_kept] = pool[slots[is_kept]]
     order = torch.arange(count).expand(rows, 1, count)  # of a slot, the oldest token first

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from rwkv_jit.plain.layers import wide
 from rwkv_jit.plain.reference import gated_log_decays
 from rwkv_jit.schedules import delta_operands
 from rwkv_jit.schedules.problem import Op
@@ -46,7 +47,7 @@ def skip_gate(y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tenso
     """Return (y + D x) silu(z), without the parts that are None."""
     whole = y
     if D is not None:  # in float32 at least, as the gradient of D is a sum of products that must not be rounded
-        whole = y + x * _wide(D).view(x.shape[-2], -1)
+        whole = y + x * wide(D).view(x.shape[-2], -1)
     return (whole if z is None else whole * F.silu(z.to(whole.dtype))).to(y.dtype)
 
 
@@ -65,13 +66,13 @@ def _of_delta_rule(op: Op, named: Mapping[str, Tensor], traits: Mapping[str, Any
     storage, heads = k.dtype, v.shape[-2]
 
     def of_heads(x: Tensor) -> Tensor:  # [..., G, K] to [..., H, K]
-        x = _wide(x)
+        x = wide(x)
         if norm == "l2":
             x = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _NORM_EPS)
         return of_value_heads(x, heads)
 
     def of_channels(x: Tensor, of: str) -> Tensor:
-        return _wide(x) if of == "channel" else _wide(x).unsqueeze(-1)
+        return wide(x) if of == "channel" else wide(x).unsqueeze(-1)
 
     key, rate = of_heads(k), _RATES[rate_map](of_channels(named["beta"], rate_of))
     if norm == "l2" or k.shape[-2] != heads:  # else r is q
@@ -82,7 +83,7 @@ def _of_delta_rule(op: Op, named: Mapping[str, Tensor], traits: Mapping[str, Any
     else:
         decays = of_channels(w, gate_of)
         if "dt_bias" in named:
-            decays = decays + _wide(named["dt_bias"]).view(heads, -1)
+            decays = decays + wide(named["dt_bias"]).view(heads, -1)
         if "a_log" in named:
             decays = gated_log_decays(decays, named["a_log"], traits["lower_bound"] if gate == "bounded" else None)
         if "a_log" in named or gate_of == "head":
@@ -94,13 +95,9 @@ def _of_delta_rule(op: Op, named: Mapping[str, Tensor], traits: Mapping[str, Any
     return r, w, written.to(storage), v, erased.to(storage), -written.to(storage)
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def _steps(named: Mapping[str, Tensor], traits: Mapping[str, Any]) -> Tensor:
     """Return the steps of a state space, in float32 at least."""
-    steps = _wide(named["beta"])
+    steps = wide(named["beta"])
     steps = steps + named["dt_bias"] if "dt_bias" in named else steps
     steps = F.softplus(steps) if traits["dt_softplus"] else steps
     least, most = traits["least_step"], traits["most_step"]

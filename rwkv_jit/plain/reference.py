@@ -112,20 +112,10 @@ def scan(
     "RWKV-7 time mixing", "sa = S a;  S = S diag(d(w)) + sa b^T + v k^T;  y = scale S r        per head, S [V, K]"
 )
 def wkv7_ref(
-    r: Tensor,
-    w: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-    scale: float = 1.0,
-    decay: Decay = "raw",
-    decay_bound: float | None = None,
-    state_layout: StateLayout = "vk",
-) -> tuple[Tensor, Tensor | None]:
+    r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, initial_state: Tensor | None = None,
+    output_final_state: bool = False, cu_seqlens: Tensor | None = None, scale: float = 1.0, decay: Decay = "raw",
+    decay_bound: float | None = None, state_layout: StateLayout = "vk",
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     dtype = torch.promote_types(r.dtype, torch.float32)
     d = decay_factor(w.to(dtype), decay)
 
@@ -140,16 +130,9 @@ def wkv7_ref(
 
 
 def _gated(
-    r: Tensor,
-    k: Tensor,
-    v: Tensor,
-    d: Tensor | None,
-    u: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    layout: str,
-) -> tuple[Tensor, Tensor]:
+    r: Tensor, k: Tensor, v: Tensor, d: Tensor | None, u: Tensor | None, initial_state: Tensor | None,
+    cu_seqlens: Tensor | None, scale: float, layout: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Run gated linear attention; with a bonus u, y sees the state before the update, else the one after it.
 
     `d` are the factors of the state, [B, T, H, K], or [H, K] for every token; None where nothing decays.
@@ -174,19 +157,10 @@ def _gated(
     "RWKV-6 time mixing", "y = scale (S r + (sum_j u_j r_j k_j) v);  S = S diag(d(w)) + v k^T        per head, S [V, K]"
 )
 def wkv6_ref(
-    r: Tensor,
-    k: Tensor,
-    v: Tensor,
-    w: Tensor,
-    u: Tensor,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-    scale: float = 1.0,
-    decay: Decay = "raw",
-    decay_bound: float | None = None,
-    state_layout: StateLayout = "vk",
-) -> tuple[Tensor, Tensor | None]:
+    r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, initial_state: Tensor | None = None,
+    output_final_state: bool = False, cu_seqlens: Tensor | None = None, scale: float = 1.0, decay: Decay = "raw",
+    decay_bound: float | None = None, state_layout: StateLayout = "vk",
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     dtype = torch.promote_types(r.dtype, torch.float32)
     d = decay_factor(w.to(dtype), decay)
     y, final = _gated(r, k, v, d, u, initial_state, cu_seqlens, scale, state_layout)
@@ -197,19 +171,10 @@ def wkv6_ref(
     "RWKV-5 time mixing", "y = scale (S r + (sum_j u_j r_j k_j) v);  S = S diag(d(w)) + v k^T        per head, S [V, K]"
 )
 def wkv5_ref(
-    r: Tensor,
-    k: Tensor,
-    v: Tensor,
-    w: Tensor,
-    u: Tensor,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-    scale: float = 1.0,
-    decay: Decay = "raw",
-    decay_bound: float | None = None,
-    state_layout: StateLayout = "vk",
-) -> tuple[Tensor, Tensor | None]:
+    r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, initial_state: Tensor | None = None,
+    output_final_state: bool = False, cu_seqlens: Tensor | None = None, scale: float = 1.0, decay: Decay = "raw",
+    decay_bound: float | None = None, state_layout: StateLayout = "vk",
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     return wkv6_ref(
         r, k, v, w, u, initial_state, output_final_state, cu_seqlens, scale, decay, decay_bound, state_layout
     )
@@ -217,18 +182,10 @@ def wkv5_ref(
 
 @documented("Gated linear attention", "S = S diag(d(g)) + v k^T;  y = scale S q        per head, S [V, K]")
 def gla_ref(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-    scale: float | None = None,
-    decay: Decay = "log",
-    decay_bound: float | None = None,
-    state_layout: StateLayout = "kv",
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state: Tensor | None = None, output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None, scale: float | None = None, decay: Decay = "log",
+    decay_bound: float | None = None, state_layout: StateLayout = "kv",
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     d = decay_factor(g.to(torch.promote_types(q.dtype, torch.float32)), decay)
     y, final = _gated(q, k, v, d, None, initial_state, cu_seqlens, scale, state_layout)
@@ -240,16 +197,10 @@ def gla_ref(
     "S = S + v k^T;  z = z + k;  y = scale S q,  normalized y = scale S q / (scale z . q + 1e-10)        S [V, K]",
 )
 def linear_attention_ref(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    initial_state: Any = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-    scale: float | None = None,
-    state_layout: StateLayout = "kv",
+    q: Tensor, k: Tensor, v: Tensor, initial_state: Any = None, output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None, scale: float | None = None, state_layout: StateLayout = "kv",
     normalize: bool = False,
-) -> tuple[Tensor, Any]:
+) -> tuple[Tensor, Any]:  # fmt: skip
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if not normalize:
         y, final = _gated(q, k, v, None, None, initial_state, cu_seqlens, scale, state_layout)
@@ -269,14 +220,9 @@ def linear_attention_ref(
     "y = (e^max num + e^(u + k) v) / (e^max den + e^(u + k));  the sums decay by e^w and gain e^k v, e^k",
 )
 def wkv4_ref(
-    w: Tensor,
-    u: Tensor,
-    k: Tensor,
-    v: Tensor,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
+    w: Tensor, u: Tensor, k: Tensor, v: Tensor, initial_state: Tensor | None = None, output_final_state: bool = False,
     decay: Wkv4Decay = "raw",
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     if decay not in ("raw", "log"):
         raise ValueError(f"decay: expected raw or log, got {decay!r}")
     dtype = torch.promote_types(k.dtype, torch.float32)

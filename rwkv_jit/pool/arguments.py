@@ -7,11 +7,10 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from rwkv_jit.call import checks, tensors
+from rwkv_jit.call import checks, recording, tensors
 from rwkv_jit.kernels import env
-from rwkv_jit.kernels.errors import brief, unexpected
+from rwkv_jit.kernels.errors import brief
 from rwkv_jit.schedules.legal import Rounding
 from rwkv_jit.schedules.problem import Op
 
@@ -20,13 +19,6 @@ INDEX_TYPES = (torch.int32, torch.int64)
 
 
 # ---- options -----------------------------------------------------------------------------------------------------
-
-
-def check_names(function: str, options: Iterable[str], legal: Sequence[str]) -> None:
-    """Check that there are such options."""
-    for option in options:
-        if option not in legal:
-            raise unexpected(function, option, legal)
 
 
 def names(op: Op, options: Mapping[str, Any]) -> tuple[str, str, str]:
@@ -53,16 +45,10 @@ def scale(op: Op, options: Mapping[str, Any], sizes: Mapping[str, int]) -> float
 def refuse_gradients(op: Op, name: str, given: Sequence[Any]) -> None:
     """Raise RuntimeError if a tensor, or one of a list, needs a gradient, which states changed in place cannot give."""
     several = [x for each in given for x in (each if isinstance(each, (list, tuple)) else (each,))]
-    present = [x for x in several if isinstance(x, Tensor)]
-    is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in present)
-    if is_recorded or (tensors.has_dual_level() and any(map(_has_tangent, present))):
+    if (torch.is_grad_enabled() and recording.any_requires_grad(several)) or recording.any_tangent(several):
         raise RuntimeError(
             f"{name}: changes the states in place and has no gradient; use {op.name}, or torch.no_grad()"
         )
-
-
-def _has_tangent(x: Tensor) -> bool:
-    return forward_ad.unpack_dual(x).tangent is not None
 
 
 # ---- tensors -----------------------------------------------------------------------------------------------------
@@ -217,12 +203,14 @@ def w0(given: Any, sizes: Mapping[str, int], lead: Tensor) -> Tensor | None:
     return x
 
 
-def count(name: str, value: Any, least: int = 0) -> int:
+def count(name: str, value: Any, least: int = 0, most: int | None = None) -> int:
     """Return a number of things."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name}: expected an int, got {brief(value)}")
     if value < least:
         raise ValueError(f"{name}: expected at least {least}, got {brief(value)}")
+    if most is not None and value > most:
+        raise ValueError(f"{name}: expected at most {most}, got {brief(value)}")
     return value
 
 

@@ -173,7 +173,7 @@ def _checked_call(
     named, more = dict(traits), [] if ring is None else [ring]
     if op.traits:
         checks.check_switches(op, arrays, named)
-    step = kind.check(op, name, state, arrays, options, *more, *([traits_of(op, named)] if op.traits else []))
+    step = kind.check(op, name, state, arrays, options, *more, *([torch_op.traits_of(op, named)] if op.traits else []))
     y: Tensor = step.y  # type: ignore[assignment]  # or None
     if not (step.state.is_cuda and tensors.is_eager() and tensors.are_plain(step.tensors)):
         registry.find(kind.torch_op)(op.name, *step.given, **named)
@@ -193,13 +193,8 @@ def run(step: Step) -> Plan:
     """Run a call that has been checked, and return its plan."""
     arrays, alignment = step.tensors, step.state.data_ptr() & ADDRESS_BITS
     key = (
-        step.kind.name,
-        step.op.name,
-        step.options,
-        switches.is_batch_invariant(),
-        alignment,
-        tensors.signature(arrays),
-    )
+        step.kind.name, step.op.name, step.options, switches.is_batch_invariant(), alignment, tensors.signature(arrays),
+    )  # fmt: skip
     plan = plans.find(key, step.plan)
     plan.run(arrays)
     return plan
@@ -213,7 +208,7 @@ def implement(kind: Kind, on_cpu: Callable[..., None]) -> None:
 
     def step_of(op: str, state: Tensor, y: Tensor, inputs: Sequence[Any], *values: Any, **named: Any) -> Step:
         fitted_op, inputs = fitted(ALL[op], inputs)
-        return Step(kind, fitted_op, state, y, inputs, values, traits_of(fitted_op, named))
+        return Step(kind, fitted_op, state, y, inputs, values, torch_op.traits_of(fitted_op, named))
 
     def plainly(step: Step) -> None:
         on_cpu(step.op, step.state, step.y, step.inputs, **step.named, traits=step.traits)
@@ -249,11 +244,6 @@ def implement_steps(
 
 
 # ---- what kernels are made for -----------------------------------------------------------------------------------
-
-
-def traits_of(op: Op, named: Mapping[str, Any]) -> Traits:
-    """Return the switches of a call in the order of the op's; torch passes only those that are not as by default."""
-    return tuple([(trait, named.get(trait, default)) for trait, default in op.traits.items()])
 
 
 def fitted(op: Op, arrays: Sequence[Any]) -> tuple[Op, list[Any]]:
@@ -299,7 +289,7 @@ def checked_inputs(
     """Check the options of a type and the inputs of a call, whose dimension at a `place` may be absent."""
     has_decay = op.decay != "none" and op.through is None
     of_decay = ("decay", "decay_bound", "w0")
-    arguments.check_names(name, options, [x for x in kind.__annotations__ if has_decay or x not in of_decay])
+    checks.check_names(name, options, [x for x in kind.__annotations__ if has_decay or x not in of_decay])
     decay, layout, rounds = arguments.names(op, options)
     null_index = arguments.null_index(options.get("null_index", -1))
     op, inputs = fitted(op, checks.as_tensors(op, arrays))
@@ -342,9 +332,7 @@ def with_all_dimensions(op: Op, inputs: Sequence[Any], place: int) -> list[Any]:
 def problem_of(op: Op, inputs: Sequence[Tensor | None], state: Tensor, **more: Any) -> Problem:
     """Return the problem of a call on a GPU."""
     present = {name: x for name, x in zip(op.names, inputs, strict=True) if x is not None}
-    sizes: dict[str, Any] = {}
-    for name, x in present.items():
-        sizes.update(zip(op.inputs[name], x.shape, strict=True))
+    sizes = torch_op.sizes_of(op, inputs)
     return Problem(
         op, tensors.gpu(state.device.index), {name: tensors.STORAGE[x.dtype] for name, x in present.items()},
         **{"N": sizes["B"], "state_type": tensors.STORAGE[state.dtype],

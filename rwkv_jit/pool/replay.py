@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rwkv_jit.call import switches, tensors
+from rwkv_jit.call import checks, switches, tensors
 from rwkv_jit.call.plan import Plan
 from rwkv_jit.call.tensors import Array
 from rwkv_jit.kernels.errors import brief
@@ -148,7 +148,7 @@ def _check_step(
     """Check a step as `update.check` does, and return it with all options."""
     is_draft = name.endswith("_verify")
     unfit = ("decay", "w0") * (op.decay == "none") + ("rounding", "seed") * is_draft
-    arguments.check_names(name, options, [option for option in ReplayOptions.__annotations__ if option not in unfit])
+    checks.check_names(name, options, [option for option in ReplayOptions.__annotations__ if option not in unfit])
     if op_of(ring) != op:
         raise ValueError(f"ring: expected one of {op.name}, got one of {ring.op}")
     given = update.check(op, name, state, arrays, options)
@@ -175,7 +175,7 @@ def _check_sizes(ring: ReplayRing, state: Tensor, layout: str, dtype: torch.dtyp
 
 def _check_commit(op: Op, name: str, state: Any, arrays: Sequence[Any], options: dict[str, Any], ring: Any) -> Step:
     """Check a commit, or a flush where there are no arrays, and return it with all options."""
-    arguments.check_names(name, options, [*FlushOptions.__annotations__])
+    checks.check_names(name, options, [*FlushOptions.__annotations__])
     _, layout, rounds = arguments.names(op, options)
     null_index = arguments.null_index(options.get("null_index", -1))
     pool = tensors.from_any("state", state, in_place=True)

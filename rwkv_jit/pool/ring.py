@@ -41,7 +41,7 @@ class ReplayRing:
     length : int, from 1 to 16, optional
         The most entries: the state is written once in `length` + 1 tokens. The default minimizes the time of a token,
         which is its share of that write and the entries that it reads: 4 for wkv7 with heads of 64 and float32 states,
-        3 for 16-bit states, 6 for heads of 128.
+        3 for 16-bit states, 6 for heads of 128; fewer if it and `drafts` were more than 16 else.
     drafts : int, default 0
         The most speculative tokens of a call such as `wkv7_verify`; there is always memory for them behind the cursor.
         `length` and it together are at most 16.
@@ -103,14 +103,12 @@ class ReplayRing:
         self.slots, self.heads = arguments.count("slots", slots, 1), arguments.count("heads", heads, 1)
         self.head_size = arguments.count("head_size", head_size, 1)
         self.value_size = head_size if value_size is None else arguments.count("value_size", value_size, 1)
-        self.drafts = arguments.count("drafts", drafts, 0)
+        self.drafts = arguments.count("drafts", drafts, most=MOST_ENTRIES - 1)
         has_decay, has_delta = OPS[op].decay != "none", OPS[op].family == "delta"
         if length is None:
             of_state = head_size * self.value_size * state_dtype.itemsize
-            length = replay.best_length(
-                of_state,
-                replay.entry_bytes(has_decay, has_delta, head_size, self.value_size, dtype.itemsize),
-            )
+            of_entry = replay.entry_bytes(has_decay, has_delta, head_size, self.value_size, dtype.itemsize)
+            length = min(replay.best_length(of_state, of_entry), MOST_ENTRIES - drafts)
         self.length = arguments.count("length", length, 1)
         if self.entries > MOST_ENTRIES:
             raise ValueError(f"length: expected at most {MOST_ENTRIES} with {drafts} speculative tokens, got {length}")

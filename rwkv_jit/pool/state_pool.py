@@ -33,12 +33,7 @@ class StatePool:
 
     Attributes
     ----------
-    slots : int
-        How many slots there are, the reserved ones too; also `len(pool)`.
-    reserved : int
-        How many slots at the front are never allocated.
-    device : torch.device
-        Where the memory is.
+    slots, reserved, device : the arguments; `len(pool)` is `slots` too
 
     Raises
     ------

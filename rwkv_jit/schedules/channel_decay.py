@@ -84,7 +84,9 @@ def forward(p: Problem) -> Schedule:
     absent = {name: None for name in ("states", "matrices", "kept_u") if name not in left}
     before, wide, scratch = head_decay.widened(p, _FIXED)
     given = {**_given(p), **wide, **absent}
-    step = Step("channel_decay_group_forward", "channel_decay_forward", parameters, (p.N, p.H, 1), given, "sm_90a")
+    step = Step(
+        "channel_decay_group_forward", "channel_decay_forward", parameters, (p.N, p.H, 1), given, common.GROUP_ARCH
+    )
     return Schedule((*before, step), common.forward_results(p), left, scratch, vectors(p), main=len(before))
 
 
@@ -114,7 +116,7 @@ def backward(p: Problem) -> Schedule:
     walk = Step(
         "channel_decay_group_backward", "channel_decay_backward",
         {**shared, "NUM_THREADS": _THREADS, "GROUP": p.H // p.G, "SHARED_BYTES": backward_bytes(p.types["w"])},
-        (p.N, p.H, 1), given, "sm_90a",
+        (p.N, p.H, 1), given, common.GROUP_ARCH,
     )  # fmt: skip
     slots = p.slots(CHUNK_LEN)
     widths = {"a_log": ("a_log_chunks", p.H), "dt_bias": ("bias_chunks", p.H * p.K)}
@@ -129,7 +131,7 @@ def backward(p: Problem) -> Schedule:
     }  # fmt: skip
     keys = Step(
         "channel_decay_group_key_gradients", "channel_decay_key_gradients", parameters, (slots * p.H, 1, 1),
-        bound, "sm_90a", is_resident=True,
+        bound, common.GROUP_ARCH, is_resident=True,
     )  # fmt: skip
     scratch = {**scratch, **rows, "slopes": 2 * slots * p.H * p.V * p.K}
     launches: tuple[Item, ...] = (*zeros, *before, walk, keys)

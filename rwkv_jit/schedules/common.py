@@ -16,6 +16,12 @@ from rwkv_jit.schedules.schedule import Result, Schedule, Step, without
 DTYPES = {"fp16": "torch.float16", "bf16": "torch.bfloat16", "fp32": "torch.float32", "fp64": "torch.float64"}
 MOST_HEADS = 65535  # of a grid's second extent
 LARGEST_HEAD = 128  # that a block holds
+ACCESS_BYTES = 16
+MULTIPROCESSORS = 132  # where it is not known how many there are
+MOST_BLOCKS = 16  # of a multiprocessor, of the smallest GPUs
+# Of kernels with products of warp groups: nothing but an sm_90 runs code for sm_90, and only with the extension has it
+# these products.
+GROUP_ARCH = "sm_90a"
 _SUM_THREADS, _SUM_COLUMNS = 256, 32  # of a block that sums rows
 _MOST_BUFFERS = 5  # buffers whose rows one launch adds up
 _COPY_THREADS, _COPY_TILE = 256, 32
@@ -98,6 +104,11 @@ def padded(size: int) -> int:
     return -(-size // 32) * 32
 
 
+def power(value: float) -> int:
+    """Return the least power of two that is not below."""
+    return 1 << (max(math.ceil(value), 1) - 1).bit_length()
+
+
 def vector(size: int, storage: str) -> int:
     """Return how many elements of a row are read at once: 16 bytes or four elements, where rows consist of them."""
     return 16 // BYTES[storage] if size % 8 == 0 else 4 if size % 4 == 0 else 1
@@ -113,10 +124,6 @@ def together(p: Problem, *names: str) -> int:
     """Return how many neighbours of each of these inputs (or of dy) can be read at once: 4, 2 or 1."""
     vectors = dict(zip((*p.op.names, "dy"), p.vectors, strict=False))
     return math.gcd(4, p.T, *(vectors.get(name, 4) for name in names))
-
-
-def _width(p: Problem, name: str) -> Any:
-    return math.prod(p.shape(name))
 
 
 # ---- what kernels take -------------------------------------------------------------------------------------------
@@ -152,11 +159,6 @@ def types(p: Problem, *without: str) -> dict[str, Parameter]:
     return {name: value for name, value in chosen.items() if name not in without}
 
 
-def bias(p: Problem) -> dict[str, Parameter]:
-    """Return what tells templates that map decays of w0, which is added to w before (decay_bias.cuh)."""
-    return {"T_W0": p.w0_type}
-
-
 def forward_results(p: Problem) -> dict[str, Result]:
     """Return y, and the final state where it is needed."""
     y = Result((p.B, p.T, p.H, p.V), p.types["v"])
@@ -174,19 +176,29 @@ def backward_results(p: Problem) -> dict[str, Result]:
 # ---- sums, and copies of states ----------------------------------------------------------------------------------
 
 
-def sequence_gradients(p: Problem) -> dict[str, Any]:
-    """Return the bytes of a gradient for each sequence, of inputs that are the same for every token."""
-    return {f"d{name}_rows": 4 * p.N * _width(p, name) for name in p.op.fixed}
+# Of inputs that are the same for every token, kernels leave a gradient for each sequence: "rows". Those of "chunks" and
+# "segments" are added up to these.
 
 
-def to_sequence_gradients(p: Problem) -> dict[str, str]:
-    """Return the names for kernels that leave a gradient for each sequence."""
-    return {f"d{name}": f"d{name}_rows" for name in p.op.fixed}
+def sequence_gradients(p: Problem, count: Any = None, of: str = "rows") -> dict[str, Any]:
+    """Return the bytes of these gradients, one for each sequence by default."""
+    count = p.N if count is None else count
+    return {f"d{name}_{of}": 4 * count * math.prod(p.shape(name)) for name in p.op.fixed}
 
 
-def chunk_gradients(p: Problem, chunk_len: int) -> dict[str, Any]:
-    """Return the bytes of a gradient for each chunk there can be, of inputs that are the same for every token."""
-    return {f"d{name}_chunks": 4 * p.slots(chunk_len) * _width(p, name) for name in p.op.fixed}
+def to_sequence_gradients(p: Problem, of: str = "rows") -> dict[str, str]:
+    """Return the names for kernels that leave them."""
+    return {f"d{name}": f"d{name}_{of}" for name in p.op.fixed}
+
+
+def sum_gradients(p: Problem, of: str, count: Any, packed_chunk_len: int = 0, tokens: Any = 0) -> list[Step]:
+    """Return the steps that add up so many of a sequence, or one for each chunk that a packed one has."""
+    return [
+        sum_rows(
+            f"d{name}_{of}", f"d{name}_rows", p.N, count, math.prod(p.shape(name)), "fp32", packed_chunk_len, tokens
+        )
+        for name in p.op.fixed
+    ]  # fmt: skip
 
 
 def largest_decay(p: Problem) -> int:
@@ -210,11 +222,6 @@ def level_tiles(p: Problem, tile_bytes: int, shared_bytes: int, blocks: int) -> 
 def kept_frames(p: Problem) -> dict[str, Any]:
     """Return the bytes of what tells the backward how many chunks of a head the forward had in frames."""
     return {"framed": 4 * p.N * p.H} if p.has_halves else {}
-
-
-def all_framed(p: Problem) -> tuple[str, Any] | None:
-    """Return what tells that the forward had all chunks in frames, of sequences of one length."""
-    return None if p.is_packed or p.is_pooled else ("framed", -(-p.T // p.chunk_len))
 
 
 def framed(p: Problem) -> str | None:
@@ -243,25 +250,6 @@ def step_of_places(
     if by_halves:
         grid = (math.prod(grid), 1, 1)
     return Step(name, name, parameters, grid, bind, arch, is_resident=by_halves)
-
-
-def sum_chunks(p: Problem, chunk_len: int) -> list[Step]:
-    """Return the steps that add up the gradients of chunks to those of sequences."""
-    rows = p.slots(chunk_len) // max(p.N, 1)
-    return [
-        sum_rows(
-            f"d{name}_chunks", f"d{name}_rows", p.N, rows, _width(p, name), "fp32",
-            chunk_len if p.is_packed else 0, p.T,
-        )
-        for name in p.op.fixed
-    ]  # fmt: skip
-
-
-def sum_segments(p: Problem, segments: int) -> list[Step]:
-    """Return the steps that add up the gradients of segments to those of sequences."""
-    return [
-        sum_rows(f"d{name}_segments", f"d{name}_rows", p.N, segments, _width(p, name), "fp32") for name in p.op.fixed
-    ]
 
 
 def sum_rows(

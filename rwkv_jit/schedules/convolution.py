@@ -6,14 +6,14 @@ from collections.abc import Iterable, Mapping
 from math import ceil
 
 from rwkv_jit.kernels.template import Parameter
-from rwkv_jit.schedules import common, layers
+from rwkv_jit.schedules import layers
+from rwkv_jit.schedules.common import ACCESS_BYTES, MOST_BLOCKS, OVERLAPS_SINCE
 from rwkv_jit.schedules.layer_gradients import BACKWARDS
 from rwkv_jit.schedules.layer_table import CONVOLUTION, CONVOLUTION_UPDATE
 from rwkv_jit.schedules.layers import GATES, Given, Options, Sequences
 from rwkv_jit.schedules.problem import BYTES, Op
 from rwkv_jit.schedules.schedule import Schedule, Step
 
-_ACCESS_BYTES = 16
 _HALF_ACCESS_BYTES = 8  # where sums take registers too
 _MOST_TAPS, _MOST_SUMS = 32, 16  # of a thread
 _NUM_THREADS = 128
@@ -23,7 +23,6 @@ _USUAL_WIDTH = 4  # up to which 128 are enough where texts have no state
 # Of a run: so many tokens that those read before it do not weigh, unless blocks are few.
 _MOST_RUN, _LEAST_RUN, _MANY_BLOCKS = 32, 8, 1024
 _LEAST_BACKWARD_RUN = 16
-_MOST_BLOCKS = 16  # of a multiprocessor, of the smallest GPUs
 LEAST_WIDTH, MOST_WIDTH, MOST_STATE_LEN = 2, 8, 16
 
 
@@ -35,7 +34,7 @@ def forward(given: Given, options: Options) -> Schedule:
     most = max(given.rows * slices // _MANY_BLOCKS, _LEAST_RUN)
     grid, bind = _runs(given, texts, min(most, _MOST_RUN), slices)
     name = "layer_convolution"
-    step = Step(name, name, parameters, grid, bind, overlaps=_overlaps(given))
+    step = Step(name, name, parameters, grid, bind, overlaps=given.gpu.number >= OVERLAPS_SINCE)
     return Schedule((step,), given.results, vectors=_vectors(CONVOLUTION, given, parameters))
 
 
@@ -72,8 +71,8 @@ def update(given: Given, options: Options) -> Schedule:
     bind = {
         "tokens": rows.tokens, "slots": rows.slots, "slot_stride": rows.slot_stride, "null_index": rows.null_index,
     }  # fmt: skip
-    name = "layer_convolution_update"
-    step = Step(name, name, parameters, (rows.number, slices, 1), bind, overlaps=_overlaps(given))
+    name, grid = "layer_convolution_update", (rows.number, slices, 1)
+    step = Step(name, name, parameters, grid, bind, overlaps=given.gpu.number >= OVERLAPS_SINCE)
     return Schedule((step,), given.results, vectors=_vectors(CONVOLUTION_UPDATE, given, parameters))
 
 
@@ -104,7 +103,7 @@ def _of_texts(given: Given, texts: Sequences, parameters: Mapping[str, Parameter
     threads = _FEW_THREADS if has_state or given.sizes[1] > _USUAL_WIDTH else _MANY_THREADS
     return {
         "HAS_STATE": has_state, "PACKED": texts.bound_bytes > 0, "BOUND_BYTES": texts.bound_bytes or 4,
-        "BLOCKS_PER_SM": min(threads // int(parameters["NUM_THREADS"]), _MOST_BLOCKS),
+        "BLOCKS_PER_SM": min(threads // int(parameters["NUM_THREADS"]), MOST_BLOCKS),
     }  # fmt: skip
 
 
@@ -119,8 +118,4 @@ def _runs(given: Given, texts: Sequences, run_len: int, slices: int) -> tuple[tu
 def _vectors(op: Op, given: Given, parameters: Mapping[str, Parameter]) -> dict[str, int]:
     """Return how many neighbours of each input are read at once; of a sequence's state they are single."""
     there = [x for x in op.inputs if x in given.types and x != "initial_state"]
-    return {x: min(int(parameters["VECTOR"]), _ACCESS_BYTES // BYTES[given.types[x]]) for x in there}
-
-
-def _overlaps(given: Given) -> bool:
-    return given.gpu.number >= common.OVERLAPS_SINCE
+    return {x: min(int(parameters["VECTOR"]), ACCESS_BYTES // BYTES[given.types[x]]) for x in there}

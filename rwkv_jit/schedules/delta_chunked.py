@@ -187,8 +187,7 @@ def _step(p: Problem, direction: str, bind: dict[str, Any], by_halves: bool) -> 
     threads = _threads(direction, p.K, p.V, p.chunk_len, p.num_threads, keeps_many)
     shared, template, arch = shared_bytes(direction, p.K, p.V, p.chunk_len, threads), f"wkv7_chunked_{direction}", None
     if not by_halves and _takes_warp_groups(direction, p.K, p.V, p.chunk_len, p.gpu):
-        # Nothing but an sm_90 runs code for sm_90, and only with the extension has it these products.
-        shared, template, arch = _group_shared_bytes(p.K, p.V), "wkv7_group_backward", "sm_90a"
+        shared, template, arch = _group_shared_bytes(p.K, p.V), "wkv7_group_backward", parts.GROUP_ARCH
     most = _HALVES_THREADS if by_halves else _most_threads(direction, p.K, p.V, p.gpu)
     blocks = p.gpu.resident_blocks(threads, most, shared)
     if not by_halves:
@@ -200,18 +199,15 @@ def _step(p: Problem, direction: str, bind: dict[str, Any], by_halves: bool) -> 
     if template != "wkv7_group_backward":
         parameters |= {"BY_HALVES": by_halves, "SKIPS_ZEROS": _skips_zeros(p)}
     if direction == "forward":
-        parameters |= {"LEVEL_TILES": 2, "POOLED": p.is_pooled, **parts.bias(p)}
+        parameters |= {"LEVEL_TILES": 2, "POOLED": p.is_pooled, "T_W0": p.w0_type}
         if by_halves:
             parameters |= parts.level_tiles(p, 2 * 2 * p.chunk_len * (padded(p.K) + 8), shared, blocks)
     parameters |= parts.types(p) if direction == "forward" else parts.types(p, "T_STATE")  # states come as fp32 there
     passed = {name: name if p.has_halves else None for name in ("framed", "carried")}
+    # Of sequences of one length it is known how many chunks are all.
+    is_known = by_halves and not (p.is_packed or p.is_pooled)
     return Step(
-        template,
-        f"wkv7_{direction}",
-        parameters,
-        (*parts.sequences_and_heads(p), 1),
-        {**parts.given(p), **passed, **bind},
-        arch,
-        idle_at=parts.all_framed(p) if by_halves else None,
+        template, f"wkv7_{direction}", parameters, (*parts.sequences_and_heads(p), 1),
+        {**parts.given(p), **passed, **bind}, arch, idle_at=("framed", -(-p.T // p.chunk_len)) if is_known else None,
         optional=("grad_initial_state",),
-    )
+    )  # fmt: skip

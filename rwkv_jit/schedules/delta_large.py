@@ -97,10 +97,6 @@ def _prepare_shared_bytes(chunk_len: int) -> int:
     return tiles + 6 * _triangle_bytes(chunk_len) + lower + totals
 
 
-def _tokens_shared_bytes(chunk_len: int) -> int:
-    return 2 * 4 * 2 * chunk_len * _SLAB
-
-
 def _keys_shared_bytes(chunk_len: int) -> int:
     operands = raw = 4 * 2 * chunk_len * _SLAB
     stage = max(2 * 2 * chunk_len * _SLAB + 2 * 2 * 32 * _SLAB, 4 * _triangle_bytes(chunk_len))
@@ -147,12 +143,6 @@ def _group_shared_bytes(head_size: int, value_rows: int, stages: int) -> int:
     return image + 3 * tile + outputs + stages * (2 * tile + 16)
 
 
-def _group_state_bytes(parameters: Mapping[str, Parameter]) -> int:
-    """Return the bytes of state that such a block has in registers."""
-    slabs = -(-int(parameters["CHANNELS"]) // (2 * _SLAB)) * 2  # two groups with equally many
-    return 4 * slabs * _SLAB * int(parameters["VALUE_ROWS"])
-
-
 class _Cut(NamedTuple):
     key_warps: int  # that share the channels of the same rows
     num_threads: int
@@ -165,7 +155,10 @@ class _Cut(NamedTuple):
 
 def _cuts(head_size: int, chunk_len: int, gpu: Gpu, few_heads: bool = False) -> list[_Cut]:
     """Return the blocks of the scan, the fastest on an H200 first: many rows read less often, few make more blocks."""
-    warps = _key_warps(head_size, few_heads)
+    slabs = _channels(head_size) // _SLAB
+    # Warps that share the channels of the same rows: up to 256 channels each.
+    legal = [warps for warps in (1, 2, 4) if slabs % warps == 0 and slabs // warps <= 4]
+    warps = max([each for each in legal if each <= (4 if few_heads else 2)] or legal)
     several = [
         _Cut(warps, 2 * rows * warps, stages) for rows in (_ROWS[-1:] if few_heads else _ROWS) for stages in _STAGES
     ]
@@ -173,13 +166,6 @@ def _cuts(head_size: int, chunk_len: int, gpu: Gpu, few_heads: bool = False) -> 
         cut for cut in several
         if cut.num_threads <= _MOST_THREADS and _scan_shared_bytes(head_size, chunk_len, True, cut) <= gpu.shared_limit
     ]  # fmt: skip
-
-
-def _key_warps(head_size: int, few_heads: bool) -> int:
-    """Return how many warps share the channels of the same rows: up to 256 channels each."""
-    slabs = _channels(head_size) // _SLAB
-    legal = [warps for warps in (1, 2, 4) if slabs % warps == 0 and slabs // warps <= 4]
-    return max([warps for warps in legal if warps <= (4 if few_heads else 2)] or legal)
 
 
 def _scan_shared_bytes(head_size: int, chunk_len: int, is_backward: bool, cut: _Cut) -> int:
@@ -294,7 +280,7 @@ def forward(p: Problem) -> Schedule:
     })  # fmt: skip
     # The products of warp groups take operands in the order of lanes.
     own = {
-        **_key_types(p), **parts.bias(p), "BY_LANES": scan.template == "wkv7_group_scan",
+        **_key_types(p), "T_W0": p.w0_type, "BY_LANES": scan.template == "wkv7_group_scan",
         "LARGEST_DECAY": parts.largest_decay(p),
     }  # fmt: skip
     prepares = [
@@ -329,7 +315,7 @@ def backward(p: Problem) -> Schedule:
         "last": given.get("grad_initial_state", "grad_initial_state"), "solved": "dx", "states": "e",
     })  # fmt: skip
     types, bind = _key_types(p), {**given, "u": "solutions"}
-    token_gradients = _chunk_step(p, "token_gradients", _tokens_shared_bytes(p.chunk_len), types, bind)
+    token_gradients = _chunk_step(p, "token_gradients", 2 * 4 * 2 * p.chunk_len * _SLAB, types, bind)
     of_keys = {**types, "VALUES": _values(p.V), "LARGEST_DECAY": parts.largest_decay(p)}
     key_gradients = [_chunk_step(p, "key_gradients", _keys_shared_bytes(p.chunk_len), of_keys, bind)]
     if p.has_halves:
@@ -368,8 +354,11 @@ def _scan_of_part(scan: Step, part: _Part, is_beside: bool, waits: bool) -> Step
 
 
 def _carried(scan: Step, walk: _Walk) -> dict[str, Any]:
-    """Return the bytes that the scan hands from part to part, if there are several."""
-    return {"carried": scan.grid[0] * scan.grid[1] * _group_state_bytes(scan.parameters)} if walk.parts > 1 else {}
+    """Return the bytes that the scan hands from part to part, if there are several: what blocks have in registers."""
+    if walk.parts == 1:
+        return {}
+    slabs = -(-int(scan.parameters["CHANNELS"]) // (2 * _SLAB)) * 2  # two groups with equally many
+    return {"carried": scan.grid[0] * scan.grid[1] * 4 * slabs * _SLAB * int(scan.parameters["VALUE_ROWS"])}
 
 
 def _scan(p: Problem, direction: str, walk: _Walk, bind: Mapping[str, Any]) -> Step:
@@ -384,8 +373,7 @@ def _scan(p: Problem, direction: str, walk: _Walk, bind: Mapping[str, Any]) -> S
     if _has_groups(p.chunk_len, p.gpu) and p.num_threads in (None, _GROUP_THREADS):
         group = _group_cut(p.K, p.V, p.gpu, walk.few_heads and p.num_threads is None)
         rows, shared = group.value_rows, _group_shared_bytes(p.K, group.value_rows, group.stages)
-        # Nothing but an sm_90 runs code for sm_90, and only with the extension has it these products.
-        template, arch = "wkv7_group_scan", "sm_90a"
+        template, arch = "wkv7_group_scan", parts.GROUP_ARCH
         own |= {
             "VALUE_ROWS": rows, "CLUSTER": group.cluster, "STAGES": group.stages, "NUM_THREADS": _GROUP_THREADS,
             "SHARED_BYTES": shared,

@@ -59,14 +59,8 @@ def _forward_threads(p: Problem) -> int:
     is_crowded = 64 < padded(p.K) <= LARGEST_HEAD
     least = _least_threads(p.K, p.V)
     threads = least if is_crowded else max(2 * _rows(p.V), least)
-    return 2 * threads if _has_room(p) else threads
-
-
-def _has_room(p: Problem) -> bool:
-    """Return whether every block of a forward has a whole SM."""
-    if p.backend != "chunked" or p.multiprocessors is None:
-        return False
-    return bool(p.N * p.H * -(-p.V // _rows(p.V)) <= p.multiprocessors)
+    has_room = p.multiprocessors is not None and p.all_heads * -(-p.V // _rows(p.V)) <= p.multiprocessors
+    return 2 * threads if p.backend == "chunked" and has_room else threads
 
 
 def _backward_threads(value_size: int) -> int:
@@ -203,7 +197,7 @@ def scan_step(p: Problem, direction: str, bind: Mapping[str, Any], for_groups: b
         "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "CHUNK_LEN": p.chunk_len, "NUM_THREADS": threads,
         "BLOCKS_PER_SM": blocks, **common.level_tiles(p, _key_tile_bytes(p.K, p.chunk_len), shared, blocks),
         "ROWS": rows, "BACKWARD": backward, "FOR_GROUPS": for_groups, "POOLED": p.is_pooled,
-        "LARGEST_DECAY": common.largest_decay(p), **common.types(p), **common.bias(p),
+        "LARGEST_DECAY": common.largest_decay(p), **common.types(p), "T_W0": p.w0_type,
     }  # fmt: skip
     if backward:
         parameters["T_STATE"] = "fp32"
@@ -218,8 +212,7 @@ def backward(p: Problem) -> Schedule:
     threads, template, arch = _backward_threads(p.V), "gla_chunked_backward", None
     shared = _backward_shared_bytes(p.K, p.V, p.chunk_len)
     if _takes_warp_groups(p):
-        # Nothing but an sm_90 runs code for sm_90, and only with the extension has it these products.
-        shared, template, arch = _group_shared_bytes(p.K), "gla_group_backward", "sm_90a"
+        shared, template, arch = _group_shared_bytes(p.K), "gla_group_backward", common.GROUP_ARCH
     blocks = p.gpu.resident_blocks(threads, _FEW_THREADS, shared)
     parameters: dict[str, Parameter] = {
         "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "CHUNK_LEN": p.chunk_len, "NUM_THREADS": threads,

@@ -19,7 +19,6 @@ from rwkv_jit.schedules.schedule import Schedule, Step
 
 CHUNK_LEN, THREADS = 64, 384
 LARGEST_HEAD = 1024
-_ARCH = "sm_90a"  # nothing but an sm_90 runs code for sm_90, and only with the extension has it these products
 _SLAB = 64  # channels that are moved and prepared at once
 _ROWS = (64, 32)  # value rows that a block of the scan may hold
 MOST_ROWS = max(_ROWS)
@@ -106,11 +105,11 @@ def _prepare_step(p: Problem, by_halves: bool) -> Step:
     parameters: dict[str, Parameter] = {
         "HEAD_SIZE": p.K, "CHUNK_LEN": CHUNK_LEN, "NUM_THREADS": _PREPARE_THREADS,
         "BLOCKS_PER_SM": 3 if is_light else 2, "SHARED_BYTES": _prepare_shared_bytes(),
-        "LARGEST_DECAY": common.largest_decay(p), "BY_HALVES": by_halves, **types, **common.bias(p),
+        "LARGEST_DECAY": common.largest_decay(p), "BY_HALVES": by_halves, **types, "T_W0": p.w0_type,
     }  # fmt: skip
     slots = p.slots(CHUNK_LEN)
     bind = {**_given(p), "q": "r", "halved": common.halved(p), "slots": slots}
-    return common.step_of_places("gla_prepare", parameters, (slots, p.H, 1), bind, by_halves, _ARCH)
+    return common.step_of_places("gla_prepare", parameters, (slots, p.H, 1), bind, by_halves, common.GROUP_ARCH)
 
 
 def scan_step(p: Problem, direction: str, bind: Mapping[str, Any]) -> Step:
@@ -132,7 +131,7 @@ def scan_step(p: Problem, direction: str, bind: Mapping[str, Any]) -> Step:
     grid = (common.launched(p) * -(-p.V // value_rows), p.H, 1)
     given = {**_given(p), **scan_ends(p, direction), "halved": common.halved(p)}
     name, optional = "gla_group_scan", ("last", "states")
-    return Step(name, name, parameters, grid, {**given, **bind}, _ARCH, optional=optional)
+    return Step(name, name, parameters, grid, {**given, **bind}, common.GROUP_ARCH, optional=optional)
 
 
 def _key_step(p: Problem, by_halves: bool) -> Step:
@@ -146,7 +145,7 @@ def _key_step(p: Problem, by_halves: bool) -> Step:
     slots = p.slots(CHUNK_LEN)
     bind = {**_given(p), "q": "r", "dq": "dr", "halved": common.halved(p), "slots": slots}
     grid = (slots * _slabs(p.K), p.H, 1)
-    return common.step_of_places("gla_group_key_gradients", parameters, grid, bind, by_halves, _ARCH)
+    return common.step_of_places("gla_group_key_gradients", parameters, grid, bind, by_halves, common.GROUP_ARCH)
 
 
 def _given(p: Problem) -> dict[str, Any]:

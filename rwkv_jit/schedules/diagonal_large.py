@@ -115,12 +115,17 @@ def backward(p: Problem) -> Schedule:
     """Return the backward: the walk, the gradients of all chunks, and sums of what has no tokens."""
     common.check_heads(p, "split")
     in_groups = _is_for_groups(p)
-    kernels = diagonal_groups.backward_steps(p) if in_groups else _backward_steps(p)
+    if in_groups:
+        kernels = diagonal_groups.backward_steps(p)
+    else:
+        bind = {"checkpoints": "e", "framed": common.framed(p)}
+        kernels = diagonal_chunked.scan_step(p, "backward", bind), _key_step(p)
     # A row for every chunk there can be; those that there are not stay zero.
-    rows = common.chunk_gradients(p, p.chunk_len)
-    to_rows = {f"d{name}": f"d{name}_chunks" for name in p.op.fixed}
+    slots = p.slots(p.chunk_len)
+    rows = common.sequence_gradients(p, slots, "chunks")
     scratch = {"e": kept(p)["states" if in_groups else "checkpoints"], **rows, **common.sequence_gradients(p)}
-    steps: list[Item] = [*map(Zero, rows), *renamed(kernels, to_rows), *common.sum_chunks(p, p.chunk_len)]
+    sums = common.sum_gradients(p, "chunks", slots // max(p.N, 1), p.chunk_len if p.is_packed else 0, p.T)
+    steps: list[Item] = [*map(Zero, rows), *renamed(kernels, common.to_sequence_gradients(p, "chunks")), *sums]
     return Schedule(tuple(steps), common.backward_results(p), scratch=scratch, vectors=common.vectors(p))
 
 
@@ -129,10 +134,6 @@ def segment_walk(p: Problem, bind: Mapping[str, Any]) -> Step:
     if _is_for_groups(p):
         return diagonal_groups.scan_step(p, "forward", bind)
     return diagonal_chunked.scan_step(p, "forward", bind)
-
-
-def _backward_steps(p: Problem) -> tuple[Step, Step]:
-    return diagonal_chunked.scan_step(p, "backward", {"checkpoints": "e", "framed": common.framed(p)}), _key_step(p)
 
 
 def _key_step(p: Problem) -> Step:

@@ -61,8 +61,7 @@ def _sizes(p: Problem) -> dict[str, Any]:
 
 def _inner_names(p: Problem) -> dict[str, str]:
     """Return the inputs of gla that are computed, and their buffers."""
-    computed = operands.operand_bytes(p, _operands(p))
-    return {_INNER[name]: _BUFFERS[name] for name in computed}
+    return {_INNER[name]: _BUFFERS[name] for name in operands.operand_bytes(p, _operands(p))}
 
 
 def types(p: Problem) -> dict[str, str]:
@@ -114,7 +113,9 @@ def backward(p: Problem, inner: Schedule) -> Around:
             dy = names["dy"] = INNER_DY
     before.append(operands.operands(p, how, _BUFFERS))
     vectors = _joined(vectors, operands.operand_vectors(p, how))
-    flows = {name: buffer for name, buffer in _flows(p).items() if f"d{_INNER[name]}" in inner.results}
+    # Operands whose gradients go on; gates are decays themselves.
+    computed = {*operands.operand_bytes(p, how), *(["w"] if how.source == "gates" else [])}
+    flows = {x: y for x, y in _BUFFERS.items() if x in computed and f"d{_INNER[x]}" in inner.results}
     if flows:
         share = last if last is not None and last.D and how.source == "steps" else None
         gradients = {f"grad_{name}": f"d{buffer}" for name, buffer in flows.items()}
@@ -133,13 +134,6 @@ def _decay_type(p: Problem) -> str:
     return "fp32" if _operands(p).source == "steps" else p.types["w"]
 
 
-def _flows(p: Problem) -> dict[str, str]:
-    """Return the operands whose gradients go on, by their names in launches; gates are decays themselves."""
-    computed = operands.operand_bytes(p, _operands(p))
-    gates = {"w"} if _operands(p).source == "gates" else set[str]()
-    return {name: buffer for name, buffer in _BUFFERS.items() if name in {*computed, *gates}}
-
-
 # ---- what stands behind, of this and of dedicated kernels ----------------------------------------------------------
 
 
@@ -153,7 +147,7 @@ def backward_behind(p: Problem, last: Behind) -> tuple[list[Step], dict[str, Any
     y = INNER_Y if last.z else None
     part = operands.skip_gate_gradients(p, last, INNER_Y, names={"dx": None, "y": y})
     scratch = {**part.scratch, **({INNER_DY: _bytes_of_y(p)} if last.z else {})}
-    return [*part.steps], scratch, operands.behind_vectors(p, last, INNER_Y, "dy")
+    return [*part.launches], scratch, operands.behind_vectors(p, last, INNER_Y, "dy")
 
 
 def _joined(first: Mapping[str, int], second: Mapping[str, int]) -> dict[str, int]:

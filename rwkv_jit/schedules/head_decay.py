@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any
 
-from rwkv_jit.kernels.gpu import Gpu
 from rwkv_jit.kernels.template import Parameter
 from rwkv_jit.schedules import common, diagonal_operands, narrow, operands
 from rwkv_jit.schedules.common import Obstacle, padded
@@ -28,6 +26,7 @@ _THREADS = 256  # that registers shall leave room for on a multiprocessor
 _BLOCKS = 2  # of a multiprocessor, for which a sequence may be cut
 _LEAST_SEGMENT = 1024  # tokens; a block may run through as many others before them
 _WALK_THREADS = 256
+_GATE = Behind(z="z")  # behind the recurrence, which these kernels do not know
 _OF_HEADS = ("own", "a_log", "dt_bias")  # inputs that are the same for every token
 # The dimensions of what launches before and behind pass to the kernels.
 _ROWS = {
@@ -88,11 +87,6 @@ def shared_bytes(head_size: int, rows: int, chunk_len: int, has: Constants) -> i
     return 3 * (2 * key_tile + value_tile) + 2 * (solver + token_tile + factor_bytes(chunk_len, has))
 
 
-def takes_group_forward(head_size: int, value_size: int, chunk_len: int, gpu: Gpu) -> bool:
-    """Return whether four warps multiply together in the forward."""
-    return takes_warp_groups(head_size, value_size, gpu) and chunk_len == 32
-
-
 def group_forward_bytes(head_size: int, rows: int, chunk_len: int, has: Constants) -> int:
     """Return the size of the Smem of the forward by warp groups, of a block of value rows; a multiple of 1 KB."""
     token_tile, pairs = 2 * chunk_len * (chunk_len + 8), 2 * 2 * chunk_len * head_size
@@ -114,8 +108,7 @@ def key_gradient_bytes(head_size: int, value_size: int, chunk_len: int, threads:
     )
     sides, warps = _sides(has), threads // 32
     floats = (6 + 3 * warps // 2 + 2 * sides * chunk_len // 16 + 2) * chunk_len + warps
-    size: int = aligned(2 * key_tile + (1 + sides) * value_tile + sides * token_tile + 4 * floats)
-    return size
+    return aligned(2 * key_tile + (1 + sides) * value_tile + sides * token_tile + 4 * floats)
 
 
 def most_shared_bytes(p: Problem, chunk_len: int) -> int:
@@ -142,14 +135,12 @@ def factor_bytes(chunk_len: int, has: Constants) -> int:
 def pair_factor_bytes(chunk_len: int, has: Constants) -> int:
     """Return the size of those of them that multiply pairs of tokens: decays, and what norms and rates make differ."""
     by_token = 1 + bool(has["HAS_RATE"] or has["HAS_NORM"]) + 3 * bool(has["HAS_NORM"])
-    size: int = aligned(4 * (by_token * chunk_len + 5 - by_token))
-    return size
+    return aligned(4 * (by_token * chunk_len + 5 - by_token))
 
 
 def state_factor_bytes(chunk_len: int) -> int:
     """Return the size of those that multiply tokens with the state, and with themselves."""
-    size: int = aligned(4 * (3 * chunk_len + 2))
-    return size
+    return aligned(4 * (3 * chunk_len + 2))
 
 
 def matrix_bytes(chunk_len: int, has: Constants) -> int:
@@ -193,9 +184,9 @@ def _kept_len(p: Problem) -> int:
     return common.fitting(p, KEPT_LENS, lambda each: key_gradient_bytes(p.K, p.V, each, threads, has))
 
 
-def takes_warp_groups(head_size: int, value_size: int, gpu: Gpu) -> bool:
-    """Return whether four warps multiply together for the gradients of keys."""
-    return gpu.has_warp_groups and {head_size, value_size} <= {64, 128}
+def takes_warp_groups(p: Problem) -> bool:
+    """Return whether four warps multiply together for the gradients of keys, and in a forward of longer chunks."""
+    return p.gpu.has_warp_groups and {p.K, p.V} <= {64, 128}
 
 
 def group_bytes(head_size: int, value_size: int, chunk_len: int, has: Constants) -> int:
@@ -235,7 +226,7 @@ def _of_heads(p: Problem, rows: int, threads: int, shared: int, blocks: int) -> 
         "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "ROWS": rows, "CHUNK_LEN": p.chunk_len, "NUM_THREADS": threads,
         "BLOCKS_PER_SM": blocks, "SHARED_BYTES": shared, "GROUP": p.H // p.G,
         "KEPT_LEN": _kept_len(p) if p.training else 0, "SEGMENTED": count > 1,
-        "AS_MATRICES": p.training and takes_warp_groups(p.K, p.V, p.gpu), **_types(p, constants(p)),
+        "AS_MATRICES": p.training and takes_warp_groups(p), **_types(p, constants(p)),
     }  # fmt: skip
     return parameters, (p.N * count, p.H, -(-p.V // rows))
 
@@ -258,9 +249,9 @@ def _by_groups(p: Problem) -> tuple[dict[str, Parameter], Extent]:
 
 def forward(p: Problem) -> Schedule:
     """Return the forward, and before it which chunks its blocks take where they share sequences."""
-    by_groups = takes_group_forward(p.K, p.V, p.chunk_len, p.gpu)
+    by_groups = takes_warp_groups(p) and p.chunk_len == 32
     parameters, grid = _by_groups(p) if by_groups else _by_warps(p, shared_bytes)
-    name, arch = "head_decay_forward", "sm_90a" if by_groups else None
+    name, arch = "head_decay_forward", common.GROUP_ARCH if by_groups else None
     template = "head_decay_group_forward" if by_groups else name
     count, left = segments(p), kept(p) if p.training else {}
     absent = {name: None for name in ("states", "matrices", "factors", "kept_u") if name not in left}
@@ -271,21 +262,13 @@ def forward(p: Problem) -> Schedule:
     else:
         before.append(_walks(p, parameters, given))
         scratch |= {} if p.training else {"walks": walk_bytes(p)}
-    step = Step(template, name, parameters, grid, given, arch)
-    results = common.forward_results(p)
-    schedule = Schedule((*before, step), results, left, scratch, vectors(p), len(before), _ROWS)
-    gate = _gate(p)
-    if gate is None:
-        return schedule
-    last, of_gate = diagonal_operands.forward_behind(p, gate)
-    launches = *before, step._replace(bind={**given, "y": diagonal_operands.INNER_Y}), *last
-    scratch |= {} if p.training else diagonal_operands.kept(p)
-    return replace(schedule, steps=launches, vectors={**schedule.vectors, "z": of_gate["z"]})
-
-
-def _gate(p: Problem) -> Behind | None:
-    """Return the gate behind the recurrence, which these kernels do not know; None without one."""
-    return Behind(z="z") if "z" in p.types else None
+    several, after = vectors(p), list[Step]()
+    if "z" in p.types:
+        after, of_gate = diagonal_operands.forward_behind(p, _GATE)
+        given["y"], several["z"] = diagonal_operands.INNER_Y, of_gate["z"]
+        scratch |= {} if p.training else diagonal_operands.kept(p)
+    launches = *before, Step(template, name, parameters, grid, given, arch), *after
+    return Schedule(launches, common.forward_results(p), left, scratch, several, len(before), _ROWS)
 
 
 def _before(p: Problem) -> tuple[list[Step], dict[str, Any], dict[str, Any]]:
@@ -306,12 +289,9 @@ def _given(p: Problem) -> dict[str, Any]:
 
 def widened(p: Problem, names: Sequence[str]) -> tuple[list[Step], dict[str, str], dict[str, Any]]:
     """Return the steps that copy inputs without tokens to float32, what kernels take instead, and the copies' bytes."""
-    narrow_ones = [name for name in names if p.types.get(name, "fp32") != "fp32"]
-    copies = {name: f"wide_{name}" for name in narrow_ones}
-    return (
-        [narrow.widen(p, name, copy) for name, copy in copies.items()], copies,
-        {copy: 4 * prod(p.shape(name)) for name, copy in copies.items()},
-    )  # fmt: skip
+    copies = {name: f"wide_{name}" for name in names if p.types.get(name, "fp32") != "fp32"}
+    steps = [narrow.widen(p, name, copy) for name, copy in copies.items()]
+    return steps, copies, {copy: 4 * prod(p.shape(name)) for name, copy in copies.items()}
 
 
 def _walks(p: Problem, parameters: Mapping[str, Parameter], given: Mapping[str, Any]) -> Step:
@@ -330,12 +310,12 @@ def backward(p: Problem) -> Schedule:
     after = list[Step]()
     if _computes_steps(p):
         of_steps = operands.head_step_gradients(p, diagonal_operands.steps_of(p), "grad_step", "grad_decay")
-        after += of_steps.steps
+        after += of_steps.launches
         scratch |= {**of_steps.scratch, **dict.fromkeys(("grad_step", "grad_decay"), 4 * p.B * p.T * p.H)}
         given |= {"dw": "grad_decay", "dbeta": "grad_step"}
-    several, gate = vectors(p), _gate(p)
-    if gate is not None:
-        first, sizes, of_gate = diagonal_operands.backward_behind(p, gate)
+    several = vectors(p)
+    if "z" in p.types:
+        first, sizes, of_gate = diagonal_operands.backward_behind(p, _GATE)
         before, scratch = [*first, *before], {**scratch, **sizes}
         several |= {"z": of_gate["z"], "dy": max(several["dy"], of_gate["dy"])}
         given["dy"] = diagonal_operands.INNER_DY
@@ -379,9 +359,9 @@ def _key_gradients(
     name, slots, has = "head_decay_key_gradients", p.slots(chunk_len), constants(p)
     template, grid, threads, arch = name, (slots, p.G, 1), key_threads(p.K), None
     most_threads, shared = 2 * threads, key_gradient_bytes(p.K, p.V, chunk_len, threads, has)
-    by_groups = takes_warp_groups(p.K, p.V, p.gpu)
+    by_groups = takes_warp_groups(p)
     if by_groups:
-        template, grid, arch = "head_decay_group_key_gradients", (slots * p.G, 1, 1), "sm_90a"
+        template, grid, arch = "head_decay_group_key_gradients", (slots * p.G, 1, 1), common.GROUP_ARCH
         threads = most_threads = _GROUP_THREADS
         shared = group_bytes(p.K, p.V, p.chunk_len, has)
     own: dict[str, Parameter] = {

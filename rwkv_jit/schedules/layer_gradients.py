@@ -9,13 +9,12 @@ from typing import Any
 
 from rwkv_jit.schedules import layers
 from rwkv_jit.schedules.layer_table import FUNCTIONS, KEPT, RESULTS
-from rwkv_jit.schedules.layers import KINDS, Given, Options
+from rwkv_jit.schedules.layers import Given, Options
 from rwkv_jit.schedules.problem import BYTES, Op
 from rwkv_jit.schedules.schedule import Schedule, Step
 
 _HEAD_THREADS = 128
 _ELEMENT_THREADS = 128
-_ACCESS_BYTES = 16
 _HALF_ACCESS_BYTES = 8
 _NORM_VECTOR, _MOST_SUMS = 4, 40  # of a thread
 _NORM_THREADS = 512  # of a multiprocessor, so that each has 128 registers
@@ -106,12 +105,8 @@ def norm_shift(given: Given, options: Options) -> Schedule:
 
 def activate(given: Given, options: Options) -> Schedule:
     """Return the launches of the gradients of `activate`."""
-    (count,) = given.sizes
-    vector = layers.vector_of(count, given, "x")
-    parameters = {"T_IO": given.types["x"], "VECTOR": vector, "NUM_THREADS": _ELEMENT_THREADS}
-    grid = ceil(count / (vector * _ELEMENT_THREADS)), given.rows, 1
-    numbers = sum(KINDS.index(kind) << 2 * part for part, kind in enumerate(options.kinds))
-    step = _step(BACKWARDS["activate"], given, parameters, grid, {"count": count, "kinds": numbers})
+    vector, parameters, grid, bind = layers.parts_of(given, options, _ELEMENT_THREADS)
+    step = _step(BACKWARDS["activate"], given, parameters, grid, bind)
     return Schedule((step,), given.results, vectors=_vectors(BACKWARDS["activate"], given, vector, parameters))
 
 

@@ -11,17 +11,14 @@ from typing import Any, NamedTuple, get_args
 
 from rwkv_jit.kernels.gpu import Gpu
 from rwkv_jit.kernels.template import Parameter
-from rwkv_jit.schedules.common import OVERLAPS_SINCE
+from rwkv_jit.schedules.common import ACCESS_BYTES, MOST_BLOCKS, MULTIPROCESSORS, OVERLAPS_SINCE
 from rwkv_jit.schedules.layer_table import MOST_MIXES, OPS
 from rwkv_jit.schedules.legal import BetaMap, Gate, Kind, Norm, RateMap
 from rwkv_jit.schedules.problem import BYTES, Op, Problem
 from rwkv_jit.schedules.schedule import Result, Schedule, Step
 
-_ACCESS_BYTES = 16
 _ROW_THREADS = 512  # at most of a row, so that a thread has registers for a piece of each mix
 _HEAD_THREADS = 64
-MULTIPROCESSORS = 132  # where it is not known how many there are
-_MOST_BLOCKS = 16  # of a multiprocessor, of the smallest GPUs
 _ELEMENT_THREADS = 256
 _SHIFT_THREADS = 128
 _SHIFT_ROWS = 8  # tokens whose mixes a thread makes
@@ -45,7 +42,7 @@ class Given(NamedTuple):
     # (channels, mixes), or (heads, head size), or of `activate` the elements of a part; of operands of delta rules
     # (heads of keys, head size, value heads, as how many such heads a key head stands in memory)
     sizes: tuple[int, ...]
-    alignment: int = _ACCESS_BYTES  # bytes that all addresses of what is written are a multiple of, up to 16
+    alignment: int = ACCESS_BYTES  # bytes that all addresses of what is written are a multiple of, up to 16
     results: Mapping[str, Result] = {}  # what the call makes
 
 
@@ -223,15 +220,20 @@ def shift_parameters(given: Given, texts: Sequences, vector: int) -> tuple[dict[
 
 def activate(given: Given, options: Options) -> Schedule:
     """Return the launch of `activate`, whose y is x where it is in place."""
+    vector, parameters, grid, bind = parts_of(given, options, _ELEMENT_THREADS)
+    bind["y"] = "x" if options.in_place else "y"
+    return _schedule(OPS["activate"], given, vector, parameters, grid, bind)
+
+
+def parts_of(
+    given: Given, options: Options, threads: int
+) -> tuple[int, dict[str, Parameter], tuple[int, int, int], dict[str, Any]]:
+    """Return what both directions of `activate` have: the vector, the parameters, the grid, and numbers of the call."""
     (count,) = given.sizes
     vector = vector_of(count, given, "x")
-    numbers = sum(KINDS.index(kind) << 2 * part for part, kind in enumerate(options.kinds))
-    parameters: dict[str, Parameter] = {
-        "T_IO": given.types["x"], "VECTOR": vector, "NUM_THREADS": _ELEMENT_THREADS,
-    }  # fmt: skip
-    grid = ceil(count / (vector * _ELEMENT_THREADS)), given.rows, 1
-    bind = {"count": count, "kinds": numbers, "y": "x" if options.in_place else "y"}
-    return _schedule(OPS["activate"], given, vector, parameters, grid, bind)
+    parameters: dict[str, Parameter] = {"T_IO": given.types["x"], "VECTOR": vector, "NUM_THREADS": threads}
+    kinds = sum(KINDS.index(kind) << 2 * part for part, kind in enumerate(options.kinds))
+    return vector, parameters, (ceil(count / (vector * threads)), given.rows, 1), {"count": count, "kinds": kinds}
 
 
 def of_heads(
@@ -256,7 +258,7 @@ def head_parameters(
     blocks = max(blocks * most_threads // (threads * ceil(head_size / (vector * lanes))), 1)
     parameters: dict[str, Parameter] = {
         "T_IO": given.types[lead], "HEAD_SIZE": head_size, "VECTOR": vector, "LANES": lanes, "NUM_THREADS": threads,
-        "BLOCKS_PER_SM": min(blocks, _MOST_BLOCKS),
+        "BLOCKS_PER_SM": min(blocks, MOST_BLOCKS),
     }  # fmt: skip
     return parameters, ceil(heads * lanes / threads)
 
@@ -280,7 +282,7 @@ def _schedule(
 def vectors_of(names: Sequence[str], given: Given, vector: int, parameters: Mapping[str, Parameter]) -> dict[str, int]:
     """Return how many neighbours of each tensor are read at once; what heads have one of is read alone."""
     alone = [x for x in ("beta", "g") if not parameters.get(f"{x.upper()}_PER_CHANNEL", True)]
-    return {x: 1 if x in alone else min(vector, _ACCESS_BYTES // BYTES[given.types[x]]) for x in names}
+    return {x: 1 if x in alone else min(vector, ACCESS_BYTES // BYTES[given.types[x]]) for x in names}
 
 
 def vector_of(size: int, given: Given, *written: str) -> int:
@@ -288,8 +290,8 @@ def vector_of(size: int, given: Given, *written: str) -> int:
     sizes = [BYTES[given.types[name]] for name in written]
 
     def is_possible(vector: int) -> bool:
-        fits = size % vector == 0 and vector * sizes[0] <= _ACCESS_BYTES
-        return fits and all(min(_ACCESS_BYTES, vector * each) <= given.alignment for each in sizes)
+        fits = size % vector == 0 and vector * sizes[0] <= ACCESS_BYTES
+        return fits and all(min(ACCESS_BYTES, vector * each) <= given.alignment for each in sizes)
 
     return next((vector for vector in (8, 4, 2) if is_possible(vector)), 1)
 

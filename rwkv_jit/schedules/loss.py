@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from rwkv_jit.kernels.gpu import Gpu
 from rwkv_jit.kernels.template import Parameter
+from rwkv_jit.schedules.common import ACCESS_BYTES
 from rwkv_jit.schedules.problem import BYTES, Op, Problem
 from rwkv_jit.schedules.schedule import Result, Schedule, Step
 
-_ACCESS_BYTES = 16
 _LEAST_THREADS, _MOST_THREADS = 32, 512
 _MOST_IN_PLACE = 1024  # so that the rows that are read twice, one or two of a multiprocessor, are near by
 _SCALE_THREADS = 256
@@ -66,13 +66,13 @@ DIRECTIONS = {"forward": forward, "backward": backward, "in_place": in_place}
 def scale(gpu: Gpu, storage: str, shape: Sequence[int], made: str) -> tuple[Schedule, Problem]:
     """Return the launch that multiplies elements of a type by a number, and makes those of another; and its problem."""
     count = prod(shape)
-    vector = next(x for x in (8, 4, 2, 1) if count % x == 0 and x * BYTES[made] <= _ACCESS_BYTES)
+    vector = next(x for x in (8, 4, 2, 1) if count % x == 0 and x * BYTES[made] <= ACCESS_BYTES)
     parameters: dict[str, Parameter] = {
         "T_X": storage, "T_IO": made, "VECTOR": vector, "NUM_THREADS": _SCALE_THREADS,
     }  # fmt: skip
     grid = ceil(count / (vector * _SCALE_THREADS)), 1, 1
     step = Step("layer_loss_gradients", "layer_loss_gradients", parameters, grid, {"count": count})
-    vectors = {"x": min(vector, _ACCESS_BYTES // BYTES[storage])}
+    vectors = {"x": min(vector, ACCESS_BYTES // BYTES[storage])}
     schedule = Schedule((step,), {"y": Result(tuple(shape), made)}, vectors=vectors)
     return schedule, Problem(OPS["scale"], gpu, {"x": storage})
 
@@ -80,7 +80,7 @@ def scale(gpu: Gpu, storage: str, shape: Sequence[int], made: str) -> tuple[Sche
 def _schedule(
     direction: str, given: Given, results: Mapping[str, Result], bind: Mapping[str, Any], most: int = _MOST_THREADS
 ) -> Schedule:
-    vector = _ACCESS_BYTES // BYTES[given.storage]
+    vector = ACCESS_BYTES // BYTES[given.storage]
     pieces = ceil(given.columns / vector)
     threads = min(max(1 << (pieces - 1).bit_length(), _LEAST_THREADS), most)
     parameters: dict[str, Parameter] = {

@@ -87,8 +87,8 @@ def backward(p: Problem, algorithm: Any) -> Schedule:
         # The loss is linear in each of the four; its gradient for one of them is not scaled by that one.
         factors = (Q | K | V | DY) - factor_of.get(name, 0)
         if name in p.op.fixed:
-            rows = f"d{name}_rows"
-            after.append(_restore_floats(p, name, inner.scratch[rows] // 4, factors))
+            rows = f"d{name}_rows"  # gradients that sequences have, whose scales are taken in their place
+            after.append(_rows_step(p, rows, rows, inner.scratch[rows] // 4, p.K, "fp32", factors, restores=True))
         elif name in _rows(p):
             gradient = f"d{name}_narrow"
             names[f"d{name}"], scratch[gradient] = gradient, 2 * math.prod(p.shape(name))
@@ -118,11 +118,7 @@ def _around(
 def widen(p: Problem, name: str, target: str) -> Step:
     """Return the step that copies an input without tokens to float32."""
     shape = p.shape(name)
-    count, size = math.prod(shape), shape[-1]
-    parameters = _parameters(p, (p.types[name], "fp32"), size, 1, 0, restores=False)
-    tokens = count // max(size, 1)
-    bind = {"from": name, "to": target, "from_strides": (count, size, size), "tokens": tokens, "heads": 1}
-    return Step("narrow_rows", "narrow_rows", parameters, (-(-tokens // _TOKENS), 1, 1), {**_largest(0), **bind})
+    return _rows_step(p, name, target, math.prod(shape), shape[-1], p.types[name])
 
 
 def _rows(p: Problem) -> list[str]:
@@ -155,13 +151,13 @@ def _copy(
     return _step(p, "narrow_rows", source, like, types, factors, {"to": target}, restores=restores)
 
 
-def _restore_floats(p: Problem, name: str, count: Any, factors: int) -> Step:
-    """Return the step that takes the scales from the gradients that sequences have for an input, in their place."""
-    size, rows = p.K, f"d{name}_rows"
-    parameters = _parameters(p, ("fp32", "fp32"), size, 1, factors, restores=True)
-    bind = {"from": rows, "to": rows, "from_strides": (count, size, size), "tokens": count // size, "heads": 1}
-    grid = (-(-count // (size * _TOKENS)), 1, 1)
-    return Step("narrow_rows", "narrow_rows", parameters, grid, {**_largest(factors), **bind})
+def _rows_step(
+    p: Problem, source: str, target: str, count: Any, size: Any, storage: str, factors: int = 0, restores: bool = False
+) -> Step:
+    """Return a step for so many numbers in rows of a size, which become float32."""
+    parameters, tokens = _parameters(p, (storage, "fp32"), size, 1, factors, restores), count // max(size, 1)
+    bind = {"from": source, "to": target, "from_strides": (count, size, size), "tokens": tokens, "heads": 1}
+    return Step("narrow_rows", "narrow_rows", parameters, (-(-tokens // _TOKENS), 1, 1), {**_largest(factors), **bind})
 
 
 def _step(

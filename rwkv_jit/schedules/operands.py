@@ -11,19 +11,17 @@ from typing import Any, NamedTuple
 
 from rwkv_jit.kernels.template import Parameter
 from rwkv_jit.schedules import common
+from rwkv_jit.schedules.common import ACCESS_BYTES, MOST_BLOCKS, MULTIPROCESSORS
 from rwkv_jit.schedules.layers import GATES
 from rwkv_jit.schedules.problem import BYTES, Problem
-from rwkv_jit.schedules.schedule import Item, Step
+from rwkv_jit.schedules.schedule import Item, Schedule, Step
 
 SOURCES = "none", "heads", "steps", "gates"  # of decays, as templates count them
 _THREADS = 256  # of a block
 # Of a multiprocessor, so that each has 64 or 80 registers.
 _RESIDENT_THREADS, _FEW_RESIDENT_THREADS = 1024, 768
-_MULTIPROCESSORS = 132  # where it is not known how many there are
-_MOST_BLOCKS = 16  # of a multiprocessor, of the smallest GPUs
 _MOST_PART = 4  # value heads for which a thread reads a piece of their key head once
 _LEAST_ROWS = 16  # of a block with sums, so that these do not weigh
-_ACCESS_BYTES = 16
 _STEP_THREADS, _STEP_BLOCKS = 128, 8
 
 
@@ -78,13 +76,6 @@ class Around(NamedTuple):
     dense: tuple[str, ...] = ()
 
 
-class Part(NamedTuple):
-    """Launches of a schedule, and the bytes of what passes between them."""
-
-    steps: tuple[Step, ...]
-    scratch: dict[str, Any]
-
-
 # ---- operands ----------------------------------------------------------------------------------------------------
 
 
@@ -110,7 +101,7 @@ def operand_bytes(p: Problem, how: Operands) -> dict[str, Any]:
 
 def operand_gradients(
     p: Problem, how: Operands, behind: Behind | None = None, dy: str = "dy", names: Mapping[str, str | None] = {}
-) -> Part:
+) -> Schedule:
     """Return the launches of the gradients "d..." of inputs, from grad_r, grad_new_k, grad_w and grad_new_v.
 
     With a D `behind`, the gradient of v has D dy as well, of the `dy` that the recurrence has.
@@ -123,9 +114,7 @@ def operand_gradients(
     lanes = min(32, 1 << (longest - 1).bit_length())
     skip = behind.D if behind is not None and how.source == "steps" else ""
     resident = _FEW_RESIDENT_THREADS if skip else _RESIDENT_THREADS
-    parameters, slices, block_rows = _cut(
-        p, vector, keys, p.H * lanes if is_by_heads else 0, _LEAST_ROWS, resident
-    )  # fmt: skip
+    parameters, slices, block_rows = _cut(p, vector, keys, p.H * lanes if is_by_heads else 0, _LEAST_ROWS, resident)
     parameters |= {
         **_operand_parameters(p, how), "LANES": lanes, "HAS_SKIP": bool(skip), "T_D": p.types.get(skip, "fp32"),
         "SKIP_PER_CHANNEL": bool(skip) and p.op.inputs[skip] == "HV",
@@ -152,7 +141,7 @@ def operand_vectors(p: Problem, how: Operands, behind: Behind | None = None, dy:
     names = [how.q, how.k, how.v, *([how.g] if how.source == "gates" else [])]
     names += [behind.D, dy] if behind is not None and behind.D and how.source == "steps" else []
     vectors = _vectors(p, names, _vector_of_operands(p, how, behind, dy))
-    return {**({name: 1 for name in (how.g,) if name}), **vectors}
+    return {**({how.g: 1} if how.g else {}), **vectors}
 
 
 def _operand_sizes(p: Problem, how: Operands) -> dict[str, tuple[tuple[Any, ...], str]]:
@@ -181,9 +170,8 @@ def _step_parameters(p: Problem, how: Operands) -> dict[str, Parameter]:
 
 
 def _operand_numbers(p: Problem, how: Operands, key_slices: Any) -> dict[str, Any]:
-    least, most = how.limits or (0.0, math.inf)
     key_heads = max(p.H, 1) if how.source == "gates" else _key_heads(p)
-    return {"key_heads": key_heads, "key_slices": key_slices, "least": least, "most": most}
+    return {"key_heads": key_heads, "key_slices": key_slices, **_limits(how)}
 
 
 def _decay_type(p: Problem, how: Operands) -> str:
@@ -244,7 +232,7 @@ def over_slots(step: Step, slots: Slots) -> Step:
     return step._replace(template="skip_gate_slots", entry="skip_gate_slots", parameters=parameters, bind=bind)
 
 
-def skip_gate_gradients(p: Problem, behind: Behind, y: str, names: Mapping[str, str | None] = {}) -> Part:
+def skip_gate_gradients(p: Problem, behind: Behind, y: str, names: Mapping[str, str | None] = {}) -> Schedule:
     """Return the launches that make the gradients of y, x, D and z from "dy", which is that of the output.
 
     Those of inputs are results, "d" and their names. That of y is "dy_inner", or "dy" itself without a gate. `names`
@@ -291,7 +279,7 @@ def head_steps(p: Problem, how: Operands, step: str = "step", w: str = "w") -> S
     return _step(p, "head_steps", parameters, slices, block_rows, bind | _limits(how))
 
 
-def head_step_gradients(p: Problem, how: Operands, grad_step: str = "grad_step", grad_w: str = "grad_w") -> Part:
+def head_step_gradients(p: Problem, how: Operands, grad_step: str = "grad_step", grad_w: str = "grad_w") -> Schedule:
     """Return the launches that make the gradients of dt, A and the bias from those of steps and log-decays."""
     parameters, slices, block_rows = _cut_steps(p)
     summed = {"dA_rows": how.A, "ddt_bias_rows": how.dt_bias}
@@ -305,11 +293,6 @@ def head_step_gradients(p: Problem, how: Operands, grad_step: str = "grad_step",
         p, "head_steps_backward", parameters, slices, block_rows, bind, ("ddt", *summed), template="head_steps"
     )
     return _summed(p, step, block_rows, {buffer: (name, p.H) for buffer, name in summed.items() if name})
-
-
-def sum_channels(p: Problem, rows: str, name: str, size: Any) -> Step:
-    """Return the launch that adds up `rows`, float32 for each of `size` channels, to the gradient of one for a head."""
-    return common.sum_rows(rows, f"d{name}", p.H, size, 1, p.types[name])
 
 
 def _cut_steps(p: Problem) -> tuple[dict[str, Parameter], tuple[Any, Any], Any]:
@@ -333,18 +316,14 @@ def _io(p: Problem) -> str:
 def _vector(p: Problem, sizes: Iterable[Any], names: Iterable[str]) -> int:
     """Return how many neighbours a thread takes at once: as many as divide heads, and inputs can be read by."""
     known = dict(zip((*p.op.names, "dy"), p.vectors, strict=False))
-    most = _ACCESS_BYTES // BYTES[_io(p)]
+    most = ACCESS_BYTES // BYTES[_io(p)]
     return math.gcd(most, *sizes, *(known.get(name, most) for name in names))
 
 
 def _vectors(p: Problem, names: Iterable[str], vector: int) -> dict[str, int]:
     types = {**p.types, "dy": _io(p)}
-    known = [name for name in names if name == "dy" or "V" in p.op.inputs.get(name, "") or _has_keys(p, name)]
-    return {name: min(vector, _ACCESS_BYTES // BYTES[types[name]]) for name in known}
-
-
-def _has_keys(p: Problem, name: str) -> bool:
-    return "K" in p.op.inputs.get(name, "")
+    known = [name for name in names if name == "dy" or {*"KV"} & {*p.op.inputs.get(name, "")}]
+    return {name: min(vector, ACCESS_BYTES // BYTES[types[name]]) for name in known}
 
 
 def _cut(
@@ -353,14 +332,14 @@ def _cut(
     """Return the parameters of a kernel with blocks of two kinds, how many there are of each, and their rows."""
     threads = min(_THREADS, 32 * -(-max(first, others, 1) // 32))
     slices = -(-first // threads), -(-others // threads)
-    blocks = min(resident // threads, _MOST_BLOCKS)
+    blocks = min(resident // threads, MOST_BLOCKS)
     parameters: dict[str, Parameter] = {"VECTOR": vector, "NUM_THREADS": threads, "BLOCKS_PER_SM": blocks}
     return parameters, slices, _rows_of_block(p, sum(slices), blocks, least_rows)
 
 
 def _rows_of_block(p: Problem, slices: Any, blocks: int, least: int) -> Any:
     """Return how many rows a block has where a multiprocessor has `blocks`; as few as `least` where rows are few."""
-    most = blocks * (p.multiprocessors or _MULTIPROCESSORS) // max(slices, 1)
+    most = blocks * (p.multiprocessors or MULTIPROCESSORS) // max(slices, 1)
     return max(-(-p.B * p.T // max(most, 1)), min(least, p.B * p.T), 1)
 
 
@@ -383,7 +362,7 @@ def _step(
     return Step(template or entry, entry, parameters, grid, {**bind, **numbers}, optional=optional)
 
 
-def _summed(p: Problem, step: Step, block_rows: Any, summed: Mapping[str, tuple[str, Any]]) -> Part:
+def _summed(p: Problem, step: Step, block_rows: Any, summed: Mapping[str, tuple[str, Any]]) -> Schedule:
     """Return a launch whose blocks leave rows, which `common.with_sums` adds up: `summed` has inputs and widths.
 
     Where D is one for a head, channels of rows are added up here, and then heads.
@@ -395,6 +374,6 @@ def _summed(p: Problem, step: Step, block_rows: Any, summed: Mapping[str, tuple[
         if is_of_channels:
             scratch["dD_channels"] = 4 * width
             sums.append(common.sum_rows(rows, "dD_channels", 1, blocks, width, "fp32"))
-            sums.append(sum_channels(p, "dD_channels", name, p.V))
+            sums.append(common.sum_rows("dD_channels", f"d{name}", p.H, p.V, 1, p.types[name]))
         scratch[rows] = 4 * blocks * width
-    return Part((step._replace(bind={**step.bind, **bind}), *sums), scratch)
+    return Schedule((step._replace(bind={**step.bind, **bind}), *sums), scratch=scratch)

@@ -8,9 +8,9 @@ from typing import Literal, NamedTuple, get_args
 
 from rwkv_jit.kernels.errors import UnsupportedConfigError
 from rwkv_jit.kernels.template import Parameter
-from rwkv_jit.schedules.common import OVERLAPS_SINCE
+from rwkv_jit.schedules.common import MULTIPROCESSORS, OVERLAPS_SINCE
 from rwkv_jit.schedules.layer_table import MOST_PRODUCTS
-from rwkv_jit.schedules.layers import KINDS, MULTIPROCESSORS, Given, Options
+from rwkv_jit.schedules.layers import KINDS, Given, Options
 from rwkv_jit.schedules.schedule import Schedule, Step
 
 Layout = Literal["wide", "deep"]  # a matrix is [width, depth] in memory, as nn.Linear has it, or [depth, width]

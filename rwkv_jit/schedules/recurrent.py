@@ -54,23 +54,10 @@ def _lanes(head_size: int, ideal_columns: int) -> int:
     return min(legal, key=lambda n: (n * _columns(head_size, n), abs(_columns(head_size, n) - ideal_columns)))
 
 
-def _floor_power(value: float) -> int:
-    return 1 << (max(int(value), 1).bit_length() - 1)
-
-
-def _ceil_power(value: float) -> int:
-    return 1 << (max(math.ceil(value), 1) - 1).bit_length()
-
-
 def geometry(
-    stem: str,
-    direction: str,
-    head_size: int,
-    value_size: int,
-    chunk_len: int = 0,
-    num_threads: int | None = None,
+    stem: str, direction: str, head_size: int, value_size: int, chunk_len: int = 0, num_threads: int | None = None,
     few_heads: bool = False,
-) -> dict[str, Parameter]:
+) -> dict[str, Parameter]:  # fmt: skip
     """Return CHUNK_LEN, NUM_THREADS, LANES_PER_ROW, ROWS_PER_THREAD and, for the backward, HELD_STATES.
 
     A large rectangle reads shared memory least; with `few_heads` small ones make enough blocks. The lanes depend on the
@@ -81,18 +68,18 @@ def geometry(
     columns = _columns(head_size, lanes)
     # The backward keeps HELD_STATES + 1 rectangles in registers, the forward one.
     most_rows, most_elements = (2 if few_heads else 8, 64) if forward else (8, 32)
-    most_rows = min(most_rows, _floor_power(most_elements / columns))
+    most_rows = min(most_rows, 1 << (max(most_elements // columns, 1).bit_length() - 1))
     staging = _STAGING[stem, direction]
 
     def rows(threads: int) -> int:
         """Rows per thread: no more than a block of so many threads needs for all value rows."""
-        return min(most_rows, _ceil_power(value_size * lanes / threads))
+        return min(most_rows, common.power(value_size * lanes / threads))
 
     def shared_bytes(chunk: int, threads: int) -> int:
         staged = staging.keys * lanes * columns + staging.values * threads // lanes * rows(threads)
         return 4 * (chunk * staged + staging.sums * threads * columns)
 
-    enough = _ceil_power(value_size / most_rows) * lanes
+    enough = common.power(value_size / most_rows) * lanes
     threads = num_threads or min(max(enough, 32), 256 if forward and not few_heads else 128)
     while num_threads is None and threads > 32 and shared_bytes(1, threads) > _SHARED_LIMIT:
         threads //= 2
@@ -145,13 +132,8 @@ def forward(p: Problem) -> Schedule:
     few_heads = multiprocessors is not None and states < multiprocessors
     cut = geometry(p.op.stem, "forward", p.K, p.V, p.chunk_len, p.num_threads, few_heads)
     parameters = {
-        "HEAD_SIZE": p.K,
-        "VALUE_SIZE": p.V,
-        **cut,
-        "POOLED": p.is_pooled,
-        **common.types(p),
-        **common.bias(p),
-    }
+        "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, **cut, "POOLED": p.is_pooled, **common.types(p), "T_W0": p.w0_type,
+    }  # fmt: skip
     grid = (common.launched(p) * p.H, -(-p.V // _block_rows(cut)), 1)
     name = p.op.stem
     bind = {"checkpoints": None, "sa": None, **{piece: piece for piece in left}}
@@ -174,7 +156,8 @@ def backward(p: Problem) -> Schedule:
     floats = _scratch_per_block(p, cut, interval)
     given = {**common.given(p), **common.to_sequence_gradients(p)}
     # What a block does not read is called by the name of all heads.
-    whole = {f"{x}_all": given.get(x, x) for x in (*_names(p), "dy", "sa", "scratch")}
+    names = [f"{prefix}{name}" for prefix in ("", "d") for name in sorted({*p.op.inputs, "w", "u"})]
+    whole = {f"{x}_all": given.get(x, x) for x in (*names, "dy", "sa", "scratch")}
     numbers = {"interval": interval, "scratch_stride": floats}
     step = Step(
         f"{name}_recurrent_backward", f"{name}_backward", parameters, (p.N * p.H, 1, 1),
@@ -182,11 +165,6 @@ def backward(p: Problem) -> Schedule:
         optional=("grad_initial_state",),
     )  # fmt: skip
     return Schedule((step,), common.backward_results(p), scratch=common.sequence_gradients(p), vectors=_vectors(p))
-
-
-def _names(p: Problem) -> list[str]:
-    inputs = {*p.op.inputs, "w", "u"}
-    return [f"{prefix}{name}" for prefix in ("", "d") for name in sorted(inputs)]
 
 
 def _vectors(p: Problem) -> dict[str, int]:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from rwkv_jit.kernels.errors import UnsupportedConfigError
 from rwkv_jit.kernels.template import Parameter
 from rwkv_jit.schedules import update
+from rwkv_jit.schedules.common import power
 from rwkv_jit.schedules.problem import Problem
 from rwkv_jit.schedules.schedule import Schedule
 from rwkv_jit.schedules.update import Pool
@@ -52,7 +53,7 @@ def geometry(p: Problem, pool: Pool, ring: Ring, tokens: int) -> dict[str, Param
     cut = update.geometry(p, pool, held=_held(p, pool, ring, tokens))
     if p.state_layout == "vk":
         of_warp = int(cut["ROWS"]) * 32 // int(cut["KEY_LANES"])
-        warps = max(int(cut["NUM_THREADS"]) // 32, min(update.power(p.V / of_warp), _MOST_WARPS))
+        warps = max(int(cut["NUM_THREADS"]) // 32, min(power(p.V / of_warp), _MOST_WARPS))
         cut["NUM_THREADS"] = 32 * warps
     threads = int(cut["NUM_THREADS"])
     shared = shared_bytes(p, cut, ring, tokens)

@@ -126,9 +126,9 @@ class Schedule:
         return [step.request(gpu) for step in self.launches]
 
 
-def aligned(size: Any) -> Any:
+def aligned(size: Any) -> int:
     """Return a size in bytes, rounded up so that what follows can be read 16 bytes at once."""
-    return (size + 15) // 16 * 16
+    return (size + 15) // 16 * 16  # type: ignore[no-any-return]
 
 
 def offsets(sizes: Iterable[Any]) -> list[Any]:
@@ -150,17 +150,14 @@ def renamed(steps: Sequence[Item], names: Mapping[str, Any]) -> list[Item]:
     changed: list[Item] = []
     for step in steps:
         if isinstance(step, Zero):
-            changed.append(Zero(names.get(step.buffer, step.buffer)))
-            continue
-        if isinstance(step, Pause):
-            changed.append(step)
-            continue
-        bound = {
-            argument: names.get(source, source) if isinstance(source, str) else source
-            for argument, source in step.bind.items()
-        }
-        idle_at = step.idle_at and (names.get(step.idle_at[0], step.idle_at[0]), step.idle_at[1])
-        changed.append(step._replace(bind={**names, **bound}, idle_at=idle_at))
+            step = Zero(names.get(step.buffer, step.buffer))
+        elif isinstance(step, Step):
+            bound = {
+                x: names.get(source, source) if isinstance(source, str) else source for x, source in step.bind.items()
+            }
+            idle_at = step.idle_at and (names.get(step.idle_at[0], step.idle_at[0]), step.idle_at[1])
+            step = step._replace(bind={**names, **bound}, idle_at=idle_at)
+        changed.append(step)
     return changed
 
 
@@ -172,11 +169,8 @@ def without(schedule: Schedule, unwanted: Collection[str]) -> Schedule:
     needed = {name for name in schedule.results if name not in unwanted}  # by a result, or by a launch that is left
     left: list[Item | None] = []
     for step in reversed(schedule.steps):
-        if isinstance(step, Pause):
-            left.append(step)
-            continue
-        if isinstance(step, Zero):
-            left.append(step if step.buffer in needed else None)
+        if not isinstance(step, Step):
+            left.append(step if isinstance(step, Pause) or step.buffer in needed else None)
             continue
         read, written = _pointers(step)
         if needed.isdisjoint(written.values()):

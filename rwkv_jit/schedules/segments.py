@@ -206,18 +206,6 @@ def _transitions(cut: _Cut) -> Any:
     return aligned(4 * p.N * p.H * (p.K if p.op.family == "diagonal" else p.K**2))
 
 
-def _bounds(cut: _Cut) -> dict[str, Any]:
-    if not cut.is_ragged:
-        return {}
-    return {"bounds": aligned(8 * (cut.problem.N + 1)), "neighbours": aligned(4 * cut.problem.N)}
-
-
-def _cut_step(p: Problem, cut: _Cut) -> Step:
-    """Return the launch that finds where ragged segments are."""
-    bind = {**_places(p, cut), "sequences": p.N}
-    return Step("cut_sequences", "cut_sequences", {"NUM_THREADS": _CUT_THREADS}, (p.N, 1, 1), bind)
-
-
 def _places(p: Problem, cut: _Cut) -> dict[str, Any]:
     """Return what arguments are bound to that say where the segments of a sequence are."""
     bounds, tokens = "cu_seqlens" if p.is_packed else None, p.T if cut.is_ragged else cut.problem.T
@@ -231,7 +219,7 @@ def _segment_step(p: Problem, cut: _Cut, backward: bool) -> Step:
     parameters: dict[str, Parameter] = {
         "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, **geometry, "BACKWARD": backward,
         "RAGGED": cut.is_ragged or cut.is_whole,
-        **common.named({**common.types(p), **p.op.constants}, "T_IO", "T_W", "DECAY", "BONUS"), **common.bias(p),
+        **common.named({**common.types(p), **p.op.constants}, "T_IO", "T_W", "DECAY", "BONUS"), "T_W0": p.w0_type,
     }  # fmt: skip
     if p.op.family == "delta":
         parameters["LARGEST_DECAY"] = common.largest_decay(p)
@@ -291,12 +279,6 @@ def _join_step(p: Problem, cut: _Cut, backward: bool, first: str | None, states:
     return Step(name, name, parameters, grid, bind, optional=("last",))
 
 
-def _shard_bias(p: Problem, cut: _Cut, backward: bool, results: dict[str, Result]) -> list[Item]:
-    """Return the launch that joins what the segments leave of no state to what the shard leaves of it."""
-    results["bias"] = Result((p.N, p.H, p.V, p.K), "fp32")
-    return [_join_step(p, cut, backward, None, None, "bias")]
-
-
 def _shard_transition(p: Problem, cut: _Cut, results: dict[str, Result], scratch: dict[str, Any]) -> list[Item]:
     """Return the launches that join P of the segments to that of the shard: what becomes of unit states."""
     of_units = p._replace(V=p.K if p.op.family == "delta" else 1)
@@ -333,7 +315,8 @@ def kept(p: Problem) -> dict[str, Any]:
 
 def _kept(cut: _Cut) -> dict[str, Any]:
     p = cut.problem
-    return {**_bounds(cut), "transitions": _transitions(cut), **_kernels(p).kept(p)}
+    places = {"bounds": aligned(8 * (p.N + 1)), "neighbours": aligned(4 * p.N)} if cut.is_ragged else {}
+    return {**places, "transitions": _transitions(cut), **_kernels(p).kept(p)}
 
 
 def most_kept(p: Problem) -> Any:
@@ -349,31 +332,28 @@ def forward(p: Problem) -> Schedule:
     gives_last = cut.is_ragged and p.has_final_state
     chunked = _kernels(p).forward(cut.problem._replace(has_final_state=gives_last))
     scratch = {"additions": cut.problem.state_bytes, "starts": cut.problem.state_bytes, **chunked.scratch}
-    steps: list[Item] = [_cut_step(p, cut)] if cut.is_ragged else []
-    first = None
-    if p.has_initial_state:
-        first = "initial_state"
-        if p.is_pooled or (p.state_type, p.state_layout) != ("fp32", "vk"):
-            steps.append(common.copy_states(p, "initial_state", "first", p.state_type, "fp32", p.state_layout, "vk"))
-            first, scratch["first"] = "first", p.state_bytes
-    last = None
+    steps = list[Item]()
+    if cut.is_ragged:  # a launch finds where they are
+        bind = {**_places(p, cut), "sequences": p.N}
+        steps.append(Step("cut_sequences", "cut_sequences", {"NUM_THREADS": _CUT_THREADS}, (p.N, 1, 1), bind))
+    first = _first(p, "initial_state", p.state_type, steps, scratch) if p.has_initial_state else None
+    last, behind = None, list[Step]()
     if p.has_final_state and not gives_last:
-        last = "final_state"
-        if (p.state_type, p.state_layout) != ("fp32", "vk"):
-            last, scratch["last"] = "last", p.state_bytes
+        last, behind = _last(p, "final_state", p.state_type, scratch)
     before, after = _in_two(p, cut, chunked, False, scratch)
     steps += before
     results = common.forward_results(p)
-    if p.is_shard:
-        steps += [*_shard_bias(p, cut, False, results), *_shard_transition(p, cut, results, scratch), Pause()]
+    if p.is_shard:  # what the segments leave of no state is joined to what the shard leaves of it
+        results["bias"] = Result((p.N, p.H, p.V, p.K), "fp32")
+        of_none = _join_step(p, cut, False, None, None, "bias")
+        steps += [of_none, *_shard_transition(p, cut, results, scratch), Pause()]
     steps.append(_join_step(p, cut, False, first, "starts", last))
     main = sum(isinstance(step, Step) for step in steps) + chunked.main - (len(chunked.steps) - len(after))
     steps += renamed(after, {"initial_state": "starts", "final_state": "ends"})
     if gives_last:
         scratch["ends"] = cut.problem.state_bytes
         steps.append(_copy_states(p, cut, "ends", "final_state", p.state_type, of_last=True))
-    if last == "last":
-        steps.append(common.copy_states(p, "last", "final_state", "fp32", p.state_type, "vk", p.state_layout))
+    steps += behind
     left = kept(p)
     if not p.training:
         of_chunks = _kernels(p).kept(cut.problem)
@@ -391,31 +371,29 @@ def backward(p: Problem) -> Schedule:
     chunked = _kernels(p).backward(of_segments)
     scratch = {"additions": cut.problem.state_bytes, "ends": cut.problem.state_bytes, **chunked.scratch}
     steps: list[Item] = []
-    first, last = _first_gradient(p, steps, scratch), None
+    first = _first(p, "grad_final_state", "fp32", steps, scratch) if p.has_final_state else None
+    last, behind = None, list[Step]()
     if p.has_initial_state and not cut.is_ragged:
-        last = "grad_initial_state"
-        if p.state_layout != "vk":
-            last, scratch["last"] = "last", p.state_bytes
+        last, behind = _last(p, "grad_initial_state", "fp32", scratch)
     before, after = _in_two(p, cut, chunked, True, scratch)
     steps += before
     results = common.backward_results(p)
     if p.is_shard:
-        steps += [*_shard_bias(p, cut, True, results), Pause()]
+        results["bias"] = Result((p.N, p.H, p.V, p.K), "fp32")
+        steps += [_join_step(p, cut, True, None, None, "bias"), Pause()]
     steps.append(_join_step(p, cut, True, first, "ends", last))
     main = sum(isinstance(step, Step) for step in steps)
     names = {"grad_final_state": "ends"} | ({"grad_initial_state": "begins"} if gives_first else {})
     if not cut.is_ragged:
         names |= {f"d{name}_rows": f"d{name}_segments" for name in p.op.fixed}
-        scratch |= common.sequence_gradients(p)
-        scratch |= {f"d{name}_segments": size for name, size in _segment_gradients(cut.problem).items()}
+        scratch |= {**common.sequence_gradients(p), **common.sequence_gradients(p, cut.problem.N, "segments")}
     steps += renamed(after, names)
     if not cut.is_ragged:
-        steps += common.sum_segments(p, cut.count)
+        steps += common.sum_gradients(p, "segments", cut.count)
     if gives_first:
         scratch["begins"] = cut.problem.state_bytes
         steps.append(_copy_states(p, cut, "begins", "grad_initial_state", "fp32", of_last=False))
-    if last == "last":
-        steps.append(common.copy_states(p, "last", "grad_initial_state", "fp32", "fp32", "vk", p.state_layout))
+    steps += behind
     return Schedule(_side_by_side(p, cut, steps), results, {}, scratch, chunked.vectors, main + chunked.main)
 
 
@@ -424,59 +402,55 @@ def backward_of_state(p: Problem) -> Schedule:
     cut = _cut(p) if p.backend == "segments" else None
     if cut is None or cut.is_ragged:
         cut = _Cut(p, 1, is_whole=True)
-    target = "grad_initial_state" if p.state_layout == "vk" else "last"
-    scratch = {} if p.state_layout == "vk" else {"last": p.state_bytes}
-    steps: list[Item] = []
+    steps, scratch = list[Item](), dict[str, Any]()
+    target, behind = _last(p, "grad_initial_state", "fp32", scratch)
     walk = _segment_step(p, cut, backward=True)
     if cut.count == 1 and not p.has_final_state:
         steps.append(walk._replace(bind={**walk.bind, "additions": target}))
     else:
-        first = _first_gradient(p, steps, scratch)
+        first = _first(p, "grad_final_state", "fp32", steps, scratch) if p.has_final_state else None
         scratch |= {"transitions": _transitions(cut), "additions": cut.problem.state_bytes}
         forwards = _segment_step(p, cut, backward=False)
         join = _join_step(p, cut, True, first, None, target)
         # Q of the forward is of no use, and its place is taken by that of the backward.
         steps += [forwards, walk, join]
-    if target == "last":
-        steps.append(common.copy_states(p, "last", "grad_initial_state", "fp32", "fp32", "vk", p.state_layout))
+    steps += behind
     return Schedule(_side_by_side(p, cut, steps), common.backward_results(p), {}, scratch, common.vectors(p))
 
 
-def _first_gradient(p: Problem, steps: list[Item], scratch: dict[str, Any]) -> str | None:
-    """Return where the gradient of the final states is as a join takes it, with a step that brings it there."""
-    if not p.has_final_state:
-        return None
-    if p.state_layout == "vk":
-        return "grad_final_state"
-    steps.append(common.copy_states(p, "grad_final_state", "first", "fp32", "fp32", p.state_layout, "vk"))
+def _first(p: Problem, states: str, storage: str, steps: list[Item], scratch: dict[str, Any]) -> str:
+    """Return where states of a type are as a join takes them, with a step that brings them there."""
+    if (storage, p.state_layout, p.is_pooled) == ("fp32", "vk", False):
+        return states
+    steps.append(common.copy_states(p, states, "first", storage, "fp32", p.state_layout, "vk"))
     scratch["first"] = p.state_bytes
     return "first"
+
+
+def _last(p: Problem, states: str, storage: str, scratch: dict[str, Any]) -> tuple[str, list[Step]]:
+    """Return where a join leaves states of a type, and the step that brings them to where they belong."""
+    if (storage, p.state_layout) == ("fp32", "vk"):
+        return states, []
+    scratch["last"] = p.state_bytes
+    return "last", [common.copy_states(p, "last", states, "fp32", storage, "vk", p.state_layout)]
 
 
 def _in_two(
     p: Problem, cut: _Cut, chunked: Schedule, backward: bool, scratch: dict[str, Any]
 ) -> tuple[list[Item], list[Item]]:
-    """Return the steps that find what segments do to any state, and those that know the states at their starts."""
+    """Return the steps that find what segments do to any state, and those that know the states at their starts.
+
+    Large heads do so by their own steps. From no state a walk leaves "additions". Forwards another one, without values
+    from unit states, leaves "transitions", which the backward takes too. What either writes meanwhile nobody reads.
+    """
     names = {"cu_seqlens": "bounds"} if cut.is_ragged else {}
     if _kind(p) != "large":
         return [_segment_step(p, cut, backward)], renamed(chunked.steps, names)
-    before, after = _in_two_walks(cut.problem, chunked, backward, scratch)
-    return renamed(before, names), renamed(after, names)
-
-
-def _in_two_walks(
-    p: Problem, schedule: Schedule, backward: bool, scratch: dict[str, Any]
-) -> tuple[list[Item], list[Item]]:
-    """Return the same of large heads, from their steps.
-
-    From no state a walk leaves "additions". Forwards another one, without values from unit states, leaves
-    "transitions", which the backward takes too. What either writes meanwhile nobody reads.
-    """
     if backward:
-        scan = schedule.launches[0]
+        scan = chunked.launches[0]
         from_zero = scan._replace(bind={**scan.bind, "first": None, "last": "additions"})
-        return [from_zero], [*schedule.steps]
-    *prepares, scan = schedule.launches
+        return renamed([from_zero], names), renamed(chunked.steps, names)
+    p, (*prepares, scan) = cut.problem, chunked.launches
     bind = {**scan.bind, "solved": None, "states": None, "checkpoints": None, "framed": None}
     from_zero = scan._replace(bind={**bind, "first": None, "last": "additions"})
     of_units = p._replace(V=p.K if p.op.family == "delta" else 1)
@@ -488,16 +462,11 @@ def _in_two_walks(
         **bind, "input": "no_values", "output": "unread" if of_units.V > p.V else "y", "first": "transitions",
         "last": "transitions",
     })  # fmt: skip
-    return [*prepares, Zero("no_values"), from_zero, unit, from_unit], [scan]
+    before = [*prepares, Zero("no_values"), from_zero, unit, from_unit]
+    return renamed(before, names), renamed([scan], names)
 
 
 def _side_by_side(p: Problem, cut: _Cut, steps: list[Item]) -> tuple[Item, ...]:
     """Return steps that read the rows of a batch as one: a number above 1 says that they must follow each other."""
     rows = 1 if p.is_packed else p.T if cut.is_ragged else cut.count
     return tuple(step._replace(segments=rows) if isinstance(step, Step) else step for step in steps)
-
-
-def _segment_gradients(cut: Problem) -> dict[str, Any]:
-    """Return the bytes of a gradient for each segment, of inputs that are the same for every token."""
-    sizes = common.sequence_gradients(cut)
-    return {name: sizes[f"d{name}_rows"] for name in cut.op.fixed}

@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 from rwkv_jit.kernels.gpu import TENSOR_CORES
 from rwkv_jit.kernels.template import Parameter
 from rwkv_jit.schedules import through, wkv4
-from rwkv_jit.schedules.common import OVERLAPS_SINCE
+from rwkv_jit.schedules.common import ACCESS_BYTES, OVERLAPS_SINCE, power
 from rwkv_jit.schedules.operands import Slots
 from rwkv_jit.schedules.problem import BYTES, Problem
 from rwkv_jit.schedules.schedule import Schedule, Step
 
 MOST_ROWS = 65535  # of a grid's second extent
-_ACCESS_BYTES = 16
 _MOST_KEY_WARPS = 16
 # What follows was measured on an H100 and an H200. Numbers of the state that a thread holds, and threads that a
 # multiprocessor shall have room for then: in some cases more numbers are faster than more threads. Code for sm_80 takes
@@ -36,7 +35,7 @@ class Pool(NamedTuple):
 
     slots: int
     slot_stride: int  # elements from one slot to the next
-    alignment: int = _ACCESS_BYTES  # bytes that all addresses of states are a multiple of, up to 16
+    alignment: int = ACCESS_BYTES  # bytes that all addresses of states are a multiple of, up to 16
     index_bytes: int = 4  # of the indices: 4 or 8
     null_index: int = -1  # a slot at or below it is none
     w0_type: str = "fp32"  # the storage type of w0
@@ -52,7 +51,7 @@ def geometry(p: Problem, pool: Pool, is_packed: bool = False, held: int = 0) -> 
         is_narrow = size == 2 and _has_one_token(p, is_packed) and not pool.is_stochastic
         held = MOST_HELD if is_narrow else HELD
     row = p.K if p.state_layout == "vk" else p.V
-    vector = math.gcd(row, min(_ACCESS_BYTES, pool.alignment) // size)
+    vector = math.gcd(row, min(ACCESS_BYTES, pool.alignment) // size)
     spread, few = (_spread_vk, FEW_VK) if p.state_layout == "vk" else (_spread_kv, _FEW_KV)
     cut = spread(p, vector, held, False)
     if p.multiprocessors is not None and p.B * p.H * value_blocks(p, cut) < few * p.multiprocessors:
@@ -64,11 +63,6 @@ def geometry(p: Problem, pool: Pool, is_packed: bool = False, held: int = 0) -> 
 
 def _has_one_token(p: Problem, is_packed: bool) -> bool:
     return p.T == 1 and not is_packed
-
-
-def power(value: float) -> int:
-    """Return the least power of two that is not below."""
-    return 1 << (max(math.ceil(value), 1) - 1).bit_length()
 
 
 def _spread_vk(p: Problem, vector: int, held: int, has_few_blocks: bool) -> dict[str, Parameter]:

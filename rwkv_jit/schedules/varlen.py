@@ -49,16 +49,10 @@ def schedule(p: Problem, pool: Pool, call: Varlen) -> Schedule:
     # Segments have a launch for all sequences, whatever their lengths are.
     is_cut = p.backend == "segments"
     arrange = _arrange(p, pool, call, 0 if is_cut else FEW_TOKENS)
-    of_chunks = directions.forward(
-        p._replace(
-            N=pieces,
-            is_packed=True,
-            is_pooled=True,
-            waves=call.checkpoints + 1,
-            has_initial_state=True,
-            has_final_state=True,
-        )
-    )
+    of_chunks = directions.forward(p._replace(
+        N=pieces, is_packed=True, is_pooled=True, waves=call.checkpoints + 1, has_initial_state=True,
+        has_final_state=True,
+    ))  # fmt: skip
     waves: list[Item] = []
     for wave in range(call.checkpoints + 1):
         waves += renamed(of_chunks.steps, {**_NAMES, "slot_stride": pool.slot_stride, "wave": wave})

@@ -71,8 +71,9 @@ def backward(p: Problem) -> Schedule:
     results = common.backward_results(p)
     rows = _parts(p) * p.B if p.T else 0
     scratch = {f"{name}_rows": 4 * rows * p.C for name in ("dw", "du")}
-    if p.T == 0:  # the state passes through, and so does its gradient
-        return Schedule(_gradient_of_state(p), results, scratch=scratch)
+    if p.T == 0:  # the state passes through, and so does its gradient: as a sum of that row, or of none
+        state = "grad_final_state", "grad_initial_state", 1, int(p.has_final_state), p.B * 3 * p.C, "fp32"
+        return Schedule((common.sum_rows(*state),) if p.has_initial_state else (), results, scratch=scratch)
     bind = {
         "grad_final": "grad_final_state", "grad_initial": "grad_initial_state" if p.has_initial_state else None,
         **common.to_sequence_gradients(p),
@@ -114,11 +115,3 @@ def _summaries(p: Problem) -> dict[str, Any]:
     """Return the bytes of what each part does alone, where there are several."""
     count = _parts(p)
     return {"summaries": 4 * count * p.B * 3 * p.C} if count > 1 else {}
-
-
-def _gradient_of_state(p: Problem) -> tuple[Step, ...]:
-    """Return a copy of the final state's gradient, or zeros: a sum of that row, or of none."""
-    if not p.has_initial_state:
-        return ()
-    rows = 1 if p.has_final_state else 0
-    return (common.sum_rows("grad_final_state", "grad_initial_state", 1, rows, p.B * 3 * p.C, "fp32"),)

@@ -18,7 +18,7 @@ from stub_driver import in_fork
 from torch.utils.checkpoint import checkpoint
 
 import rwkv_jit
-from rwkv_jit.call import switches, tape
+from rwkv_jit.call import lists, switches, tape
 from rwkv_jit.nn import node, rwkv7
 
 MORE = {
@@ -676,8 +676,8 @@ assert "torch._dynamo.symbolic_convert" not in sys.modules
 
 def test_sums_of_gradients_are_in_place(nodes, monkeypatch):
     ran = []
-    for op, run in [*tape._ENTRIES.items()]:
-        monkeypatch.setitem(tape._ENTRIES, op, lambda *given, op=op, run=run: (ran.append(op), run(*given))[1])
+    for op, run in [*lists.ENTRIES.items()]:
+        monkeypatch.setitem(lists.ENTRIES, op, lambda *given, op=op, run=run: (ran.append(op), run(*given))[1])
     layer, given = block(), inputs()
     y, *_ = layer(*given)
     ran.clear()

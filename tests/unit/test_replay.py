@@ -204,6 +204,7 @@ def test_a_compiled_graph_has_all_calls_in_it():
         ({"length": 0}, ValueError, "length: expected at least 1, got 0"),
         ({"length": 13}, ValueError, "length: expected at most 16 with 4 speculative tokens, got 13"),
         ({"drafts": -1}, ValueError, "drafts: expected at least 0, got -1"),
+        ({"drafts": 16}, ValueError, "drafts: expected at most 15, got 16"),
         ({"dtype": torch.int8}, TypeError, "dtype: expected .*torch.float16.* got torch.int8"),
     ],
 )
@@ -211,6 +212,28 @@ def test_rings_that_cannot_be(changes, error, message):
     given = {"slots": SLOTS, "op": "wkv7", "heads": H, "head_size": K, "drafts": DRAFTS, "device": "cpu"}
     with pytest.raises(error, match=message):
         rwkv_jit.ReplayRing(**{**given, **changes})
+
+
+def test_usual_length_leaves_room_for_speculative_tokens():
+    lengths = [rwkv_jit.ReplayRing(1, "wkv7", 1, 64, drafts=drafts, device="cpu").length for drafts in (0, 12, 14)]
+    assert lengths == [4, 4, 2]
+
+
+@pytest.mark.parametrize(
+    ("ring", "error", "message"),
+    [
+        (4, TypeError, "rings: expected a length and a number of speculative tokens for each, got 4"),
+        ((4,), TypeError, r"rings: expected a length and a number of speculative tokens for each, got \(4,\)"),
+        ((4, -1), ValueError, "rings: expected at least 0, got -1"),
+        ((0, 2), ValueError, "rings: expected at least 1, got 0"),
+        ((4, 2.0), TypeError, "rings: expected an int, got 2.0"),
+        ((17, 0), ValueError, "rings: expected at most 16, got 17"),
+        ((12, 8), ValueError, "rings: expected at most 4, got 8"),
+    ],
+)
+def test_kernels_of_rings_that_cannot_be(ring, error, message):
+    with pytest.raises(error, match=message):
+        rwkv_jit.warm("wkv7", 64, arch="sm_90", backward=False, updates=True, rings=[(4, 0), ring])
 
 
 @pytest.mark.parametrize(
