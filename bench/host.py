@@ -53,7 +53,7 @@ def run(parsed: argparse.Namespace) -> dict[str, Any]:
     """Measure and return a row for each call and phase. Raises ValueError where a shape cannot be read."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     bench.use_one_thread()
-    cases = _cases(parsed.op, parsed.shape or ("8,4096,32,128" if device == "cuda" else "1,16,1,64"))
+    cases = _cases(parsed.op, parsed.shape or ("8,4096,32,128" if device == "cuda" else "1,4,1,64"))
     rows = [told(_row(*each, device)) for each in _calls(cases, device, not parsed.eager)]
     return {"env": bench.environment(), "device": device, "rows": rows}
 
