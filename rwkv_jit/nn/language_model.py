@@ -466,7 +466,7 @@ class LanguageModel(nn.Module):
         if dtype not in (None, *checkpoints.DTYPES):
             raise TypeError(f"dtype: expected {' or '.join(map(str, checkpoints.DTYPES))}, got {brief(dtype)}")
         found = {name: x for name, x in checkpoints.read(path).items() if name not in cls._unused}
-        layers, make = checkpoints.layers(path, found), cast("Callable[..., Model]", cls)  # with arguments of its own
+        layers, make = checkpoints.layers(path, found), cast("Callable[..., Model]", cls)  # whose arguments differ
         checkpoints.check_names(path, found, make(1, 1, layers, 1, hidden=1, device="meta").state_dict())
         vocabulary, width = checkpoints.matrix(path, found, "emb.weight")
         _, head_size = checkpoints.matrix(path, found, f"blocks.0.att.{cls._by_head}")
