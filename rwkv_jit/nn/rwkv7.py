@@ -208,9 +208,21 @@ class RWKV7TimeMix(Mix):
     def with_recurrence(
         self, mixed: Tensor, v_first: Tensor | None, recurrence: Callable[..., Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Return the results for tokens mixed by `mixes`, [6, ..., C], by a recurrence of r, w, k, v, a and b.
+        """Return what the module makes of mixed tokens, by a recurrence of the caller's.
 
-        They are [..., H, N], and the decay is that of "sigmoid", with w0 in w.
+        Parameters
+        ----------
+        mixed : torch.Tensor, shape (6, ..., C)
+            The tokens for r, w, k, v, a and g, mixed with those before them as `mixes` says.
+        v_first : torch.Tensor, shape (..., C), or None
+            The values of the first layer, which all others need.
+        recurrence : callable
+            Takes r, w, k, v, a and b, (..., H, N), and returns y in this shape; its decay is "sigmoid", with w0 in w.
+
+        Returns
+        -------
+        y : torch.Tensor, shape (..., C)
+        v_first : torch.Tensor, shape (..., C)
         """
         inputs, gate, v_first, _ = self._inputs(mixed.unbind(), v_first)
         r, _, k, v, *_ = inputs
