@@ -82,7 +82,6 @@ def _calls(cases: list[Any], device: str, is_compiled: bool) -> Iterator[tuple[s
         is_op = isinstance(case, Case)
         measured = inputs.given_for(case, device=device) if is_op else layers.calls_for(case, device)
         ours = measured.functions[OURS, "auto" if is_op else "kernels"]
-        torch._dynamo.reset()
         by = [ours, torch.compile(ours)] if is_compiled else [ours]
         calls = [inputs.call_of(each, measured, case.phase) for each in by]
         yield case.op, case.phase, calls[0], calls[1] if is_compiled else None

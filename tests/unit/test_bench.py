@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import rwkv_jit
 from bench import __main__ as program
 from bench import cases, layers, measure, timing
 from rwkv_jit.call import rule, tensors
@@ -132,6 +133,19 @@ def test_works_of_a_layer_agree_with_plain_torch(work):
         who = {"torch"} if "products" in work else {"rwkv_jit"} if whole else {"rwkv_jit", "torch"}
         assert {row["who"] for row in rows} == who
         assert all(row["error"] is None if whole else row["error"] < 1e-5 for row in rows), rows
+
+
+@pytest.mark.parametrize("name", ["norm_shift", "causal_conv1d", "gated_norm", "activate"])
+def test_works_of_a_layer_call_their_function_once(name, monkeypatch):
+    function, called = getattr(rwkv_jit, name), []
+    monkeypatch.setattr(rwkv_jit, name, lambda *x, **options: called.append(name) or function(*x, **options))
+    (work,) = [work for work in layers.WORKS if work.startswith(name)]
+    case = layers.Work(work, (2, 3, 128), torch.float32, "forward")
+    given = layers.calls_for(case, "cpu")
+    called.clear()
+    results = inputs.call_of(given.functions["rwkv_jit", "kernels"], given, "forward")()
+    assert called == [name]
+    assert len(results) == {"norm_shift": 7}.get(name, 1)
 
 
 # ---- rows on a GPU that is made up -------------------------------------------------------------------------------

@@ -123,6 +123,14 @@ def test_models_train_alike_in_every_mode(program):
     assert all(row["host_ms"] is row["kernel_ms"] is row["peak_mib"] is None for row in rows)
 
 
+@pytest.mark.parametrize("name", training.OURS)
+def test_models_train_as_their_names_say(name):
+    made = training.OURS[name](SIZES, "cpu")
+    assert made.model.checkpointing == ("checkpointing" in name)
+    assert (made.mode == models.GRAPHED, made.mode == models.PARTS) == ("graphed" in name, "as parts" in name)
+    assert made.is_cast == ("float32" in name) == (made.model.emb.weight.dtype == torch.float32)
+
+
 def test_training_from_graphs_counts_passes(monkeypatch):
     """Two passes add up their gradients, as the same steps without graphs; losses and parameters are the same."""
     monkeypatch.setattr(graphs, "devices", {"cpu"})
