@@ -121,18 +121,28 @@ def _one_by_one(name: str) -> Callable[..., Any]:
     """Run an op inside of `torch.vmap`: once for every element of the mapped dimension."""
 
     def run(info: Any, dims: tuple[int | None, ...], *arguments: Any, **named: Any) -> tuple[Any, Any]:
-        is_mapped = [isinstance(dim, int) for dim in dims]
-        mapped = [x.unbind(dim) if isinstance(dim, int) else x for x, dim in zip(arguments, dims, strict=True)]
+        is_mapped, count = [isinstance(dim, int) for dim in dims], info.batch_size
+        mapped = [_elements(x, dim) if isinstance(dim, int) else x for x, dim in zip(arguments, dims, strict=True)]
         rows = [
             find(name)(*[x[i] if has_rows else x for x, has_rows in zip(mapped, is_mapped, strict=True)], **named)
-            for i in range(info.batch_size)
+            for i in range(max(count, 1))
         ]
         if isinstance(rows[0], torch.Tensor):
-            return torch.stack(rows), 0
-        results = tuple(torch.stack(result) for result in zip(*rows, strict=True))
+            return _stacked(rows, count), 0
+        results = tuple(_stacked(result, count) for result in zip(*rows, strict=True))
         return results, (0,) * len(results)
 
     return run
+
+
+def _elements(x: torch.Tensor, dim: int) -> Sequence[torch.Tensor]:
+    """Return the elements of a mapped dimension; of an empty one zeros, which stand for what has its shapes."""
+    return x.unbind(dim) or [x.new_zeros([*x.shape[:dim], *x.shape[dim + 1 :]])]
+
+
+def _stacked(rows: Sequence[torch.Tensor], count: int) -> torch.Tensor:
+    """Return the results of so many elements; of none, an empty tensor like the one that stands for them."""
+    return torch.stack([*rows]) if count else rows[0].new_empty(0, *rows[0].shape)
 
 
 _LIBRARY = torch.library.Library("rwkv_jit", "FRAGMENT")

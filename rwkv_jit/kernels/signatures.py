@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 _V = TypeVar("_V")
 
@@ -12,7 +12,14 @@ MOST = 4096  # a server that meets every length there is must not grow without e
 _all: list[BySignature[Any]] = []
 
 
-_holders: weakref.WeakSet[Any] = weakref.WeakSet()  # what outlives its signature, as graphs hold it until a backward
+class Holder(Protocol):
+    """Something that outlives its signature, as a graph holds it until it is differentiated."""
+
+    def forget(self) -> None:
+        """Drop what was prepared."""
+
+
+_holders: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class BySignature(dict[Any, _V]):
@@ -30,8 +37,8 @@ class BySignature(dict[Any, _V]):
         return value
 
 
-def forget_with(holder: Any) -> None:
-    """Let the `forget` of a holder drop what was prepared whenever everything is dropped."""
+def forget_with(holder: Holder) -> None:
+    """Let a holder forget what was prepared whenever everything is dropped."""
     _holders.add(holder)
 
 

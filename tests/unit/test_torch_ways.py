@@ -239,6 +239,17 @@ def test_gradcheck(name):
     torch.autograd.gradcheck(lambda *x: tuple(function(*x)), given, check_batched_grad=True, fast_mode=True)
 
 
+@pytest.mark.parametrize("name", [name for name in differentiable.ALL if "cross_entropy" not in name])
+def test_vmap_over_nothing(name):
+    """Of losses, as of torch's own, rows are counted by what there is: torch itself raises."""
+    function, given = differentiable.make(name)
+    empty = [x.new_zeros(0, *x.shape) for x in given]
+    results = torch.vmap(lambda *x: tuple(function(*x)))(*empty)
+    assert [x.shape for x in results] == [(0, *x.shape) for x in function(*given)]
+    total = torch.func.grad(lambda *x: function(*x)[0].sum(), argnums=tuple(range(len(given))))
+    assert [x.shape for x in torch.vmap(total)(*empty)] == [x.shape for x in empty]
+
+
 @pytest.mark.parametrize("name", differentiable.ALL)
 def test_gradients_of_several_gradients_at_once_on_a_gpu(name, on_gpu, monkeypatch):
     """Backwards of a GPU run in a thread of its own, which knows of no vmap."""
