@@ -41,7 +41,7 @@ class ReplayRing:
     length : int, from 1 to 16, optional
         The most entries: the state is written once in `length` + 1 tokens. The default minimizes the time of a token,
         which is its share of that write and the entries that it reads: 4 for wkv7 with heads of 64 and float32 states,
-        3 for 16-bit states, 6 for heads of 128; fewer where `drafts` leave less room.
+        3 for 16-bit states, 6 for heads of 128; fewer where `drafts` are many.
     drafts : int, default 0
         The most speculative tokens of a call such as `wkv7_verify`; there is always memory for them behind the cursor.
         `length` and it together are at most 16.
