@@ -158,7 +158,8 @@ def _checked(cu_seqlens: Tensor, tokens: int) -> _Packing | None:
         return known
     if torch.cuda.is_current_stream_capturing():
         return None
-    most = _longest(cu_seqlens.cpu(), tokens)
+    with torch._C._DisableTorchDispatch():  # what notes a layer is not to see a check
+        most = _longest(cu_seqlens.cpu(), tokens)
     spare = max(most.bit_length() - 3, 0)
     most = most >> spare << spare
     gone = weakref.ref(cu_seqlens, lambda _: _checked_packings.pop(index, None))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -26,21 +27,41 @@ devices = {"cuda"}  # on others every call runs as it is
 
 # ---- the engine --------------------------------------------------------------------------------------------------
 
+_capturing = threading.RLock()
+
 
 class Graph:
     """A call that was captured on a stream: each replay writes its `results` again."""
 
     def __init__(self, function: Callable[[], Any], device: torch.device, pool: Any, stream: torch.cuda.Stream):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)):
+        graph, options = torch.cuda.CUDAGraph(), dict[str, Any](stream=stream, capture_error_mode="thread_local")
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)), _garbage_kept():
+            number = torch.zeros((), device=device)  # []
             try:
-                with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                with torch.cuda.graph(graph, pool=pool, **options):
                     self.results = function()
             except BaseException:
-                with suppress(Exception):  # torch leaves it open where the capture was invalid
+                # Where a capture was invalid, torch leaves its memory open, and numbers cannot be drawn on the device
+                # until another capture has ended.
+                with suppress(Exception):
                     torch._C._cuda_endAllocateToPool(device.index, pool)
+                with suppress(Exception), torch.cuda.graph(torch.cuda.CUDAGraph(), **options):
+                    number.zero_()
                 raise
         self.replay = graph.replay
+
+
+@contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """Keep garbage for as long: a graph that is destroyed with it during a capture makes that one invalid."""
+    with _capturing:
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if was_enabled:
+                gc.enable()
 
 
 class _Captured(NamedTuple):
@@ -121,7 +142,7 @@ class Held:
 
     def __init__(self, model: nn.Module):
         self.snapshot = node.Snapshot.of(model)
-        modules = self.snapshot.modules
+        modules = model, *self.snapshot.others
         for module, attributes in zip(modules, self.snapshot.attributes, strict=True):
             attributes["_parameters"] = dict(module._parameters)
         held = [(own, name, x) for m in modules for own in (m._parameters, m._buffers) for name, x in own.items()]
@@ -134,12 +155,11 @@ class Held:
     @classmethod
     def of(cls, model: nn.Module, before: Held | None) -> Held:
         """Return what graphs would hold now: what was `before`, where that has not changed."""
-        is_same = before is not None and before.snapshot.modules[0] is model and before.is_same()
-        return before if before is not None and is_same else cls(model)
+        return before if before is not None and before.is_same(model) else cls(model)
 
-    def is_same(self) -> bool:
-        """Return whether all of these are what they were, but for values."""
-        if not all([own.get(name) is x for own, name, x in self._numbers]) or not self.snapshot.is_alike():
+    def is_same(self, model: nn.Module) -> bool:
+        """Return whether this is of a model of which all is what it was, but for values."""
+        if not all([own.get(name) is x for own, name, x in self._numbers]) or not self.snapshot.is_alike(model):
             return False
         if any(common._GLOBAL_HOOKS) != (self.why == _GLOBAL):
             return False
@@ -172,15 +192,12 @@ def modes() -> tuple[Any, ...]:
 # ---- decoding ----------------------------------------------------------------------------------------------------
 
 
-class Decoder:
-    """The graphs of a model's steps, among its attributes; a copy of the model has none yet."""
+class Decoder(node.Memo):
+    """The graphs of a model's steps, among its attributes."""
 
     def __init__(self) -> None:
         self.calls = Calls("decoding", most=32)
         self._held: Held | None = None
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return Decoder, ()
 
     def is_ready(self, model: nn.Module, like: Tensor) -> bool:
         """Return whether graphs can hold a model, which lies where `like` does; those of what it was are dropped."""

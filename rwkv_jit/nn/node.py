@@ -48,10 +48,23 @@ class _Calls:
         self.by_key.clear()
 
 
-class Snapshot(NamedTuple):
-    """What a layer was when it was looked at."""
+class Memo:
+    """What a module keeps of itself among its attributes; a copy of the module has none yet. All of them are equal."""
 
-    modules: tuple[nn.Module, ...]
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(self), ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Memo)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Snapshot(NamedTuple):
+    """What a layer was when it was looked at. It holds no layer, so that one that is dropped is gone at once."""
+
+    layer: weakref.ref[nn.Module]
+    others: tuple[nn.Module, ...]  # those in the layer
     types: list[type]
     attributes: list[dict[str, Any]]  # of each module, with copies of what may be changed in place
     where: list[tuple[dict[str, Any], str]]  # of all parameters
@@ -74,33 +87,32 @@ class Snapshot(NamedTuple):
         calls = None
         if _are_known(modules):
             calls = _shared.setdefault(tuple(map(_described, modules)), _Calls())
-        return cls(modules, [*map(type, modules)], attributes, where, gaps, names, calls)
+        return cls(weakref.ref(layer), modules[1:], [*map(type, modules)], attributes, where, gaps, names, calls)
 
-    def is_same(self) -> bool:
-        """Return whether nothing has changed but parameters, which have their names."""
+    def is_same(self, layer: nn.Module) -> bool:
+        """Return whether this is of a layer in which nothing has changed but parameters, which have their names."""
         return (
-            self.is_alike()
-            and [tuple(m._parameters) for m in self.modules] == self.names
+            self.is_alike(layer)
+            and [tuple(m._parameters) for m in (layer, *self.others)] == self.names
             and all([own[name] is None for own, name in self.gaps])
             and all([own[name] is not None for own, name in self.where])
         )
 
-    def is_alike(self) -> bool:
-        """Return whether types and attributes have not changed."""
+    def is_alike(self, layer: nn.Module) -> bool:
+        """Return whether this is of a layer whose types and attributes have not changed."""
+        modules = layer, *self.others
         try:
-            return [*map(type, self.modules)] == self.types and [m.__dict__ for m in self.modules] == self.attributes
+            is_alike = [*map(type, modules)] == self.types and [m.__dict__ for m in modules] == self.attributes
+            return is_alike and self.layer() is layer
         except Exception:  # of an attribute that is an array now
             return False
 
 
-class _Memo:
-    """The snapshots of a layer, of training and not, among its attributes; a copy of it has none yet."""
+class _Memo(Memo):
+    """The snapshots of a layer, of training and not."""
 
     def __init__(self) -> None:
         self.snapshots: dict[bool, Snapshot] = {}
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return _Memo, ()
 
 
 _shared: weakref.WeakValueDictionary[Any, _Calls] = weakref.WeakValueDictionary()
@@ -108,6 +120,8 @@ _shared: weakref.WeakValueDictionary[Any, _Calls] = weakref.WeakValueDictionary(
 
 def _kept(name: str, x: Any) -> Any:
     """Return what may be changed in place as a copy: hooks, submodules, lists. Parameters are read in every call."""
+    if isinstance(x, Memo):
+        return Memo()
     is_held = name.endswith("hooks") or name in ("_modules", "_buffers") or type(x) in (dict, list, set)
     return type(x)(x) if is_held and name != "_parameters" else x
 
@@ -179,7 +193,7 @@ def _find(layer: Any, parts: Callable[..., Any], given: Sequence[Any], arrays: l
     if memo is None:
         memo = layer.__dict__[_MEMO] = _Memo()
     snapshot = memo.snapshots.get(layer.training)
-    if snapshot is None or snapshot.modules[0] is not layer or not snapshot.is_same():
+    if snapshot is None or not snapshot.is_same(layer):
         snapshot = memo.snapshots[layer.training] = Snapshot.of(layer)
     if snapshot.calls is None:
         return None

@@ -1,6 +1,7 @@
 """Steps of training and of decoding from CUDA graphs, beside the same steps without: all bits."""
 
 import ctypes
+import gc
 
 import pytest
 import torch
@@ -116,9 +117,29 @@ def test_a_loss_that_waits_runs_without_and_the_gpu_goes_on(op, counts, caplog):
     assert counts == {"captured": 0, "replayed": 0}
     assert torch.cuda.current_stream() == stream
     assert [x for x in caplog.messages if "it cannot be captured" in x]
+    assert torch.randn(9, device="cuda").unique().numel() > 1
     step = rwkv_jit.nn.graphed_step(model, optimizer)  # another one can be
     assert [step(*texts(0)).item() for _ in range(5)][-1] < losses[-1]
     assert counts["captured"] == 1
+
+
+def test_garbage_with_graphs_is_kept_during_a_capture(op, counts):
+    x, several, is_enabled = torch.randn(2, 8, device="cuda"), [torch.cuda.CUDAGraph()], gc.isenabled()
+    with torch.cuda.graph(several[0]):
+        x * 2
+
+    def step(x, state):
+        if torch.cuda.is_current_stream_capturing():
+            garbage = [several.pop()]
+            garbage.append(garbage)
+            del garbage
+            assert len([[] for _ in range(10_000)]) > 0  # so many begin a collection
+        return x * 2, state + 1
+
+    decode = rwkv_jit.nn.graphed_decode(nn.Linear(1, 1, device="cuda"), x[0], step)
+    equal([decode(x) for _ in range(4)], [x * 2] * 4)
+    assert counts == {"captured": 1, "replayed": 3}
+    assert gc.isenabled() == is_enabled
 
 
 def test_memory_is_about_that_of_steps_without(op, counts):

@@ -6,6 +6,7 @@ import doctest
 import gc
 import inspect
 import sys
+import weakref
 
 import fake_graphs
 import nn_cases
@@ -195,10 +196,10 @@ def test_what_has_equal_values_is_told_apart(name):
     with torch.no_grad():
         for x in (*model.parameters(), *model.buffers()):
             x.add_(1)
-    assert held.is_same()
+    assert held.is_same(model)
     assert graphs.Held.of(model, held) is held
     REPLACED[name](*model)
-    assert not held.is_same()
+    assert not held.is_same(model)
     assert graphs.Held.of(model, held) is not held
 
 
@@ -207,7 +208,7 @@ def test_first_calls_as_nodes_change_nothing(monkeypatch):
     model = make()
     held = graphs.Held(model)
     model(texts(model, 0)[0])
-    assert held.is_same()
+    assert held.is_same(model)
 
 
 def test_there_are_at_most_so_many_graphs(caplog, monkeypatch):
@@ -606,6 +607,21 @@ def test_pools_and_batches_have_graphs_also_where_a_pool_lay_that_is_gone():
             gc.collect()
     assert Graph.captured >= 2
     assert all(map(torch.equal, found[:6], found[6:]))
+
+
+def test_a_model_that_is_gone_leaves_nothing():
+    model, tokens = make(), torch.tensor([[1, 2]])
+    gc.collect()
+    gc.disable()
+    try:
+        model.generate(tokens, 5)
+        assert Graph.captured
+        gone, weight = weakref.ref(model), weakref.ref(model.emb.weight)
+        del model
+        assert gone() is None
+        assert weight() is None
+    finally:
+        gc.enable()
 
 
 def test_modes_autocast_and_inference_mode_of_decoding():

@@ -18,7 +18,7 @@ from stub_driver import in_fork
 from torch.utils.checkpoint import checkpoint
 
 import rwkv_jit
-from rwkv_jit.call import lists, switches, tape
+from rwkv_jit.call import lists, switches, tape, tensors
 from rwkv_jit.nn import node, rwkv7
 
 MORE = {
@@ -607,16 +607,40 @@ def test_launches_are_those_of_the_parts(kind, on_gpu, nodes, monkeypatch):
     assert all(found)
 
 
+@pytest.mark.parametrize("is_inference", [False, True])
+@pytest.mark.parametrize("kind", ["GatedLinearAttention", "LinearAttention", "KimiDeltaAttention", "RWKV7Block"])
+def test_a_list_does_not_see_that_a_packing_is_read(kind, is_inference, on_gpu, monkeypatch):
+    longest, run = tensors._longest, []
+
+    def read(values, tokens):
+        values.to("meta")  # as a copy to the host, which a list refuses
+        return longest(values, tokens)
+
+    monkeypatch.setattr(tensors, "_longest", read)
+    monkeypatch.setattr(node, "devices", ("cuda",))
+    with torch.inference_mode(is_inference):
+        layer = layer_of(kind, torch.bfloat16)
+        monkeypatch.setattr(tape.Recorded, "run", lambda self, arrays: (run.append(self), self.forward(arrays)[0])[1])
+        layer(torch.randn(1, 9, 12).bfloat16(), cu_seqlens=torch.tensor([0, 2, 9]))
+    assert len(run) == 1
+
+
 def test_a_layer_that_is_gone_leaves_nothing(nodes):
-    layer = block()
-    y, *_ = layer(*inputs())
-    y.sum().backward()
-    gone, lists = weakref.ref(layer), weakref.ref(nodes.pop())
-    del layer, y, _
-    node._shared.clear()
+    """At once: whoever drops a model wants its memory."""
+    layer, given = block(), inputs()
     gc.collect()
-    assert gone() is None
-    assert lists() is None
+    gc.disable()
+    try:
+        y, *_ = layer(*given)
+        y.sum().backward()
+        gone, weight, lists = weakref.ref(layer), weakref.ref(layer.att.key.weight), weakref.ref(nodes.pop())
+        del layer, y, _
+        assert gone() is None
+        assert weight() is None
+        node._shared.clear()
+        assert lists() is None
+    finally:
+        gc.enable()
 
 
 def test_lists_outlive_no_layer(nodes):
