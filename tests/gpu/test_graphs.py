@@ -127,6 +127,7 @@ def test_garbage_with_graphs_is_kept_during_a_capture(op, counts):
     x, several, is_enabled = torch.randn(2, 8, device="cuda"), [torch.cuda.CUDAGraph()], gc.isenabled()
     with torch.cuda.graph(several[0]):
         x * 2
+    several[0].replay()
 
     def step(x, state):
         if torch.cuda.is_current_stream_capturing():
