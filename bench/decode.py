@@ -14,6 +14,7 @@ from bench.models import GRAPHED, MODELS, NODES, PARTS
 from bench.rwkv7_models import HEAD_SIZE, Sizes
 from bench.training import tell, told
 from rwkv_jit.desk import bench, figures
+from rwkv_jit.nn.language_model import MOST_READ
 
 LARGE, SMALL = Sizes(24, 2048, 1, 1, 65536), Sizes(2, 64, 1, 1, 256)  # the small ones without a GPU
 BATCHES, PROMPTS = {"cuda": [1, 32, 256], "cpu": [1, 2]}, {"cuda": [512, 4096], "cpu": [16]}
@@ -40,14 +41,16 @@ def row_of(
         **sizes._asdict(), "parameters": dtype, **models.EMPTY, "copy_use": None,
     }  # fmt: skip
     with models.survived(row), models.running(GRAPHED if mode == GENERATE else mode):
-        model._decoder.calls.forget()
+        model._decoder.steps.forget()
+        model._decoder.prompts.forget()
         if mode == GENERATE:
             return row | generated(model, sizes, device, max(2, runs // 4))
         pool = model.new_pool(sizes.batch)
         step = _step_of(model, pool, sizes, device)
         for _ in range(models.WARM_UP):
             step()
-        if mode == GRAPHED and device == "cuda" and not model._decoder.calls.graphs:
+        calls = model._decoder.prompts if is_prompt else model._decoder.steps
+        if mode == GRAPHED and device == "cuda" and not calls.graphs:
             raise ValueError("no graph holds the step")
         row |= models.figures_of(step, device, runs)
         seconds = row["median_ms"] / 1e3
@@ -116,7 +119,9 @@ def run(parsed: argparse.Namespace) -> dict[str, Any]:
     if device == "cuda":
         copy = cases.copy_tb_per_s()
     calls = [(sizes._replace(batch=batch), mode) for batch in batches for mode in (PARTS, GRAPHED, GENERATE)]
-    calls += [(sizes._replace(tokens=tokens), mode) for tokens in prompts for mode in (PARTS, NODES)]
+    for tokens in prompts:
+        modes = (PARTS, NODES, GRAPHED) if tokens <= MOST_READ else (PARTS, NODES)
+        calls += [(sizes._replace(tokens=tokens), mode) for mode in modes]
     rows, model = list[dict[str, Any]](), None
     for name in parsed.model or MODELS:
         model = None  # before there is another

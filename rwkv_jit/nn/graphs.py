@@ -72,6 +72,7 @@ class _Captured(NamedTuple):
 class Calls:
     """Calls by key: each runs as it is once, then from a graph. Of these at most `most` are kept.
 
+    Whoever has always other calls does not wait for captures for ever: after 4 times as many there are no more.
     All graphs share one pool of memory and one lock: they run one after another, whatever threads and streams call.
     """
 
@@ -84,6 +85,7 @@ class Calls:
         """Drop all graphs, as in a process that was forked, and begin anew."""
         self.graphs: OrderedDict[Any, _Captured] = OrderedDict()
         self._seen: dict[Any, int] = {}
+        self._captures = 0
         self._memory: Any = None
         self._stream: Any = None  # of the last replay
         self._has_failed = False
@@ -111,8 +113,9 @@ class Calls:
         if len(self._seen) >= _MOST_SEEN:
             self._seen.clear()
         count = self._seen[key] = self._seen.get(key, 0) + 1
-        if self._has_failed or count != 2:
+        if self._has_failed or count != 2 or self._captures >= 4 * self._most:
             return None
+        self._captures += 1
         device = arrays[0].device
         with torch.inference_mode(False):  # or else nothing could be copied into its inputs outside of that mode
             own = [torch.empty_like(x, requires_grad=False).copy_(x) for x in arrays]
@@ -193,10 +196,10 @@ def modes() -> tuple[Any, ...]:
 
 
 class Decoder(node.Memo):
-    """The graphs of a model's steps, among its attributes."""
+    """The graphs of a model's steps, and of the prompts that it reads, among its attributes."""
 
     def __init__(self) -> None:
-        self.calls = Calls("decoding", most=32)
+        self.steps, self.prompts = Calls("decoding", most=32), Calls("reading prompts", most=8)
         self._held: Held | None = None
 
     def is_ready(self, model: nn.Module, like: Tensor) -> bool:
@@ -205,14 +208,16 @@ class Decoder(node.Memo):
             return False
         held = Held.of(model, self._held)
         if held is not self._held:
-            self.calls.forget()
+            self.steps.forget()
+            self.prompts.forget()
             self._held = held
             if held.why:
                 say("decoding", held.why)
         return not held.why
 
     def run(
-        self, function: Callable[..., Tensor], states: Sequence[Tensor], arrays: Sequence[Tensor], *more: Any
+        self, calls: Calls, function: Callable[..., Tensor], states: Sequence[Tensor], arrays: Sequence[Tensor],
+        *more: Any,
     ) -> Tensor:  # fmt: skip
         """Return what a function of arrays does, which may change states: from a graph, where one can hold it."""
         lead, found = arrays[0], None
@@ -220,7 +225,7 @@ class Decoder(node.Memo):
         if is_held and all(x.device == lead.device for x in (*states, *arrays)):
             where = tuple([(x.data_ptr(), x.shape, x.stride(), x.dtype) for x in states])
             key = where, tensors.signature(arrays), more, tensors.autocast_dtype(lead), modes()
-            found = self.calls.run(key, torch.no_grad()(lambda *own: [function(*own)]), arrays)
+            found = calls.run(key, torch.no_grad()(lambda *own: [function(*own)]), arrays)
         return function(*arrays) if found is None else found[0]
 
 
@@ -258,7 +263,7 @@ class GraphedDecode:
         """Return the result of a step, a new tensor; the state changes in place."""
         arrays = [common.tensor_of("inputs", x) for x in inputs]
         if arrays and self._decoder.is_ready(self._model, arrays[0]):
-            return self._decoder.run(self._step, self._held, arrays)
+            return self._decoder.run(self._decoder.steps, self._step, self._held, arrays)
         return self._step(*arrays)
 
     def _step(self, *inputs: Tensor) -> Tensor:

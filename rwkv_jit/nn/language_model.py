@@ -24,6 +24,7 @@ from rwkv_jit.pool.state_pool import StatePool
 
 Model = TypeVar("Model", bound="LanguageModel")
 _ENDED_EVERY = 16  # steps after which the host looks whether all sequences have stopped
+MOST_READ = 1024  # tokens of prompts that a graph reads: for more of them the GPU takes longer than the host
 
 
 class LanguageModel(nn.Module):
@@ -275,6 +276,11 @@ class LanguageModel(nn.Module):
         -------
         logits : torch.Tensor, shape (B, vocabulary) or (N, vocabulary)
 
+        Notes
+        -----
+        As of `step`, graphs are kept of up to 8 kinds of calls: those that are not packed, of up to 1024 tokens in all,
+        whose sequences all have a slot. They share the memory of the largest.
+
         Examples
         --------
         >>> pool = model.new_pool(8)
@@ -288,17 +294,33 @@ class LanguageModel(nn.Module):
         slots = pools.slots_of(pool, self._State._fields, len(self.blocks), slots, tokens, count)
         arguments.check_room("pool", pool[self._State._fields[0]][0], slots, count)
         read, written = pools.rows_of(slots, pool.reserved - 1, count)
-        states, like = self._by_layer([pool[name] for name in self._State._fields]), self.emb.weight
-        logits, after = self._read(tokens, [pools.read(read, x, like) for x in states], cu_seqlens)
-        for several, own in zip(states, after, strict=True):
-            pools.write(several, written, own)
-        return logits
+        states = [pool[name] for name in self._State._fields]
+        if slots is not None and len(written[0]) < count:  # a row is without a slot
+            return self._prefilled(states, tokens, cu_seqlens, read, written)
+        return self._prefilled_rows(states, tokens, cu_seqlens, read)
 
-    def _read(self, tokens: Tensor, state: Sequence[Any] | None, cu_seqlens: Tensor | None) -> tuple[Tensor, list[Any]]:
-        """Return the logits behind the last token of each sequence, and the states then."""
-        hidden, after = self._hidden(tokens, state, cu_seqlens)
-        last = hidden[:, -1] if cu_seqlens is None else hidden[0, cu_seqlens[1:].long() - 1]
-        return self.head(last), after
+    def _prefilled_rows(self, states: Sequence[Tensor], tokens: Tensor, cu_seqlens: Tensor | None, rows: Any) -> Tensor:
+        """Return the logits of `prefill` for sequences that all have a row, from a graph where there may be one."""
+        is_alike = cu_seqlens is None and tokens.numel() <= MOST_READ
+        if not is_alike or not self._decoder.is_ready(self, self.emb.weight):
+            return self._prefilled(states, tokens, cu_seqlens, rows, rows)
+
+        def function(tokens: Tensor, rows: Any = rows) -> Tensor:
+            return self._prefilled(states, tokens, None, rows, rows)
+
+        arrays = [tokens, rows] if isinstance(rows, Tensor) else [tokens]
+        return self._decoder.run(self._decoder.prompts, function, states, arrays)
+
+    def _prefilled(
+        self, states: Sequence[Tensor], tokens: Tensor, cu_seqlens: Tensor | None, read: Any, written: Any
+    ) -> Tensor:  # fmt: skip
+        """Return the logits of `prefill`; states, of all layers, change in place in the rows that are `written`."""
+        of_layers, like = self._by_layer(states), self.emb.weight
+        hidden, after = self._hidden(tokens, [pools.read(read, x, like) for x in of_layers], cu_seqlens)
+        for several, own in zip(of_layers, after, strict=True):
+            pools.write(several, written, own)
+        last = hidden[:, -1] if cu_seqlens is None else hidden[0, cu_seqlens[1:].long() - 1]  # [sequences, C]
+        return self.head(last)  # type: ignore[no-any-return]
 
     def _by_layer(self, states: Sequence[Tensor]) -> list[Any]:
         """Return the states of each layer, which are parts of those of all layers."""
@@ -308,7 +330,9 @@ class LanguageModel(nn.Module):
         """Return the logits of `step` for arguments that were checked, from a graph where there may be one."""
         states, null_index = [pool[name] for name in self._State._fields], pool.reserved - 1
         function, arrays = partial(self._stepped, states, null_index), [tokens] if slots is None else [tokens, slots]
-        return self._decoder.run(function, states, arrays, null_index) if has_graphs else function(*arrays)
+        if not has_graphs:
+            return function(*arrays)
+        return self._decoder.run(self._decoder.steps, function, states, arrays, null_index)
 
     def _stepped(
         self, states: Sequence[Tensor], null_index: int, tokens: Tensor, slots: Tensor | None = None
@@ -417,9 +441,8 @@ class LanguageModel(nn.Module):
         if len(prompts) > 1:
             ends = torch.tensor([x.shape[1] for x in prompts]).cumsum(0)
             tokens, bounds = torch.cat([*prompts], 1), nn.functional.pad(ends, (1, 0)).to(tokens.device)
-        logits, after = self._read(tokens, None, bounds)
-        for states, own in zip(self._by_layer([pool[name] for name in self._State._fields]), after, strict=True):
-            pools.write(states, slice(None), own)
+        states = [pool[name] for name in self._State._fields]
+        logits = self._prefilled_rows(states, tokens, bounds, slice(len(pool)))
         has_graphs = self._decoder.is_ready(self, self.emb.weight)
         sampler.begin(logits, [row for x in prompts for row in x])
         for place in range(count):

@@ -82,19 +82,24 @@ class Sampler:
         return logits - self.frequency * self._counts - self.presence * (self._counts > 0)
 
     def _drawn(self, logits: Tensor) -> Tensor:
-        logits = logits.float() / self.temperature
         if self.top_k is None and self.top_p == 1:
-            return self._one_of(logits)
-        logits, order = logits.log_softmax(-1).topk(min(self.top_k or logits.shape[-1], logits.shape[-1]))
+            return self._one_of(logits, self.temperature)
+        logits, order = (
+            (logits.float() / self.temperature)
+            .log_softmax(-1)
+            .topk(min(self.top_k or logits.shape[-1], logits.shape[-1]))
+        )
         chances = logits.exp()
         if self.top_k is not None:
             chances = chances / chances.sum(-1, keepdim=True)
         is_past = chances.cumsum(-1) - chances >= self.top_p  # the most likely token never is
-        return order.gather(-1, self._one_of(logits.masked_fill(is_past, -torch.inf)).unsqueeze(-1)).squeeze(-1)
+        return order.gather(-1, self._one_of(logits.masked_fill(is_past, -torch.inf), 1).unsqueeze(-1)).squeeze(-1)
 
-    def _one_of(self, logits: Tensor) -> Tensor:
+    def _one_of(self, logits: Tensor, temperature: float) -> Tensor:
         """Draw by the chances that logits stand for: the largest of them with a Gumbel number each."""
-        return (logits - torch.empty_like(logits).exponential_(generator=self.generator).log_()).argmax(-1)
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        less = torch.empty_like(logits, dtype=dtype).exponential_(generator=self.generator).log_()  # [B, choices]
+        return logits.sub(less, alpha=temperature).argmax(-1)
 
 
 def check_tokens(tokens: Any, *dims: str) -> None:

@@ -176,6 +176,25 @@ def test_decoding_has_the_bits_of_steps_without(op, kind, dtype, counts, monkeyp
     equal(found, run())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["RWKV5", "RWKV6", "RWKV7"])
+def test_prompts_have_the_bits_of_those_without(op, kind, dtype, counts, monkeypatch):
+    def read(is_graphed):
+        monkeypatch.setattr(graphs, "devices", {"cuda"} if is_graphed else set())
+        model, found = make(kind, dtype), []
+        pool = model.new_pool(5, reserved=1)
+        for number in range(8):
+            tokens = torch.randint(512, (2, 100), generator=torch.Generator().manual_seed(number)).cuda()
+            found.append(model.prefill(tokens, pool, [[1, 2], [3, 1], [4, 2]][number % 3]))
+        found += [model.prefill(tokens[:, :number], pool) for number in (70, 70, 70)]
+        return [*found, *(pool[x] for x in model._State._fields)]
+
+    want = read(False)
+    assert not counts["captured"]
+    equal(read(True), want)
+    assert counts == {"captured": 2, "replayed": 9}
+
+
 def test_parameters_and_hooks_take_effect(op, counts, monkeypatch):
     model = make()
 

@@ -166,6 +166,7 @@ def test_tokens_and_prompts_are_measured(program):
         ("token", "rwkv_jit parts, float32", 3, 1, None), ("token", "rwkv_jit graphed, float32", 3, 1, None),
         ("token", "rwkv_jit generate, float32", 3, 1, None),
         ("prompt", "rwkv_jit parts, float32", 1, 16, None), ("prompt", "rwkv_jit nodes, float32", 1, 16, None),
+        ("prompt", "rwkv_jit graphed, float32", 1, 16, None),
     ]  # fmt: skip
     for row in rows:
         assert (row["model"], row["parameters"], row["layers"], row["vocabulary"]) == ("RWKV5", "float32", 1, 256)

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import rwkv_jit
 from rwkv_jit.kernels import signatures, stats
-from rwkv_jit.nn import graphs, node
+from rwkv_jit.nn import graphs, language_model, node
 
 FOREACH, FUSED = {"foreach": True, "capturable": True}, {"fused": True}
 RATES = [ctypes.c_float(0.01 / (1 + 0.1 * i)).value for i in range(60)]
@@ -641,27 +641,78 @@ def test_modes_autocast_and_inference_mode_of_decoding():
     assert (Graph.captured, Graph.replayed) == (1, 3)
 
 
+READ = {
+    "in order": (lambda number: {"slots": None}, 1),
+    "slots": (lambda number: {"slots": [[1, 2], [3, 1], [0, 2]][number % 3]}, 1),
+    "a row without a slot": (lambda number: {"slots": [[-1, 2], [3, 1]][number % 2]}, 1),
+    "packed": (lambda number: {"cu_seqlens": torch.tensor([0, 3, 10])}, 0),
+    "lengths": (lambda number: {"length": [3, 4, 5, 4, 3, 5][number]}, 3),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("kind", ["RWKV5", "RWKV6", "RWKV7"])
+def test_prompts_have_the_bits_of_those_without_graphs(kind, name, monkeypatch):
+    of, captured = READ[name]
+
+    def read(is_graphed):
+        monkeypatch.setattr(graphs, "devices", {"cpu"} if is_graphed else set())
+        model, found = make(kind), []
+        pool = model.new_pool(4)
+        for number in range(6):
+            given = of(number)
+            tokens = nn_cases.make_tokens(model, 2, given.pop("length", 5), seed=number)
+            if "cu_seqlens" in given:
+                tokens = tokens.view(1, 10)
+            found.append(model.prefill(tokens, pool, **given))
+        return [*found, *(pool[x] for x in model._State._fields)]
+
+    want = read(False)
+    assert not Graph.captured
+    assert all(map(torch.equal, read(True), want))
+    assert Graph.captured == captured
+    assert Graph.replayed == {"lengths": 3, "packed": 0, "a row without a slot": 2}.get(name, 5)
+
+
+def test_long_prompts_have_no_graphs_and_others_few(monkeypatch, caplog):
+    model = make()
+    pool = model.new_pool(1)
+    for _ in range(3):
+        model.prefill(nn_cases.make_tokens(model, 1, language_model.MOST_READ + 1), pool)
+    assert not Graph.captured
+    for tokens in range(1, 40):
+        for _ in range(2):
+            model.prefill(nn_cases.make_tokens(model, 1, tokens), pool)
+    assert Graph.captured == 32
+    assert len(model._decoder.prompts.graphs) == 8
+    assert [x for x in caplog.messages if "reading prompts: more than 8 kinds of calls" in x]
+    model.head.register_forward_hook(lambda module, given, y: y * 2)
+    want = model.prefill(nn_cases.make_tokens(model, 1, 5), copy.deepcopy(pool))
+    assert not model._decoder.prompts.graphs
+    assert torch.equal(model.prefill(nn_cases.make_tokens(model, 1, 5), copy.deepcopy(pool)), want)
+
+
 def test_copies_of_a_model_and_forks_begin_anew():
     model = make()
     pool = model.new_pool(2)
     tokens = nn_cases.make_tokens(model, 2)
     for _ in range(3):
         model.step(tokens, pool)
-    kept = model._decoder.calls.graphs
+    kept = model._decoder.steps.graphs
     assert len(kept) == 1
     other = copy.deepcopy(model)
-    assert not other._decoder.calls.graphs
+    assert not other._decoder.steps.graphs
     with torch.no_grad():
         other.head.weight.mul_(2)
     assert not torch.equal(other.step(tokens, copy.deepcopy(pool)), model.step(tokens, copy.deepcopy(pool)))
 
     def in_child():
-        assert not model._decoder.calls.graphs
+        assert not model._decoder.steps.graphs
 
     assert in_fork(in_child) == "done"
-    assert len(model._decoder.calls.graphs) == 1
+    assert len(model._decoder.steps.graphs) == 1
     signatures.forget()
-    assert not model._decoder.calls.graphs
+    assert not model._decoder.steps.graphs
 
 
 # ---- generate ----------------------------------------------------------------------------------------------------
