@@ -1,16 +1,17 @@
-"""Serve an RWKV-7 model with continuous batching: requests come and go while others are being written.
+"""Serve a model with continuous batching: requests come and go while others are being written.
 
-    python examples/serve.py [--checkpoint FILE] [--vocabulary NAME] [--end-token TEXT] [--prompt TEXT] [--layers N]
-                             [--width N] [--head-size N] [--vocab N] [--requests N] [--rate R] [--prompt-tokens N]
-                             [--new-tokens N] [--slots N] [--prefill-tokens N] [--temperature X] [--top-p X]
-                             [--seed N] [--dtype TYPE] [--cpu] [--check] [--quiet] [--json]
+    python examples/serve.py [--checkpoint FILE] [--vocabulary NAME] [--end-token TEXT] [--prompt TEXT] [--model KIND]
+                             [--layers N] [--width N] [--head-size N] [--vocab N] [--requests N] [--rate R]
+                             [--prompt-tokens N] [--new-tokens N] [--slots N] [--prefill-tokens N] [--temperature X]
+                             [--top-p X] [--seed N] [--dtype TYPE] [--cpu] [--check] [--quiet] [--json]
     python examples/serve.py --http [HOST:]PORT [--queue N] [--prefixes N] [--max-tokens N] [--grace SECONDS] ...
 
 Requests arrive at random times. In each step the server gives free slots to those that wait, reads a piece of the
 prompts that are not read yet, and writes one token of every running sequence. On a GPU the model does the writing from
 CUDA graphs. A live table shows tokens per second and latencies, and below it one sequence as it grows. --check then
-decodes every request again alone, and exits with 1 if a token differs. The model is that of arXiv:2503.14456. Without
---checkpoint its weights are random and so is what it writes. --layers 24 --width 2048 --vocab 65536 is a model of 1.5
+decodes every request again alone, and exits with 1 if a token differs. The model is RWKV-7, that of arXiv:2503.14456.
+Without --checkpoint its weights are random and so is what it writes; --model can then be kimi, gated_delta_net or
+mamba2 too, with layers of these. --layers 24 --width 2048 --vocab 65536 is a model of 1.5
 billion parameters. With --http requests come from clients of OpenAI's API: http://HOST:PORT/v1 has completions, chats
 and the model, until SIGINT or SIGTERM. The folder `serving` beside this file has the scheduler and the API.
 """
@@ -34,8 +35,10 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
+from serving import models
 from serving.scheduler import Request, Server, choose, prefill
 from serving.vocabularies import TokenizerFile, Vocabulary, vocabulary_of
+from torch import nn
 
 import rwkv_jit
 from rwkv_jit.nn import RWKV7
@@ -50,19 +53,23 @@ HTTP = {"queue": 256, "prefixes": 16, "max_tokens": 4096, "grace": 30}  # option
 TIE = 0.3  # in 16 bits, how far a token may be from the best one, in standard deviations of the logits
 
 
-def random_model(layers: int, width: int, head_size: int, vocab: int, seed: int, device: str, dtype) -> RWKV7:
-    """Return a model with random parameters; with those that training begins with, all layers would return zeros."""
-    model, generator = RWKV7(vocab, width, layers, head_size, device=device), torch.Generator(device).manual_seed(seed)
+def random_model(
+    layers: int, width: int, head_size: int, vocab: int, seed: int, device: str, dtype, kind: str = "rwkv7"
+) -> nn.Module:
+    """Return a model with random parameters; with those that training begins with, layers would return zeros."""
+    torch.manual_seed(seed)
+    model, generator = models.make(kind, vocab, width, layers, head_size, device=device), torch.Generator(device)
+    generator.manual_seed(seed)
     for name, x in model.state_dict().items():
         if x.dim() == 2:
             inputs = x.shape[1] if name.endswith("weight") else x.shape[0]
             x.normal_(std=inputs**-0.5, generator=generator)
-        else:
+        elif kind == "rwkv7":
             x.uniform_(*RANGES.get(name.rpartition(".")[2], (0, 1)), generator=generator)
     return model.to(dtype)
 
 
-def check(model: RWKV7, requests: list[Request]) -> tuple[list[str], int]:
+def check(model: nn.Module, requests: list[Request]) -> tuple[list[str], int]:
     """Decode requests again, each alone and by `prefill`; return what differs, and how many were near ties.
 
     In 16 bits the size of a batch changes the rounding, so that a token may win that is the second best alone. That is
@@ -199,6 +206,8 @@ def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     count, counts = limited(int, 1), {"requests": 64, "prompt_tokens": 64, "new_tokens": 64, "prefill_tokens": 256}
     parser.add_argument("--checkpoint", metavar="FILE", type=Path, help="an RWKV-7 model, .pth or .safetensors")
+    said = f"of random weights: {', '.join(models.MODELS)}, by default {models.MODELS[0]}"
+    parser.add_argument("--model", choices=models.MODELS, metavar="KIND", help=said)
     said = "its tokens: a list like RWKV's, a tokenizer.json, or rwkv for that of the package; else bytes"
     parser.add_argument("--vocabulary", metavar="NAME", type=Path, help=said)
     parser.add_argument("--end-token", metavar="TEXT", help="the token of a tokenizer.json that ends a sequence")
@@ -231,7 +240,7 @@ def read_options() -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} is for runs {'without' if options.http else 'with'} --http")
     for name, default in HTTP.items():
         setattr(options, name, default if getattr(options, name) is None else getattr(options, name))
-    for name, default in MODEL.items():
+    for name, default in {**MODEL, "model": models.MODELS[0]}.items():
         if options.checkpoint and getattr(options, name):
             parser.error(f"--{name.replace('_', '-')} is for random weights; the checkpoint has its own")
         setattr(options, name, getattr(options, name) or default)
@@ -258,7 +267,7 @@ def main() -> int | str:
         if options.checkpoint:
             model = RWKV7.from_checkpoint(options.checkpoint, device=kind[0], dtype=kind[1])
         else:
-            model = random_model(*[getattr(options, name) for name in MODEL], options.seed, *kind)
+            model = random_model(*[getattr(options, name) for name in MODEL], options.seed, *kind, options.model)
     except ImportError:
         return "a .safetensors file needs safetensors: pip install safetensors"
     except (OSError, ValueError) as error:
@@ -273,7 +282,7 @@ def main() -> int | str:
     prefixes = options.prefixes if options.http else 0
     server = Server(model, options.slots, options.prefill_tokens, vocabulary.end, prefixes)
     count = sum(x.numel() for x in model.parameters())
-    title = f"RWKV-7, {count / 1e6:,.1f} M parameters, {options.device} {options.dtype}"
+    title = f"{options.model}, {count / 1e6:,.1f} M parameters, {options.device} {options.dtype}"
     pause = 0.5 if options.http else 0.1
     is_shown, last, failure = not (options.quiet or options.json), 0.0, None
 

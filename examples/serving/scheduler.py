@@ -9,10 +9,9 @@ from itertools import accumulate
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import rwkv_jit
-from rwkv_jit.nn import RWKV7
 
 LEAST = 16  # tokens that are worth a kept state: fewer are read as fast as a state is copied
 
@@ -58,7 +57,7 @@ def choose(logits: Tensor, requests: list[Request]) -> list[int]:
     return [x if r.temperature else y for r, x, y in zip(requests, drawn, best.tolist(), strict=True)]
 
 
-def prefill(model: RWKV7, pool: rwkv_jit.StatePool, pieces: list[tuple[int, list[int]]]) -> Tensor:
+def prefill(model: nn.Module, pool: rwkv_jit.StatePool, pieces: list[tuple[int, list[int]]]) -> Tensor:
     """Read the next tokens of several slots, one text behind another, and return the logits behind each."""
     device, slots = model.emb.weight.device, [slot for slot, _ in pieces]
     tokens = torch.tensor([[token for _, piece in pieces for token in piece]], device=device)
@@ -69,7 +68,7 @@ def prefill(model: RWKV7, pool: rwkv_jit.StatePool, pieces: list[tuple[int, list
 class Decoder:
     """One more token of many texts: batches are padded to a power of two, each with a CUDA graph of the model's."""
 
-    def __init__(self, model: RWKV7, pool: rwkv_jit.StatePool, slots: int | None = None):
+    def __init__(self, model: nn.Module, pool: rwkv_jit.StatePool, slots: int | None = None):
         self.model, self.pool = model, pool
         most = 1 << ((slots or len(pool) - 1) - 1).bit_length()
         for size in reversed([1 << power for power in range(most.bit_length())]):  # on the padding
@@ -132,7 +131,7 @@ def count_shared(first: np.ndarray, second: np.ndarray) -> int:
 class Server:
     """Gives slots to requests, reads their prompts piece by piece, and writes all texts side by side."""
 
-    def __init__(self, model: RWKV7, slots: int, prefill_tokens: int, end: int | None = None, prefixes: int = 0):
+    def __init__(self, model: nn.Module, slots: int, prefill_tokens: int, end: int | None = None, prefixes: int = 0):
         self.model, self.slots, self.prefill_tokens, self.end = model, slots, prefill_tokens, end
         self.pool = model.new_pool(slots + prefixes + 1, reserved=1)
         self.prefixes = Prefixes(self.pool, prefixes)
@@ -157,7 +156,7 @@ class Server:
         for name, work in (("prefill", self.read), ("decode", self.write)):
             begin = time.perf_counter()
             count = work()
-            if self.pool.wkv.is_cuda:
+            if self.pool.device.type == "cuda":
                 torch.cuda.synchronize()
             self.spent[name][0] += count
             self.spent[name][1] += (time.perf_counter() - begin) if count else 0.0

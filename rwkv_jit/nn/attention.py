@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rwkv_jit.nn.common import Sized, check_tokens, is_plain_norm, norm_heads, under_autocast
+from rwkv_jit.nn.common import Decoding, check_tokens, is_plain_norm, norm_heads, recur, under_autocast
 from rwkv_jit.nn.node import as_node
 from rwkv_jit.ops.gla import gla
 from rwkv_jit.ops.linear_attention import linear_attention
@@ -17,7 +17,7 @@ from rwkv_jit.pool.arguments import count
 _EPS, _GATE_RANK, _GATE_DIVISOR = 1e-5, 16, 16
 
 
-class _Attention(Sized):
+class _Attention(Decoding):
     """Queries, keys and values of heads, and the matrix behind them."""
 
     _sizes = ("heads",)
@@ -116,8 +116,7 @@ class GatedLinearAttention(_Attention):
         x = under_autocast(check_tokens(x, self.width))
         made = self.q_proj(x), self.k_proj(x), self.v_proj(x), F.logsigmoid(self.gk_proj(x)) / _GATE_DIVISOR
         q, k, v, g = map(self._of_heads, made)
-        y, final = gla(q, k, v, g, state, output_final_state=True, cu_seqlens=cu_seqlens)
-        assert final is not None
+        y, final = recur(gla, (q, k, v, g), state, cu_seqlens)
         return self.o_proj(norm_heads(self.g_norm_swish_gate, nn.RMSNorm, y, self.g_proj(x), "silu")), final
 
 
@@ -181,7 +180,7 @@ class LinearAttention(_Attention):
         """
         x = under_autocast(check_tokens(x, self.width))
         q, k, v = map(self._of_heads, (F.elu(self.q_proj(x)) + 1, F.elu(self.k_proj(x)) + 1, self.v_proj(x)))
-        y, final = linear_attention(q, k, v, state, output_final_state=True, cu_seqlens=cu_seqlens)
+        y, final = recur(linear_attention, (q, k, v), state, cu_seqlens)
         if is_plain_norm(self.norm, nn.RMSNorm, v.shape[3]):  # whose weight autocast has left as it is
             y = F.rms_norm(y, v.shape[3:], self.norm.weight.to(y.dtype), self.norm.eps)
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,11 @@ from torch.nn.modules import module as of_modules
 from torch.utils import _pytree as pytree
 
 from rwkv_jit.call import tensors
-from rwkv_jit.layers.causal_conv1d import causal_conv1d
+from rwkv_jit.layers.causal_conv1d import causal_conv1d, causal_conv1d_update
 from rwkv_jit.layers.gated import gated
 from rwkv_jit.layers.gated_norm import gated_norm
+from rwkv_jit.nn import pools
+from rwkv_jit.pool import functions as updates
 from rwkv_jit.pool.arguments import check_shape, count
 from rwkv_jit.schedules.convolution import LEAST_WIDTH, MOST_WIDTH
 from rwkv_jit.schedules.legal import Gate, Norm
@@ -27,6 +29,19 @@ def in_files(state: _State) -> _State:
     torch.serialization.add_safe_globals([state])
     pytree._register_namedtuple(state, serialized_type_name=f"rwkv_jit.nn.{state.__name__}")
     return state
+
+
+class Pooled(NamedTuple):
+    """A state of a layer in a pool [slots, ...], and the slots of the sequences, None for sequence i in slot i."""
+
+    pool: Tensor
+    slots: Tensor | None
+    null_index: int
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return the slots as functions over a pool take them."""
+        return {"state_indices": self.slots, "null_index": self.null_index}
 
 
 class Sized(nn.Module):
@@ -48,6 +63,59 @@ class Sized(nn.Module):
 
     def _fill(self) -> None:
         """Set those that no module inside has."""
+
+
+class Decoding(Sized):
+    """A layer that returns y and its state, and decodes over the states of a pool."""
+
+    def _taps(self) -> Mapping[str, int]:
+        """Return the channels of its short convolutions by name."""
+        return {}
+
+    @torch.no_grad()
+    def step(self, x: Tensor, state: Any, slots: Tensor | None = None, null_index: int = -1) -> Tensor:
+        """Return what is added to the residual for the next token of sequences, whose states change in a pool.
+
+        Parameters
+        ----------
+        x : torch.Tensor, shape (B, C)
+            The normed residual of a token of each sequence.
+        state : as `forward` takes and returns it
+            The pool: with slots in the place of sequences. A slot has no gaps.
+        slots : torch.Tensor, shape (B,), int32 or int64, optional
+            The slot of each sequence; by default sequence i has slot i.
+        null_index : int, default -1
+            A sequence with this slot, or one below, is padding: no state changes, and its result means nothing.
+
+        Returns
+        -------
+        y : torch.Tensor, shape (B, C)
+
+        Raises
+        ------
+        TypeError, ValueError
+            An argument does not fit: the name, what was expected and what came. No state has changed.
+
+        Notes
+        -----
+        Without gradients. The convolution and the recurrence are one launch each on a GPU, with norms of keys, gates
+        and rates inside, and states are read and written where they lie. With hooks, or other modules in the place of
+        convolutions, this is a call of the layer between copies of the states.
+        """
+        if tensor_of("x", x).dim() != 2 or x.shape[-1] != self.width:
+            raise ValueError(f"x: expected shape [batch, {self.width}], got {list(x.shape)}")
+        is_pair = bool(self._taps())
+        several = tuple(tensors_of(state if is_pair else (state,), 1 + is_pair))
+        if is_plain(self, type(self)) and are_plain_taps(self, self._taps()):
+            pooled = tuple(Pooled(each, slots, null_index) for each in several)
+            y, _ = self.forward(x.unsqueeze(1), pooled if is_pair else pooled[0])  # [B, 1, C]
+            return y.squeeze(1)  # type: ignore[no-any-return]
+
+        def of_rows(x: Tensor, before: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+            y, after = self(x, before if is_pair else before[0])
+            return y, after if is_pair else (after,)
+
+        return pools.step(of_rows, x, several, slots, null_index)[0]
 
 
 def check_heads(width: int, head_size: int) -> int:
@@ -136,20 +204,31 @@ def short_convolution(channels: int, conv_width: int, bias: bool, place: dict[st
     return nn.Conv1d(channels, channels, conv_width, groups=channels, bias=bias, **place)
 
 
+def are_plain_taps(layer: Any, sizes: Mapping[str, int]) -> bool:
+    """Return whether calls of short convolutions would do what `convolve` does with their parameters."""
+    settings: dict[str, Any] = {"stride": (1,), "dilation": (1,), "padding": (0,)}
+    if len(sizes) > 1:
+        settings["bias"] = None
+    for name, size in sizes.items():
+        own = {"in_channels": size, "out_channels": size, "groups": size, "kernel_size": (layer.conv_width,)}
+        if not is_plain(getattr(layer, name), nn.Conv1d, **settings, **own):
+            return False
+    return True
+
+
 def convolve(
-    layer: Any, x: Tensor, sizes: Mapping[str, int], before: Tensor | None, cu_seqlens: Tensor | None
+    layer: Any, x: Tensor, sizes: Mapping[str, int], before: Tensor | Pooled | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return silu of convolved tokens, and each sequence's last ones; `sizes` are channels by convolution name."""
-    before = None if before is None else before.to(x.dtype)
+    before = before.to(x.dtype) if isinstance(before, Tensor) else before
+    if not isinstance(before, Pooled) and not are_plain_taps(layer, sizes):
+        return _convolve_by_calls(layer, x, sizes, before, cu_seqlens)
     taps = [getattr(layer, name) for name in sizes]
-    own: dict[str, Any] = {"kernel_size": (layer.conv_width,), "stride": (1,), "dilation": (1,), "padding": (0,)}
-    if len(taps) > 1:
-        own["bias"] = None
-    for each, size in zip(taps, sizes.values(), strict=True):
-        if not is_plain(each, nn.Conv1d, in_channels=size, out_channels=size, groups=size, **own):
-            return _convolve_by_calls(layer, x, sizes, before, cu_seqlens)
     several = [each.weight.squeeze(1) for each in taps]
-    weight = several[0] if len(several) == 1 else torch.cat(several)
+    weight = several[0] if len(several) == 1 else torch.cat(several)  # [channels, W]
+    if isinstance(before, Pooled):
+        y = causal_conv1d_update(x, before.pool, weight, taps[0].bias, activation="silu", **before.options)
+        return y, before.pool
     y, last = causal_conv1d(
         x, weight, taps[0].bias, initial_state=before, output_final_state=True, cu_seqlens=cu_seqlens,
         activation="silu",
@@ -208,10 +287,16 @@ def check_tokens(given: Any, width: int) -> Tensor:
 
 def check_both_states(
     state: Any, x: Tensor, cu_seqlens: Tensor | None, of_taps: tuple[int, ...], of_text: tuple[int, ...]
-) -> tuple[Tensor | None, Tensor | None]:
+) -> tuple[Any, Any]:
     """Return the last tokens and the recurrence's state of each sequence, once their shapes are checked."""
     if state is None:
         return None, None
+    if isinstance(state, tuple) and all(isinstance(each, Pooled) for each in state):
+        for i, (each, shape) in enumerate(zip(state, (of_taps, of_text), strict=True)):
+            check_shape(f"state[{i}]", each.pool, (len(each.pool), *shape))
+            if not each.pool.is_floating_point():
+                raise TypeError(f"state[{i}]: expected floating-point numbers, got {each.pool.dtype}")
+        return state[0], state[1]
     if not (isinstance(state, (tuple, list)) and len(state) == 2 and all(isinstance(each, Tensor) for each in state)):
         raise TypeError(f"state: expected two torch.Tensor, got {type(state).__name__}")
     texts = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
@@ -284,10 +369,13 @@ def bounds_of(x: Tensor, cu_seqlens: Tensor | None, shard: Any) -> Tensor | None
 
 
 def recur(
-    op: Callable[..., tuple[Tensor, Tensor | None]], inputs: Sequence[Tensor], state: Tensor | None,
-    cu_seqlens: Tensor | None, shard: Any, **options: Any,
+    op: Callable[..., tuple[Tensor, Tensor | None]], inputs: Sequence[Tensor], state: Tensor | Pooled | None,
+    cu_seqlens: Tensor | None, shard: Any = None, **options: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return y of a recurrence and the states behind all sequences: of a part, where there is a shard."""
+    if isinstance(state, Pooled):
+        y = getattr(updates, f"{op.__name__}_update")(state.pool, *inputs, **options, **state.options)
+        return y, state.pool
     if shard is None:
         y, final = op(*inputs, state, True, cu_seqlens, **options)
     else:

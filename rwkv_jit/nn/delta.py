@@ -14,7 +14,7 @@ from rwkv_jit.ops.delta import gated_delta_rule, kda
 from rwkv_jit.pool.arguments import count
 
 
-class _DeltaNet(common.Sized):
+class _DeltaNet(common.Decoding):
     """Sizes, and what both have of their heads."""
 
     _sizes = "key_heads", "value_heads", "key_size", "value_size", "conv_width"
@@ -142,6 +142,9 @@ class KimiDeltaAttention(_DeltaNet):
         self.o_proj = nn.Linear(values, width, bias=False, **place)
         self._fill()
 
+    def _taps(self) -> dict[str, int]:
+        return {"q_conv1d": self.key_width, "k_conv1d": self.key_width, "v_conv1d": self.value_width}
+
     @torch.no_grad()
     def _fill(self) -> None:
         common.fill_steps(self.dt_bias)
@@ -169,15 +172,13 @@ class KimiDeltaAttention(_DeltaNet):
         x = common.under_autocast(common.check_tokens(x, self.width))
         before, state_before = self._states(state, x, cu_seqlens)
         made = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
-        sizes = {"q_conv1d": self.key_width, "k_conv1d": self.key_width, "v_conv1d": self.value_width}
-        mixed, last = common.convolve(self, made, sizes, before, cu_seqlens)
+        mixed, last = common.convolve(self, made, self._taps(), before, cu_seqlens)
         g = self.f_proj(x).unflatten(-1, (self.value_heads, self.key_size))
-        y, final = kda(
-            *self._heads(mixed), g, self.b_proj(x), state_before, True, cu_seqlens, A_log=self.A_log,
+        y, final = common.recur(
+            kda, (*self._heads(mixed), g, self.b_proj(x)), state_before, cu_seqlens, A_log=self.A_log,
             dt_bias=self.dt_bias, lower_bound=self.lower_bound, qk_norm=True,
             beta_map="twice_sigmoid" if self.allow_neg_eigval else "sigmoid",
         )  # fmt: skip
-        assert final is not None
         return self.o_proj(common.norm_heads(self.o_norm, nn.RMSNorm, y, self.g_proj(x), "sigmoid")), (last, final)
 
 
@@ -245,6 +246,9 @@ class GatedDeltaNet(_DeltaNet):
         self.out_proj = nn.Linear(values, width, bias=False, **place)
         self._fill()
 
+    def _taps(self) -> dict[str, int]:
+        return {"conv1d": 2 * self.key_width + self.value_width}
+
     @torch.no_grad()
     def _fill(self) -> None:
         self.dt_bias.fill_(1)
@@ -267,10 +271,9 @@ class GatedDeltaNet(_DeltaNet):
         *made, z = self.in_proj_qkvz(x).unflatten(-1, (self.key_heads, sum(sizes))).split(sizes, -1)
         b, a = self.in_proj_ba(x).unflatten(-1, (self.key_heads, 2 * shared)).split([shared, shared], -1)
         mixed = torch.cat([each.flatten(2) for each in made], -1)
-        mixed, last = common.convolve(self, mixed, {"conv1d": mixed.shape[2]}, before, cu_seqlens)
-        y, final = gated_delta_rule(
-            *self._heads(mixed), a.flatten(2), b.flatten(2), state_before, True, cu_seqlens, A_log=self.A_log,
-            dt_bias=self.dt_bias, qk_norm=True, beta_map="sigmoid",
+        mixed, last = common.convolve(self, mixed, self._taps(), before, cu_seqlens)
+        y, final = common.recur(
+            gated_delta_rule, (*self._heads(mixed), a.flatten(2), b.flatten(2)), state_before, cu_seqlens,
+            A_log=self.A_log, dt_bias=self.dt_bias, qk_norm=True, beta_map="sigmoid",
         )  # fmt: skip
-        assert final is not None
         return self.out_proj(common.norm_heads(self.norm, nn.RMSNorm, y, z.flatten(2), "silu")), (last, final)

@@ -17,7 +17,7 @@ from rwkv_jit.pool.arguments import count
 
 
 @as_node
-class Mamba2(common.Sized):
+class Mamba2(common.Decoding):
     r"""Mamba-2: a short convolution, a state space, a gate and a norm behind it.
 
         z, xBC, dt = in_proj(u);   x, B, C = silu(conv1d(xBC))
@@ -107,6 +107,9 @@ class Mamba2(common.Sized):
         self.out_proj = nn.Linear(inner, width, bias=False, **place)
         self._fill()
 
+    def _taps(self) -> dict[str, int]:
+        return {"conv1d": self.sizes[1]}
+
     @torch.no_grad()
     def _fill(self) -> None:
         common.fill_steps(self.dt_bias)
@@ -133,16 +136,15 @@ class Mamba2(common.Sized):
         of_taps, of_text = (channels, self.conv_width - 1), (self.heads, self.head_size, self.state_size)
         before, state_before = common.check_both_states(state, x, cu_seqlens, of_taps, of_text)
         z, mixed, dt = self.in_proj(x).split(self.sizes, -1)
-        mixed, last = common.convolve(self, mixed, {"conv1d": channels}, before, cu_seqlens)
+        mixed, last = common.convolve(self, mixed, self._taps(), before, cu_seqlens)
         keys = self.groups * self.state_size
         values, B, C = mixed.split([inner, keys, keys], -1)
         B, C = (each.unflatten(-1, (self.groups, self.state_size)) for each in (B, C))
         rates = -self.A_log.to(torch.promote_types(self.A_log.dtype, torch.float32)).clamp(max=STRONGEST_RAW).exp()
-        y, final = ssd(
-            values.unflatten(-1, (self.heads, self.head_size)), dt, rates, B, C, state_before, True, cu_seqlens,
+        y, final = common.recur(
+            ssd, (values.unflatten(-1, (self.heads, self.head_size)), dt, rates, B, C), state_before, cu_seqlens,
             D=self.D, dt_bias=self.dt_bias, dt_softplus=True, dt_limit=self.dt_limit,
         )  # fmt: skip
-        assert final is not None
         return self.out_proj(self._normed(y.flatten(2), z)), (last, final)
 
     def _normed(self, y: Tensor, z: Tensor) -> Tensor:

@@ -51,7 +51,8 @@ def rows_of(slots: Tensor | None, null_index: int, count: int) -> tuple[Any, Any
 
 def read(rows: Any, states: Any, like: Tensor) -> Any:
     """Return states of a layer, in dtypes that are no narrower than what is computed."""
-    return type(states)(*(x[rows].to(torch.promote_types(x.dtype, like.dtype)) for x in states))
+    several = [x[rows].to(torch.promote_types(x.dtype, like.dtype)) for x in states]
+    return states._make(several) if hasattr(states, "_make") else tuple(several)
 
 
 def write(states: Any, written: Any, after: Any) -> None:

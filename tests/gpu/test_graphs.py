@@ -262,6 +262,41 @@ def test_steps_of_layers_that_return_states(op, name, dtype, counts):
     equal([*found, *pytree.tree_leaves(decode.state)], [*want, *pytree.tree_leaves(state)])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", ["KimiDeltaAttention", "GatedDeltaNet", "Mamba2", "GatedLinearAttention"])
+def test_steps_over_a_pool(op, name, dtype, counts):
+    """As calls with a state, but for rounding; and of the same bits from graphs."""
+    torch.manual_seed(0)
+    layer = getattr(rwkv_jit.nn, name)(256, *LAYERS[name], device="cuda", dtype=dtype)
+    with torch.no_grad():
+        for x in layer.parameters():
+            x.add_(0.05 * torch.randn_like(x))
+        prompt, *inputs = torch.randn(9, 3, 1, 256, device="cuda", dtype=dtype)
+        _, state = layer(prompt)
+        slots = torch.tensor([5, 1, 2], device="cuda")
+
+        def pool_of(state):
+            pool = [torch.randn(7, *x.shape[1:], device="cuda").to(x.dtype) for x in pytree.tree_leaves(state)]
+            for x, own in zip(pool, pytree.tree_leaves(state), strict=True):
+                x[slots] = own
+            return pool
+
+        def step(pool, x):
+            return layer.step(x.squeeze(1), pool[0] if len(pool) == 1 else tuple(pool), slots)
+
+        pool = pool_of(state)
+        other = [x.clone() for x in pool]
+        decode = rwkv_jit.nn.graphed_decode(layer, (), lambda x, _: (step(other, x), ()))
+        for x in inputs:
+            y, state = layer(x, state)
+            found = step(pool, x)
+            error = (found.float() - y.squeeze(1).float()).norm() / y.float().norm()
+            assert error < {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}[dtype]
+            assert torch.equal(decode(x), found)
+        equal(other, pool)
+    assert counts == {"captured": 1, "replayed": 7}
+
+
 def test_streams_wait_for_each_other(op, counts):
     model = make()
     pool, tokens = model.new_pool(2), torch.tensor([1, 2], device="cuda")

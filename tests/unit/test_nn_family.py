@@ -523,3 +523,105 @@ def test_input_that_does_not_fit(name):
         module(x, (last, state[:, :-1]))
     with pytest.raises(ValueError, match="cu_seqlens"):
         module(x, None, torch.tensor([0, 2, 3]))
+
+
+# ---- steps over a pool -------------------------------------------------------------------------------------------
+
+DECODING = MAKERS | {
+    "GatedLinearAttention": lambda **place: nn.GatedLinearAttention(WIDTH, 3, 9, 15, **place),
+    "LinearAttention": lambda **place: nn.LinearAttention(WIDTH, 3, 9, 15, **place),
+}
+CHANGES = {
+    "none": lambda layer: None,
+    "a hook": lambda layer: layer.register_forward_hook(lambda module, given, made: (made[0] * 2, made[1])),
+    "another convolution": lambda layer: replace_taps(layer),
+}
+
+
+class Doubled(torch.nn.Conv1d):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+def replace_taps(layer):
+    for name in layer._taps():
+        getattr(layer, name).__class__ = Doubled
+
+
+def listed(state):
+    return [state] if isinstance(state, torch.Tensor) else list(state)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_slots", [False, True])
+@pytest.mark.parametrize("name", DECODING)
+def test_a_step_is_a_call_whose_states_are_in_a_pool(name, has_slots, dtype, change):
+    layer = stir(DECODING[name](dtype=dtype))
+    CHANGES[change](layer)
+    x = tokens(3, 5, dtype=dtype)
+    slots = torch.tensor([4, 0, 2]) if has_slots else None
+    rows = [4, 0, 2] if has_slots else [0, 1, 2]
+    with torch.no_grad():
+        _, state = layer(x[:, :1])
+        pool = [torch.randn(6, *each.shape[1:]).to(each.dtype) for each in listed(state)]
+        for own, each in zip(pool, listed(state), strict=True):
+            own[rows] = each
+        before = [own.clone() for own in pool]
+        for place in range(1, 5):
+            want, state = layer(x[:, place : place + 1], state)
+            found = layer.step(x[:, place], pool[0] if len(pool) == 1 else tuple(pool), slots)
+            assert torch.equal(found, want[:, 0])
+    others = [i for i in range(6) if i not in rows]
+    for own, each, kept in zip(pool, listed(state), before, strict=True):
+        assert torch.equal(own[rows], each)
+        assert torch.equal(own[others], kept[others])
+
+
+@pytest.mark.parametrize("change", ["none", "a hook"])
+@pytest.mark.parametrize("name", DECODING)
+def test_padding_of_a_step_changes_no_state(name, change):
+    layer = stir(DECODING[name]())
+    CHANGES[change](layer)
+    x = tokens(3)
+    shapes = [each.shape[1:] for each in listed(layer(x.unsqueeze(1))[1])]
+    pool = [torch.randn(4, *shape) for shape in shapes]
+    alone, before = [own.clone() for own in pool], [own.clone() for own in pool]
+    y = layer.step(x, pool[0] if len(pool) == 1 else tuple(pool), torch.tensor([0, 2, 0]), null_index=0)
+    (want,) = layer.step(x[1:2], alone[0] if len(alone) == 1 else tuple(alone), torch.tensor([2]))
+    close(y[1], want, 1e-5)
+    for own, one, kept in zip(pool, alone, before, strict=True):
+        close(own, one, 1e-5)
+        assert torch.equal(own[[0, 1, 3]], kept[[0, 1, 3]])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"x": torch.zeros(2, 1, WIDTH)}, "x: expected shape [batch, 24], got [2, 1, 24]"),
+        ({"x": torch.zeros(2, 7)}, "x: expected shape [batch, 24], got [2, 7]"),
+        ({"state": torch.zeros(4, 54, 2)}, "state: expected a tuple of 2 tensors, got Tensor"),
+        (
+            {"state": (torch.zeros(4, 53, 2), torch.zeros(4, 6, 7, 5))},
+            "state[0]: expected shape [4, 58, 2], got [4, 53",
+        ),
+        (
+            {"state": (torch.zeros(4, 58, 2), torch.zeros(4, 6, 7, 4))},
+            "state[1]: expected shape [4, 6, 7, 5], got [4, 6",
+        ),
+        (
+            {"state": (torch.zeros(4, 58, 2), torch.zeros(4, 6, 7, 5, dtype=torch.int64))},
+            "state[1]: expected floating-point numbers, got torch.int64",
+        ),
+        ({"slots": torch.tensor([1])}, "state_indices: expected shape [2], a slot for each row, got [1]"),
+        ({"slots": torch.tensor([1, 4])}, "state_indices: expected slots below 4"),
+    ],
+)
+def test_a_step_that_does_not_fit_changes_nothing(given, message):
+    layer = MAKERS["KimiDeltaAttention"]()
+    pool = torch.zeros(4, 58, 2), torch.zeros(4, 6, 7, 5)
+    arguments = {"x": tokens(2), "state": pool, "slots": torch.tensor([1, 2]), **given}
+    with pytest.raises((TypeError, ValueError)) as raised:
+        layer.step(**arguments)
+    assert message in str(raised.value)
+    assert not any(each.any() for each in arguments["state"])

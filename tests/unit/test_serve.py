@@ -1,4 +1,4 @@
-"""The example that serves an RWKV-7 model: its model, its server, its checkpoints and its command line."""
+"""The example that serves models: its models, its server, its checkpoints and its command line."""
 
 import importlib
 import json
@@ -121,6 +121,60 @@ def test_16_bits_are_near_float32(serve, weights, dtype):
 
 
 # ---- the server --------------------------------------------------------------------------------------------------
+
+
+KINDS = pytest.mark.parametrize("kind", ["kimi", "gated_delta_net", "mamba2"])
+
+
+@KINDS
+def test_models_of_other_layers(serve, kind):
+    """Prompts in pieces, packed beside others, and tokens in a batch with padding, are each text as a whole."""
+    model = serve.random_model(2, WIDTH, HEAD_SIZE, VOCAB, 0, "cpu", torch.float32, kind)
+    several, pool = texts(9, 4, 13), model.new_pool(6, reserved=1)
+    slots = pool.allocate(5)[1:4]
+    other = [x[:, 1].fill_(7).clone() for x in (pool["taps"], pool["recurrence"])]
+    pieces = [(slot, text[:cut]) for slot, text, cut in zip(slots, several, (5, 1, 8), strict=True)]
+    serve.prefill(model, pool, pieces)
+    found = serve.prefill(model, pool, [(slots[0], several[0][5:7]), (slots[2], several[2][8:11])])[[0, 1, 1]]
+    found[1] = serve.prefill(model, pool, [(slots[1], several[1][1:2])])[0]
+    rows = [found]
+    decoder = sys.modules["serving.scheduler"].Decoder(model, pool)
+    for place in range(2):
+        last = [text[cut + place] for text, cut in zip(several, (7, 2, 11), strict=True)]
+        rows.append(decoder(last, slots).clone())
+    for row, (text, cut) in enumerate(zip(several, (7, 2, 11), strict=True)):
+        for place, logits in enumerate(rows):
+            alone = model.new_pool(1)
+            want = serve.prefill(model, alone, [(0, text[: cut + place])])[0]
+            torch.testing.assert_close(logits[row], want, rtol=1e-3, atol=1e-3)
+    assert all(torch.equal(x[:, 1], y) for x, y in zip((pool["taps"], pool["recurrence"]), other, strict=True))
+
+
+@KINDS
+def test_models_of_other_layers_have_graphs(serve, kind, monkeypatch):
+    class Graph(fake_graphs.TapeGraph):
+        pass
+
+    def logits(devices):
+        monkeypatch.setattr(graphs, "devices", devices)
+        model = serve.random_model(2, WIDTH, HEAD_SIZE, VOCAB, 0, "cpu", torch.float32, kind)
+        pool = model.new_pool(5, reserved=1)
+        slots = [torch.tensor(each) for each in ([1, 2], [3, 1], [0, 4])]
+        return [model.step(torch.tensor([place, 7]), pool, slots[place % 3]) for place in range(9)]
+
+    monkeypatch.setattr(graphs, "Graph", Graph)
+    want = logits(set())
+    assert all(map(torch.equal, logits({"cpu"}), want))
+    assert (Graph.captured, Graph.replayed) == (1, 8)
+
+
+@KINDS
+def test_other_models_are_served(program, kind, capsys):
+    some = ("--model", kind, "--requests", 5, "--rate", "inf", "--slots", 2, "--prefill-tokens", 6, "--json", "--check")
+    assert program(*SMALL, *some) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["model"].startswith(f"{kind}, ")
+    assert (said["finished"], said["differ"]) == (5, 0)
 
 
 def test_prompt_without_tokens_is_refused(serve):
@@ -377,6 +431,8 @@ def test_checkpoint_is_served(serve, program, weights, tmp_path, capsys):
         (["--width", "100"], "--width 100 is not a multiple of --head-size 64"),
         (["--checkpoint", "x.pth", "--layers", "2"], "--layers is for random weights; the checkpoint has its own"),
         (["--dtype", "float8"], "argument --dtype: invalid choice: 'float8'"),
+        (["--model", "gpt"], "argument --model: invalid choice: 'gpt'"),
+        (["--checkpoint", "x.pth", "--model", "kimi"], "--model is for random weights; the checkpoint has its own"),
     ],
     ids=str,
 )
