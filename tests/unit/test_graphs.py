@@ -759,7 +759,8 @@ def by_loop(model, prompts, count, generator=None, temperature=1.0, top_p=1.0, t
 
 OPTIONS = {
     "greedy": {"temperature": 0}, "warm": {"temperature": 1.7}, "drawn": {"temperature": 1.2, "top_p": 0.8},
-    "top_k": {"top_k": 4, "top_p": 0.6}, "stop": {"stop": [3, 5]}, "repetition": {"temperature": 0, "repetition_penalty": 1.7},
+    "top_k": {"top_k": 4, "top_p": 0.6}, "stop": {"stop": [3, 5]},
+    "repetition": {"temperature": 0, "repetition_penalty": 1.7},
     "presence": {"temperature": 0, "presence_penalty": 0.6}, "frequency": {"temperature": 0, "frequency_penalty": 0.4},
     "all": {"top_k": 8, "stop": [2], "repetition_penalty": 1.3, "presence_penalty": 0.2, "frequency_penalty": 0.1},
 }  # fmt: skip
