@@ -7,20 +7,21 @@
 
 // What a block has: a head of a row, and its values from `first_value` on.
 struct Part {
-    i64 row, head, in_slot;  // and the head's place in a slot
+    i64 row, head;
     int first_value;
     __device__ Part() {
         row = i64(blockIdx.z) * gridDim.y + blockIdx.y, head = blockIdx.x / VALUE_BLOCKS;
-        in_slot = head * (VALUE_SIZE * HEAD_SIZE);
         first_value = blockIdx.x % VALUE_BLOCKS * BLOCK_VALUES;
     }
+    // The head's place in a slot.
+    __device__ i64 in_slot() const { return head * (VALUE_SIZE * HEAD_SIZE); }
 };
 
 // Has the state of a part brought near. The launch before may still write the index and the state.
 __device__ inline void bring_near(const Part& part, const T_STATE* state, const Index* state_indices, i64 slot_stride,
                                   i64 slots) {
     const i64 likely = state_indices != nullptr ? i64(read_from_l2(state_indices + part.row)) : part.row;
-    if (likely >= 0 && likely < slots) prefetch_tile(state + likely * slot_stride + part.in_slot, part.first_value);
+    if (likely >= 0 && likely < slots) prefetch_tile(state + likely * slot_stride + part.in_slot(), part.first_value);
 }
 
 // The slots that a row reads and writes.

@@ -213,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) update_
     parameters.load(a_log, dt_bias, own, head, first_value);
 
     Tile tile;
-    read_tile(tile, state + own_slots.from * slot_stride + part.in_slot, first_value);
+    read_tile(tile, state + own_slots.from * slot_stride + part.in_slot(), first_value);
 
     OfHead of_head;
     run_tokens(
@@ -225,5 +225,5 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) update_
     if (is_none(own_slots.to, write_indices != nullptr, slots, null_index)) return;
     const i64 number = STOCHASTIC ? *seed : 0;
     const i64 draw = (own_slots.to * heads + head) * TILES_OF_HEAD;
-    write_tile(state + own_slots.to * slot_stride + part.in_slot, tile, first_value, number, draw);
+    write_tile(state + own_slots.to * slot_stride + part.in_slot(), tile, first_value, number, draw);
 }

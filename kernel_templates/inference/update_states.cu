@@ -141,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) update_
 
     Tile tile;
     if (PACKED && from < 0) clear_tile(tile);
-    else read_tile(tile, state + from * slot_stride + part.in_slot, first_value);
+    else read_tile(tile, state + from * slot_stride + part.in_slot(), first_value);
 
     run_tokens(
         smem.token, tokens, [&](Token& token) { held.store(token, w0 != nullptr); }, load,
@@ -150,5 +150,5 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) update_
         });
     if (is_none(to, write_indices != nullptr, slots, null_index)) return;
     const i64 number = STOCHASTIC ? *seed : 0;
-    write_tile(state + to * slot_stride + part.in_slot, tile, first_value, number, (to * heads + head) * TILES_OF_HEAD);
+    write_tile(state + to * slot_stride + part.in_slot(), tile, first_value, number, (to * heads + head) * TILES_OF_HEAD);
 }
