@@ -138,9 +138,19 @@ __device__ inline void update_tile(Tile& tile, const Token& token, OfHead head, 
 
     const float of_k = HAS_NORM ? reciprocal_root(ones[ONES > 1 ? 1 : 0] + NORM_EPS) : 1.0f;
     const float of_q = HAS_NORM ? reciprocal_root(ones[ONES - 1] + NORM_EPS) : 1.0f;
-    const float weight = head.rate * of_k;
-    const auto added = [&](float v, float erased) { return weight * (DELTA ? v - of_k * erased : v); };
+    const auto added = [&](float v, float erased) { return head.rate * of_k * (DELTA ? v - of_k * erased : v); };
     const int own = own_values(), kept = kept_index();
+    if (keeps_sums() && key_warp() == 0) {
+#pragma unroll
+        for (int i = 0; i < KEPT; ++i) {
+            const int value = own + kept + i;
+            const float v = token.v[value];
+            float result = scale * of_q * (read[i] + added(v, sa[i]) * ones[0]);
+            if constexpr (HAS_SKIP) result += own_parameters.skip[i] * v;
+            if constexpr (HAS_GATE) result *= opened<Gate::silu>(token.z[value]);
+            if (first_value + value < VALUE_SIZE) y[value] = from_float<T_IO>(result);
+        }
+    }
     float u[VALUES];
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) u[i] = added(token.v[own + i], all_sa[i]);
@@ -149,16 +159,6 @@ __device__ inline void update_tile(Tile& tile, const Token& token, OfHead head, 
     for (int j = 0; j < KEYS; ++j)
 #pragma unroll
         for (int i = 0; i < VALUES; ++i) tile[i][j] += u[i] * k[j];
-    if (!keeps_sums() || key_warp() != 0) return;
-#pragma unroll
-    for (int i = 0; i < KEPT; ++i) {
-        const int value = own + kept + i;
-        const float v = token.v[value];
-        float result = scale * of_q * (read[i] + added(v, sa[i]) * ones[0]);
-        if constexpr (HAS_SKIP) result += own_parameters.skip[i] * v;
-        if constexpr (HAS_GATE) result *= opened<Gate::silu>(token.z[value]);
-        if (first_value + value < VALUE_SIZE) y[value] = from_float<T_IO>(result);
-    }
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) update_rules(
