@@ -143,7 +143,7 @@ def _pool_requests(stand_in: Problem, calls: Calls, w_type: str) -> list[kernel.
         ops = [stand_in.op, *([replace(stand_in.op, inputs={**stand_in.op.inputs, **of_heads})] if of_heads else [])]
         problems = [stand_in._replace(op=op, training=False) for op in ops]
         # Around the recurrence of packed tokens, with bounds of either width.
-        bounds = [Slots(1, index_bytes, -1, True, 1, width) for width in (4, 8)]
+        bounds = [Slots(1, index_bytes, -1, 1, width) for width in (4, 8)]
         around = (through.over_pool(p, Schedule(()), slots) for p in problems for slots in bounds)
         schedules = [
             *around,
