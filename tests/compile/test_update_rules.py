@@ -55,13 +55,14 @@ def check(op, how, layout, state_type, tokens, turn):
     dtype, wide = TYPES[turn % len(TYPES)]
     sizes = SIZES[turn % len(SIZES)]
     case = derived_cases.make(op, how, (4, tokens, *sizes), dtype, wide, state_type, layout=layout)
-    slots = [3, -1, 1, 0]
+    slots = [3, -1, 1, 2 if turn % 3 == 0 else 0]
     memory, pool = pool_of(case.state, slots, 16 * (turn % 2))
     before = memory.clone()
     index = torch.int64 if turn % 2 else torch.int32
     rows, written, options = [0, 2], [3, 1], {}
     if turn % 3 == 0:  # the last one reads a slot, and writes none
-        options["write_indices"] = torch.tensor([4, -1, 1, -1], dtype=index)
+        options["write_indices"] = torch.tensor([4, -1, 1, (0, len(pool))[turn % 2]], dtype=index)
+        options["null_index"] = -1 if turn % 2 else 0
         rows, written = [0, 2, 3], [4, 1, None]
     elif turn % 3 == 1:
         slots[3] = len(pool) + 5
