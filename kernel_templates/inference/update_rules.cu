@@ -1,7 +1,7 @@
 // One or a few tokens of many sequences, whose states lie in a pool and are changed in place, for ops whose decays and
-// values are computed of other inputs. Per head, S [V, K], with d, u and e as below:
+// values are computed of other inputs. Per head, S [V, K], with d and u as below:
 //
-//     S' = S diag(d);   S <- S' + u k^T;   y = (scale S q + D v) silu(z)
+//     S' = S diag(d);   S'' = S' + u k^T;   y = (scale S'' q + D v) silu(z)
 //
 //     with DELTA   x <- x / sqrt(|x|^2 + 1e-6) for q and k, if HAS_NORM;   d = e^l;   u = rate (v - S' k)
 //                  l = 0, g, -exp(A_log) softplus(g + dt_bias) or lower_bound sigmoid(exp(A_log) (g + dt_bias))
@@ -25,14 +25,15 @@
 //
 // Inputs are read by their strides, and nothing is rounded before it is written. Any decay, gate and step is safe. Grid,
 // shared memory and registers are as there.
-using T_A = T_A_LOG;
+using T_A = T_A_LOG;  // as state_steps.cuh calls them
 constexpr bool HAS_BIAS = HAS_DT_BIAS;
 
 #include "delta_maps.cuh"
 #include "diagonal_operands.cuh"
 #include "update_rows.cuh"
 
-constexpr bool OF_CHANNELS = G_PER_CHANNEL || HAS_GATES;  // the decays
+// Whether there are decays of channels, or of heads.
+constexpr bool OF_CHANNELS = G_PER_CHANNEL || HAS_GATES;
 constexpr bool OF_HEADS = DELTA ? !G_PER_CHANNEL && GATE_KIND != LogDecay::none : HAS_DECAYS;
 constexpr bool BIAS_OF_CHANNELS = HAS_DT_BIAS && G_PER_CHANNEL;
 constexpr int ONES = HAS_NORM ? 3 : 1;  // q . k, and the squares of both

@@ -15,6 +15,7 @@ from problems import by_turns
 
 import rwkv_jit
 from rwkv_jit.kernels import kernel
+from rwkv_jit.kernels.errors import UnsupportedConfigError
 from rwkv_jit.kernels.gpu import Gpu
 from rwkv_jit.schedules import table, update
 from rwkv_jit.schedules.problem import Problem
@@ -212,3 +213,12 @@ def test_compiles_everywhere_without_spills(rule, arch):
         (step,) = update.schedule(given, pool).launches
         found = kernel.get(step.request(given.gpu)).resources["update_rules"]
         assert found.spill_bytes == 0
+
+
+@pytest.mark.usefixtures("from_ledger")
+def test_heads_that_need_too_much_shared_memory_are_refused():
+    given = problem_of("kda", "norm", "sm_90", (64, 64), 1, "kv", "fp32")
+    (made,) = update.schedule(given, update.Pool(1, 0)).requests(given.gpu)
+    rule = "update_rules: head_size needs more than 48 KB of shared memory; got "
+    with pytest.raises(UnsupportedConfigError, match=rule):
+        kernel.get(made._replace(parameters={**made.parameters, "HEAD_SIZE": 8192, "ROWS": 1024}))
