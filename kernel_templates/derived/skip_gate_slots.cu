@@ -1,12 +1,12 @@
-// What skip_gate.cu computes, of rows whose states are in a pool: those without a slot get zeros.
+// What skip_gate.cu computes, of packed tokens whose sequences have states in a pool: those without a slot get zeros.
 //
 //   y, x, z, D, out  as there
-//   state_indices    [batch], or with PACKED [sequences]  Index  in or null: row i has slot i
-//   cu_seqlens       [sequences + 1]  Bound  in, with PACKED: where sequences begin and end; tokens of none get zeros
+//   state_indices    [sequences]  Index  in or null: sequence i has slot i
+//   cu_seqlens       [sequences + 1]  Bound  in: where sequences begin and end; tokens of none get zeros
 //   num_active       [1]  int  in or null: how many sequences there are; tokens of those behind them get zeros
 //
-// A slot at or below `null_index`, or outside the pool, is none. Grid as there. With PACKED a thread looks for the
-// sequence of each token among the bounds, by halves.
+// A slot at or below `null_index`, or outside the pool, is none. Grid as there. A thread looks for the sequence of each
+// token among the bounds, by halves.
 #include "skip_gate.cuh"
 
 template <int BYTES> struct IntegerOf { using Type = int; };
@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) skip_ga
     i64 sequences, i64 slots, i64 null_index) {
     write_outputs(y, x, D, z, out, y_strides, x_strides, z_strides, rows, tokens, heads, block_rows,
                   [&](const RowWalk& walk) {
-        const i64 owner = PACKED ? sequence_of(walk.token, cu_seqlens, num_active, sequences) : walk.batch;
+        const i64 owner = sequence_of(walk.token, cu_seqlens, num_active, sequences);
         if (owner < 0) return false;
         const i64 slot = state_indices != nullptr ? i64(state_indices[owner]) : owner;
         return (state_indices == nullptr || slot > null_index) && slot >= 0 && slot < slots;

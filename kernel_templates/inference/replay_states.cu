@@ -22,7 +22,7 @@
 // has an entry, for its products with a and r of all tokens; all threads have the sums over the state; and a thread has
 // a value, for which the tokens follow each other. A cursor is moved by the last block of a row that has read it.
 #include "overlap.cuh"
-#include "update.cuh"
+#include "update_token.cuh"
 
 using AcceptLen = IndexOf<ACCEPT_BYTES>::Type;
 constexpr bool HAS_TOKENS = TOKENS > 0, HAS_DECAY = DECAY != Decay::none;

@@ -4,8 +4,8 @@
 // VALUES values; VECTOR neighbours of a row are one access. KEY_LANES lanes of a warp share the keys of a value, in
 // the kv layout KEY_WARPS warps too.
 //
-// Needs HEAD_SIZE, VALUE_SIZE, NUM_THREADS, VECTOR, KEY_LANES, KEY_WARPS, ROWS, INDEX_BYTES, ONE_TOKEN, DELTA, BONUS,
-// DECAY, STATE_LAYOUT, STOCHASTIC.
+// Needs HEAD_SIZE, VALUE_SIZE, NUM_THREADS, VECTOR, KEY_LANES, KEY_WARPS, ROWS, INDEX_BYTES, ONE_TOKEN, STATE_LAYOUT,
+// STOCHASTIC.
 #pragma once
 #include "sequence.cuh"
 
@@ -44,14 +44,7 @@ __device__ inline int own_values() {
     return (static_cast<int>(threadIdx.x / 32) / KEY_WARPS * VALUE_LANES + value_lane) * VALUES;
 }
 
-// ---- a token ----
-
-// A token's inputs, as all threads read them; zeros past HEAD_SIZE, so that these keys add nothing.
-struct Token {
-    float r[PADDED_KEYS], k[PADDED_KEYS], d[DECAY == Decay::none ? 4 : PADDED_KEYS];
-    float a[DELTA ? PADDED_KEYS : 4], b[DELTA ? PADDED_KEYS : 4], u[BONUS ? PADDED_KEYS : 4];
-    float v[ceil_div(BLOCK_VALUES, 4) * 4];
-};
+// ---- rows of a token ----
 
 // A thread's share of a row between its load and its place in shared memory, so that loads need not wait.
 template <typename T, int SIZE, int PADDED> struct Share {
@@ -73,24 +66,6 @@ template <typename T, int SIZE, int PADDED> struct Share {
     }
     __device__ void store(float* target) const {
         store(target, [](int, float x) { return x; });
-    }
-};
-
-struct Held {
-    Share<T_IO, HEAD_SIZE, PADDED_KEYS> r, k, a, b;
-    Share<T_W, HEAD_SIZE, PADDED_KEYS> w;
-    Share<T_W0, HEAD_SIZE, PADDED_KEYS> w0;
-    Share<T_U, HEAD_SIZE, PADDED_KEYS> u;
-    Share<T_IO, VALUE_SIZE, BLOCK_VALUES> v;
-
-    __device__ void store(Token& token, bool has_w0) const {
-        r.store(token.r), k.store(token.k), v.store(token.v);
-        if constexpr (DELTA) a.store(token.a), b.store(token.b);
-        if constexpr (BONUS) u.store(token.u);
-        if constexpr (DECAY != Decay::none)
-            w.store(token.d, [&](int n, float x) {
-                return decay_factor<DECAY>(has_w0 ? x + to_float(w0.held[n]) : x);
-            });
     }
 };
 
@@ -161,101 +136,68 @@ __device__ inline int keeper_of(int index) {
     return bits;
 }
 
-// What the warps that share keys tell each other: the sums of a value, and those that are one for all values.
-struct Sums {
+// What the warps that share keys tell each other: the sums of a value, and some that are one for all values.
+template <int ONES> struct Sums {
     float sa[KEY_WARPS][KEY_WARPS > 1 ? BLOCK_VALUES : 1], y[KEY_WARPS][KEY_WARPS > 1 ? BLOCK_VALUES : 1];
-    float pair[KEY_WARPS][2];
+    float ones[KEY_WARPS][ONES];
 };
 
-// ---- the step ----
+// Whether the lane has its own kept sums, or those that another one has too.
+__device__ inline bool keeps_sums() { return (lane() & REPEATS) == 0; }
 
-// One token: the tile moves on, and y is written by the lanes that keep its sums.
-__device__ inline void update_tile(Tile& tile, const Token& token, Sums& sums, T_IO* y, int first_value, float scale) {
-    float r[KEYS], k[KEYS], d[KEYS], sa[VALUES] = {}, read[VALUES] = {}, pair[2] = {};
-    read_keys(r, token.r), read_keys(k, token.k);
-    if constexpr (DECAY != Decay::none) read_keys(d, token.d);
-    {
-        float a[KEYS], b[KEYS], u[KEYS];
-        if constexpr (DELTA) read_keys(a, token.a), read_keys(b, token.b);
-        if constexpr (BONUS) read_keys(u, token.u);
-#pragma unroll
-        for (int j = 0; j < KEYS; ++j) {
-            const float q = BONUS || DECAY == Decay::none ? r[j] : r[j] * d[j];
-            pair[0] += BONUS ? u[j] * r[j] * k[j] : r[j] * k[j];
-            if constexpr (DELTA) pair[1] += r[j] * b[j];
-#pragma unroll
-            for (int i = 0; i < VALUES; ++i) {
-                read[i] += tile[i][j] * q;
-                if constexpr (DELTA) sa[i] += tile[i][j] * a[j];
-            }
-        }
-    }
+// Makes sums over all keys of those over the thread's: the kept ones of `read` and `sa`, and `ones`. `all_sa` gets those
+// of all of the thread's values.
+template <bool HAS_SA, int ONES>
+__device__ inline void add_over_keys(float (&read)[VALUES], float (&sa)[VALUES], float (&all_sa)[VALUES],
+                                     float (&ones)[ONES], Sums<ONES>& sums) {
     add_over_lanes<FIRST_LANE, VALUES>(read);
-    if constexpr (DELTA) add_over_lanes<FIRST_LANE, VALUES>(sa);
+    if constexpr (HAS_SA) add_over_lanes<FIRST_LANE, VALUES>(sa);
 #pragma unroll
     for (int bit = FIRST_LANE; bit < END_LANE; bit *= 2)
 #pragma unroll
-        for (int i = 0; i < (DELTA ? 2 : 1); ++i) pair[i] += __shfl_xor_sync(0xffffffffu, pair[i], bit);
+        for (int i = 0; i < ONES; ++i) ones[i] += __shfl_xor_sync(0xffffffffu, ones[i], bit);
 
-    const int own = own_values(), kept = kept_index();
-    const bool writes = (lane() & REPEATS) == 0;
-    float all_sa[VALUES];
     if constexpr (KEY_WARPS == 1) {
-        if constexpr (DELTA) {
+        if constexpr (HAS_SA) {
             const int group = lane() & ~((END_LANE - 1) & ~(FIRST_LANE - 1));
 #pragma unroll
             for (int i = 0; i < VALUES; ++i)
                 all_sa[i] = __shfl_sync(0xffffffffu, sa[i % KEPT], group | keeper_of(i));
         }
     } else {
-        if (writes) {
+        const int own = own_values(), first = own + kept_index();
+        if (keeps_sums()) {
 #pragma unroll
             for (int i = 0; i < KEPT; ++i) {
-                sums.y[key_warp()][own + kept + i] = read[i];
-                if constexpr (DELTA) sums.sa[key_warp()][own + kept + i] = sa[i];
+                sums.y[key_warp()][first + i] = read[i];
+                if constexpr (HAS_SA) sums.sa[key_warp()][first + i] = sa[i];
             }
         }
-        if (lane() == 0) sums.pair[key_warp()][0] = pair[0], sums.pair[key_warp()][1] = pair[1];
+        if (lane() == 0) {
+#pragma unroll
+            for (int i = 0; i < ONES; ++i) sums.ones[key_warp()][i] = ones[i];
+        }
         __syncthreads();
-        pair[0] = pair[1] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < ONES; ++i) ones[i] = 0.0f;
 #pragma unroll
         for (int i = 0; i < VALUES; ++i) all_sa[i] = 0.0f;
 #pragma unroll
         for (int i = 0; i < KEPT; ++i) read[i] = sa[i] = 0.0f;
 #pragma unroll
         for (int n = 0; n < KEY_WARPS; ++n) {
-            pair[0] += sums.pair[n][0], pair[1] += sums.pair[n][1];
+#pragma unroll
+            for (int i = 0; i < ONES; ++i) ones[i] += sums.ones[n][i];
 #pragma unroll
             for (int i = 0; i < KEPT; ++i) {
-                read[i] += sums.y[n][own + kept + i];
-                if constexpr (DELTA) sa[i] += sums.sa[n][own + kept + i];
+                read[i] += sums.y[n][first + i];
+                if constexpr (HAS_SA) sa[i] += sums.sa[n][first + i];
             }
-            if constexpr (DELTA) {
+            if constexpr (HAS_SA) {
 #pragma unroll
                 for (int i = 0; i < VALUES; ++i) all_sa[i] += sums.sa[n][own + i];
             }
         }
-    }
-
-    float v[VALUES], b[KEYS];
-#pragma unroll
-    for (int i = 0; i < VALUES; ++i) v[i] = token.v[own + i];
-    if constexpr (DELTA) read_keys(b, token.b);
-#pragma unroll
-    for (int j = 0; j < KEYS; ++j)
-#pragma unroll
-        for (int i = 0; i < VALUES; ++i) {
-            if constexpr (DECAY != Decay::none) tile[i][j] *= d[j];
-            tile[i][j] += v[i] * k[j];
-            if constexpr (DELTA) tile[i][j] += all_sa[i] * b[j];
-        }
-    if (!writes || key_warp() != 0) return;
-#pragma unroll
-    for (int i = 0; i < KEPT; ++i) {
-        const int value = own + kept + i;
-        float sum = read[i] + token.v[value] * pair[0];
-        if constexpr (DELTA) sum += sa[i] * pair[1];
-        if (first_value + value < VALUE_SIZE) y[value] = from_float<T_IO>(scale * sum);
     }
 }
 

@@ -22,15 +22,64 @@
 // the state as it was. So it is read by accesses of 16 bytes, all of which are under way before the first is used.
 // The launch may begin beside the one before, and lets the next one begin beside itself: it has its state brought near
 // meanwhile, and reads nothing that the other may still write.
-#include "overlap.cuh"
 #include "pieces.cuh"
-#include "update.cuh"
+#include "update_rows.cuh"
+#include "update_token.cuh"
+
+constexpr int PAIRS = DELTA ? 2 : 1;  // products of r with k, and with b
 
 struct Smem {
     Token token[BUFFERS];
-    Sums sums;
+    Sums<PAIRS> sums;
 };
 static_assert(sizeof(Smem) <= 48 * 1024, "head_size needs more than 48 KB of shared memory");
+
+// One token: the tile moves on, and y is written by the lanes that keep its sums.
+__device__ inline void update_tile(Tile& tile, const Token& token, Sums<PAIRS>& sums, T_IO* y, int first_value,
+                                   float scale) {
+    float r[KEYS], k[KEYS], d[KEYS], sa[VALUES] = {}, read[VALUES] = {}, all_sa[VALUES], pair[PAIRS] = {};
+    read_keys(r, token.r), read_keys(k, token.k);
+    if constexpr (DECAY != Decay::none) read_keys(d, token.d);
+    {
+        float a[KEYS], b[KEYS], u[KEYS];
+        if constexpr (DELTA) read_keys(a, token.a), read_keys(b, token.b);
+        if constexpr (BONUS) read_keys(u, token.u);
+#pragma unroll
+        for (int j = 0; j < KEYS; ++j) {
+            const float q = BONUS || DECAY == Decay::none ? r[j] : r[j] * d[j];
+            pair[0] += BONUS ? u[j] * r[j] * k[j] : r[j] * k[j];
+            if constexpr (DELTA) pair[PAIRS - 1] += r[j] * b[j];
+#pragma unroll
+            for (int i = 0; i < VALUES; ++i) {
+                read[i] += tile[i][j] * q;
+                if constexpr (DELTA) sa[i] += tile[i][j] * a[j];
+            }
+        }
+    }
+    add_over_keys<DELTA>(read, sa, all_sa, pair, sums);
+
+    const int own = own_values(), kept = kept_index();
+    float v[VALUES], b[KEYS];
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) v[i] = token.v[own + i];
+    if constexpr (DELTA) read_keys(b, token.b);
+#pragma unroll
+    for (int j = 0; j < KEYS; ++j)
+#pragma unroll
+        for (int i = 0; i < VALUES; ++i) {
+            if constexpr (DECAY != Decay::none) tile[i][j] *= d[j];
+            tile[i][j] += v[i] * k[j];
+            if constexpr (DELTA) tile[i][j] += all_sa[i] * b[j];
+        }
+    if (!keeps_sums() || key_warp() != 0) return;
+#pragma unroll
+    for (int i = 0; i < KEPT; ++i) {
+        const int value = own + kept + i;
+        float sum = read[i] + token.v[value] * pair[0];
+        if constexpr (DELTA) sum += sa[i] * pair[PAIRS - 1];
+        if (first_value + value < VALUE_SIZE) y[value] = from_float<T_IO>(scale * sum);
+    }
+}
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) update_states(
     const T_IO* __restrict__ r, const T_W* __restrict__ w, const T_IO* __restrict__ k, const T_IO* __restrict__ v,
@@ -40,16 +89,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) update_
     Strides v_strides, Strides a_strides, Strides b_strides, i64 slot_stride, i64 slots, i64 null_index, i64 batch,
     i64 tokens, i64 heads, float scale, const i64* __restrict__ bounds, const Piece* __restrict__ pieces) {
     __shared__ alignas(16) Smem smem;
-    const i64 row = i64(blockIdx.z) * gridDim.y + blockIdx.y, head = blockIdx.x / VALUE_BLOCKS;
+    const Part part;
+    const i64 row = part.row, head = part.head;
     if (row >= batch) return;
-    const int first_value = blockIdx.x % VALUE_BLOCKS * BLOCK_VALUES;
-    const i64 of_head = head * (VALUE_SIZE * HEAD_SIZE);
+    const int first_value = part.first_value;
     let_next_launch_begin();
-    if constexpr (!PACKED) {
-        // The launch before may still write the index and the state: they are only brought near.
-        const i64 likely = state_indices != nullptr ? i64(read_from_l2(state_indices + row)) : row;
-        if (likely >= 0 && likely < slots) prefetch_tile(state + likely * slot_stride + of_head, first_value);
-    }
+    if constexpr (!PACKED) bring_near(part, state, state_indices, slot_stride, slots);
     state = after_previous_launch(state);
     r = written_meanwhile(r), w = written_meanwhile(w), k = written_meanwhile(k), v = written_meanwhile(v);
     a = written_meanwhile(a), b = written_meanwhile(b), u = written_meanwhile(u), w0 = written_meanwhile(w0);
@@ -57,30 +102,23 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) update_
     seed = written_meanwhile(seed);
     const i64 y_stride = heads * VALUE_SIZE;
     y += head * VALUE_SIZE + first_value;
-    const auto write_zeros = [&](i64 begin, i64 end) {
-        const int width = min(BLOCK_VALUES, VALUE_SIZE - first_value);
-#pragma unroll 1
-        for (i64 t = begin; t < end; ++t)
-#pragma unroll 1
-            for (int i = threadIdx.x; i < width; i += NUM_THREADS) y[t * y_stride + i] = from_float<T_IO>(0.0f);
-    };
     i64 from, to, begin = 0;
     if constexpr (PACKED) {
         bounds = written_meanwhile(bounds), pieces = written_meanwhile(pieces);
         const i64 end = bounds[batch], share = (tokens - end + batch - 1) / batch;
-        write_zeros(end + row * share, min(end + (row + 1) * share, tokens));
+        write_zeros(y, y_stride, first_value, end + row * share, min(end + (row + 1) * share, tokens));
         const Piece piece = pieces[row];
         begin = bounds[row], tokens = bounds[row + 1] - begin;
-        if (piece.kind == PieceKind::zeros) write_zeros(begin, begin + tokens);
+        if (piece.kind == PieceKind::zeros) write_zeros(y, y_stride, first_value, begin, begin + tokens);
         if (piece.kind != PieceKind::few_tokens) return;
         from = piece.read, to = piece.write, null_index = -1;
         y += begin * y_stride;
     } else {
-        from = state_indices != nullptr ? i64(state_indices[row]) : row;
-        to = write_indices != nullptr ? i64(write_indices[row]) : from;
+        const Slots own(row, state_indices, write_indices);
+        from = own.from, to = own.to;
         y += row * tokens * y_stride;
-        if ((state_indices != nullptr && from <= null_index) || from >= slots || from < 0) {
-            write_zeros(0, tokens);
+        if (is_none(from, state_indices != nullptr, slots, null_index)) {
+            write_zeros(y, y_stride, first_value, 0, tokens);
             return;
         }
     }
@@ -103,19 +141,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) update_
 
     Tile tile;
     if (PACKED && from < 0) clear_tile(tile);
-    else read_tile(tile, state + from * slot_stride + of_head, first_value);
+    else read_tile(tile, state + from * slot_stride + part.in_slot(), first_value);
 
-    const i64 steps = ONE_TOKEN ? 1 : tokens;
-#pragma unroll 1
-    for (i64 t = 0; t < steps; ++t) {
-        Token& token = smem.token[t % BUFFERS];
-        if (BUFFERS == 1 && t > 0) __syncthreads();
-        held.store(token, w0 != nullptr);
-        __syncthreads();
-        if (t + 1 < steps) load(t + 1);
-        update_tile(tile, token, smem.sums, y + t * y_stride, first_value, scale);
-    }
-    if ((write_indices != nullptr && to <= null_index) || to >= slots || to < 0) return;
+    run_tokens(
+        smem.token, tokens, [&](Token& token) { held.store(token, w0 != nullptr); }, load,
+        [&](i64 t, const Token& token) {
+            update_tile(tile, token, smem.sums, y + t * y_stride, first_value, scale);
+        });
+    if (is_none(to, write_indices != nullptr, slots, null_index)) return;
     const i64 number = STOCHASTIC ? *seed : 0;
-    write_tile(state + to * slot_stride + of_head, tile, first_value, number, (to * heads + head) * TILES_OF_HEAD);
+    write_tile(state + to * slot_stride + part.in_slot(), tile, first_value, number, (to * heads + head) * TILES_OF_HEAD);
 }

@@ -1,16 +1,10 @@
 // Gates of the delta rules, as layer_delta_operands and its backward take them: rates of writing and log-decays, each
 // one for a head or one for a channel.
 //
-// Needs what layer_heads.cuh needs, and GATE, G_PER_CHANNEL, BETA_MAP, BETA_PER_CHANNEL, HAS_NORM, HAS_DT_BIAS.
+// Needs what layer_heads.cuh and delta_maps.cuh need, and G_PER_CHANNEL, BETA_PER_CHANNEL, HAS_NORM, HAS_DT_BIAS.
 #pragma once
+#include "delta_maps.cuh"
 #include "layer_heads.cuh"
-
-enum class LogDecay { none, log, softplus, bounded };
-constexpr LogDecay GATE_KIND = LogDecay(GATE);
-constexpr bool HAS_PARAMETERS = GATE_KIND == LogDecay::softplus || GATE_KIND == LogDecay::bounded;
-enum class RateMap { identity, sigmoid, twice_sigmoid };
-constexpr RateMap RATE_MAP = RateMap(BETA_MAP);
-constexpr float NORM_EPS = 1e-6f;
 
 // What a head has, or each of its channels.
 template <typename T, bool PER_CHANNEL> struct HeadOrChannels {
@@ -34,11 +28,7 @@ __device__ inline float factor_of(const Piece<T_IO> (&x)[ITEMS]) {
 struct Rates {
     HeadOrChannels<T_BETA, BETA_PER_CHANNEL> given;
     __device__ void load(const T_BETA* beta, i64 head) { given.load(beta, head); }
-    __device__ float at(int n, int i) const {
-        const float x = given.at(n, i);
-        if constexpr (RATE_MAP == RateMap::identity) return x;
-        return RATE_MAP == RateMap::sigmoid ? sigmoid(x) : 2.0f * sigmoid(x);
-    }
+    __device__ float at(int n, int i) const { return rate_of(given.at(n, i)); }
     __device__ float slope(int n, int i) const {
         if constexpr (RATE_MAP == RateMap::identity) return 1.0f;
         const float share = sigmoid(given.at(n, i));
@@ -62,10 +52,7 @@ struct LogDecays {
     __device__ LogDecays(const Logits& logits, const T_A_LOG* A_log, const T_DT_BIAS* dt_bias, i64 head,
                          float lower_bound)
         : logits(logits), lower_bound(lower_bound) {
-        if constexpr (HAS_PARAMETERS) {  // finite, as an infinite one times a gate of 0 would be no number
-            const float a_log = to_float(A_log[head]);
-            speed = expf(a_log > 88.0f ? 88.0f : a_log);
-        }
+        if constexpr (HAS_PARAMETERS) speed = speed_of(to_float(A_log[head]));
         if constexpr (HAS_DT_BIAS) bias.load(dt_bias, head);
     }
     __device__ float logit(int n, int i) const {
@@ -73,10 +60,7 @@ struct LogDecays {
     }
     __device__ float at(int n, int i) const {
         if constexpr (GATE_KIND == LogDecay::none) return 0.0f;
-        if constexpr (GATE_KIND == LogDecay::log) return logits.given.at(n, i);
-        const float x = logit(n, i);
-        if constexpr (GATE_KIND == LogDecay::bounded) return lower_bound * sigmoid(speed * x);
-        return -speed * (x > 20.0f ? x : log1pf(exponential(x)));
+        return log_decay_of(logit(n, i), speed, lower_bound);
     }
     __device__ float factor(int n, int i) const {
         return GATE_KIND == LogDecay::none ? 1.0f : exponential(at(n, i));

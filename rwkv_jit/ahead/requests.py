@@ -142,12 +142,12 @@ def _pool_requests(stand_in: Problem, calls: Calls, w_type: str) -> list[kernel.
         of_heads = {name: dims for name, dims in stand_in.op.also.items() if not dims.startswith("(")}
         ops = [stand_in.op, *([replace(stand_in.op, inputs={**stand_in.op.inputs, **of_heads})] if of_heads else [])]
         problems = [stand_in._replace(op=op, training=False) for op in ops]
-        # Behind the recurrence: of updates, and of packed tokens with bounds of either width.
-        bounds = [Slots(1, index_bytes, -1, True), *(Slots(1, index_bytes, -1, True, 1, width) for width in (4, 8))]
+        # Around the recurrence of packed tokens, with bounds of either width.
+        bounds = [Slots(1, index_bytes, -1, 1, width) for width in (4, 8)]
         around = (through.over_pool(p, Schedule(()), slots) for p in problems for slots in bounds)
         schedules = [
             *around,
-            *stand_ins.updates(below, ["fp32"], index_bytes),
+            *(schedule for p in problems for schedule in stand_ins.updates(p, ["fp32"], index_bytes)),
             *stand_ins.varlens(several, ["void"], index_bytes),
         ]
         return _kernels(schedules, stand_in.gpu)

@@ -14,7 +14,10 @@ from rwkv_jit.schedules.build_command import LAYER_OPS
 from rwkv_jit.schedules.problem import Op
 from rwkv_jit.schedules.table import ALL
 
-_OF_OPERANDS = {"delta": ("layer_delta_operands",), "diagonal": ("diagonal_operands", "head_steps", "skip_gate")}
+_OF_OPERANDS = {
+    "delta": ("layer_delta_operands", "update_rules"),
+    "diagonal": ("diagonal_operands", "head_steps", "skip_gate", "update_rules"),
+}
 _OF_OTHERS = (
     *(f"{op.stem}_" for op in ALL.values() if op.through is not None and op.stem != op.through.stem),
     *(name for names in _OF_OPERANDS.values() for name in names),
@@ -48,8 +51,10 @@ def is_of(op: str, name: str, parameters: Mapping[str, Any]) -> bool:
     if entry is None or name not in _library():
         return f"{name}_".startswith(f"{op}_")
     if entry.through is not None:
-        is_before = name.startswith(_OF_OPERANDS[entry.through.family])
-        return is_before or _is_dedicated(entry, name, parameters) or is_of(entry.through.name, name, parameters)
+        is_delta = entry.through.family == "delta"
+        is_around = name.startswith(_OF_OPERANDS[entry.through.family])
+        is_around = is_around and parameters.get("DELTA", is_delta) == is_delta
+        return is_around or _is_dedicated(entry, name, parameters) or is_of(entry.through.name, name, parameters)
     if name.startswith(_OF_OTHERS) or ("HEAD_SIZE" in parameters and not entry.has_heads):
         return False
     of_op = {**entry.constants, **entry.backward_constants, "DELTA": entry.family == "delta"}
@@ -86,7 +91,9 @@ def _called_by(name: str, parameters: Mapping[str, Any]) -> str:
 def _direction(name: str, parameters: Mapping[str, Any]) -> str:
     if name in ("timex_transform", "copy_states", "cut_sequences", "narrow_rows"):
         return "both"
-    if name in ("update_states", "arrange_sequences") or (name.startswith("layer_") and "loss" not in name):
+    if name in ("update_states", "update_rules", "arrange_sequences") or (
+        name.startswith("layer_") and "loss" not in name
+    ):
         return "update"
     is_backward = "backward" in name or "gradient" in name or name in ("sum_rows", "sum_buffers")
     is_backward = parameters.get("BACKWARD", parameters.get("REVERSED", is_backward))

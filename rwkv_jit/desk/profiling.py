@@ -110,8 +110,10 @@ def kernels_of(call: Callable[[], Any], trace: str | None = None, runs: int | No
 def _ncu_command(arguments: argparse.Namespace) -> str:
     """Return the command line of Nsight Compute, which leaves clocks as they are. Raises ValueError."""
     op, phase, kernel = arguments.op, arguments.phase, arguments.ncu.strip()
-    stem = phase if phase == inputs.UPDATE else OPS[op].stem  # updates of all ops have one of their own
-    text = "\n".join(template.library(name).body for name in template.names() if name.startswith(f"{stem}_"))
+    stem = OPS[op].stem
+    if phase == inputs.UPDATE:  # of which ops share one
+        stem = "update_states" if OPS[op].through is None else "update_rules"
+    text = "\n".join(template.library(name).body for name in template.names() if f"{name}_".startswith(f"{stem}_"))
     known = sorted(set(re.findall(r"^.*__global__ void .*\b(\w+)\($", text, re.MULTILINE)))
     is_known = kernel in known
     with suppress(re.error):

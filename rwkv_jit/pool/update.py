@@ -31,9 +31,8 @@ def check(
 
 
 def _plan(step: Step) -> Plan:
-    problem = step.problem()
-    schedule = update.schedule(problem, step.pool(), step.named["state_indices"] is not None)
-    return Plan(schedule, problem, step.tensors_by_name)
+    problem = step.problem()._replace(is_pooled=True)
+    return Plan(update.schedule(problem, step.pool()), problem, step.tensors_by_name)
 
 
 KIND = calls.Kind(

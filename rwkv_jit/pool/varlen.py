@@ -27,8 +27,7 @@ def _plan(step: Step) -> Plan:
     sequences, checkpoints = bounds.shape[0] - 1, 0 if offsets is None else offsets.shape[1]
     tokens: int = step.inputs[step.op.lead].shape[1]
     has_few_tokens = min(tokens, named["max_seqlen"] or tokens) <= FEW_TOKENS and offsets is None
-    has_indices = named["state_indices"] is not None
-    call = Varlen(sequences, checkpoints, bounds.element_size(), has_few_tokens, has_indices)
+    call = Varlen(sequences, checkpoints, bounds.element_size(), has_few_tokens)
     if not has_few_tokens:
         p = _resolved(step, p, sequences, checkpoints)
     return Plan(varlen.schedule(p, step.pool(), call), p, step.tensors_by_name)

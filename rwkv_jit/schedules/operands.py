@@ -54,13 +54,12 @@ class Behind(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """What says which rows have a slot of a pool."""
+    """What says which packed tokens have a slot of a pool."""
 
     slots: int
     index_bytes: int  # of the numbers in state_indices: 4 or 8
     null_index: int  # a slot at or below it is none
-    has_indices: bool  # else row i has slot i
-    sequences: int = 0  # of packed tokens; 0 where all rows have as many
+    sequences: int
     bound_bytes: int = 4  # of the numbers in cu_seqlens
 
 
@@ -218,17 +217,11 @@ def is_behind(step: Step) -> bool:
 
 
 def over_slots(step: Step, slots: Slots) -> Step:
-    """Return a launch of `skip_gate` as one that leaves zeros in rows without a slot; others as they are."""
-    is_packed = slots.sequences > 0
-    if not is_behind(step) or not (slots.has_indices or is_packed):
+    """Return a launch of `skip_gate` as one that leaves zeros in tokens without a slot; others as they are."""
+    if not is_behind(step):
         return step
-    parameters = {
-        **step.parameters, "PACKED": is_packed, "BOUND_BYTES": slots.bound_bytes, "INDEX_BYTES": slots.index_bytes
-    }  # fmt: skip
-    bind = {
-        **step.bind, "sequences": slots.sequences, "slots": slots.slots, "null_index": slots.null_index,
-        **({} if is_packed else {"cu_seqlens": None, "num_active": None}),
-    }  # fmt: skip
+    parameters = {**step.parameters, "BOUND_BYTES": slots.bound_bytes, "INDEX_BYTES": slots.index_bytes}
+    bind = {**step.bind, "sequences": slots.sequences, "slots": slots.slots, "null_index": slots.null_index}
     return step._replace(template="skip_gate_slots", entry="skip_gate_slots", parameters=parameters, bind=bind)
 
 

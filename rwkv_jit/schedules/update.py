@@ -1,4 +1,8 @@
-"""The kernel of a few tokens over a pool: one pass over the state; the geometry is which part each thread holds."""
+"""The kernels of a few tokens over a pool: one pass over the state; the geometry is which part each thread holds.
+
+`update_states` takes the inputs of recurrences as they are. `update_rules` is for ops that go through one of these, and
+makes decays, rates and values of their inputs itself: it is the only launch of their updates.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,6 @@ from rwkv_jit.kernels.gpu import TENSOR_CORES
 from rwkv_jit.kernels.template import Parameter
 from rwkv_jit.schedules import through, wkv4
 from rwkv_jit.schedules.common import ACCESS_BYTES, OVERLAPS_SINCE, power
-from rwkv_jit.schedules.operands import Slots
 from rwkv_jit.schedules.problem import BYTES, Problem
 from rwkv_jit.schedules.schedule import Schedule, Step
 
@@ -28,6 +31,14 @@ _KV_THREADS = 128
 # Blocks of a multiprocessor below which a call has few, whose threads take less each.
 FEW_VK, _FEW_KV = 4, 2
 SPREAD = ("VECTOR", "KEY_LANES", "KEY_WARPS", "ROWS", "NUM_THREADS")
+# What tells rules apart, as the launches around a recurrence have it, and what it is where they do not.
+_RULE: dict[str, Parameter] = {
+    "GATE": 0, "G_PER_CHANNEL": False, "BETA_MAP": 0, "BETA_PER_CHANNEL": False, "HAS_NORM": False,
+    "SOURCE": 0, "HAS_SOFTPLUS": False, "HAS_LIMITS": False,
+}  # fmt: skip
+_BEHIND: dict[str, Parameter] = {"HAS_SKIP": False, "SKIP_PER_CHANNEL": False, "HAS_GATE": False}
+_NUMBERS = {"lower_bound": 0.0, "least": 0.0, "most": math.inf}
+_TYPES = {"T_G": "w", "T_BETA": "beta", "T_A_LOG": "a_log", "T_DT_BIAS": "dt_bias", "T_D": "own"}
 
 
 class Pool(NamedTuple):
@@ -99,11 +110,10 @@ def value_blocks(p: Problem, cut: Mapping[str, Parameter]) -> Any:
     return math.ceil(p.V / (values * (32 // key_lanes) * (threads // 32 // key_warps)))
 
 
-def schedule(p: Problem, pool: Pool, has_indices: bool = True) -> Schedule:
-    """Return the launches of a step: the state is bound to its first slot, y to memory of the caller's."""
-    if through.applies(p):
-        slots = Slots(pool.slots, pool.index_bytes, pool.null_index, has_indices)
-        return through.over_pool(p, schedule(through.below(p), pool), slots)
+def schedule(p: Problem, pool: Pool) -> Schedule:
+    """Return the launch of a step: the state is bound to its first slot, y to memory of the caller's."""
+    if p.op.through is not None:
+        return Schedule((_step_of_rule(p, pool),))
     if not p.op.has_heads:
         number, channel = pool.strides
         strides = {"slot_stride": pool.slot_stride, "number_stride": number, "channel_stride": channel}
@@ -123,6 +133,25 @@ def step(p: Problem, pool: Pool, is_packed: bool = False) -> Step:
     step = step_of_rows(p, pool, "update_states", parameters | cut, {"tokens": p.T, **dict.fromkeys(others)})
     # Packed rows read what the launch before has just written, so that nothing could be brought near meanwhile.
     return step._replace(overlaps=step.overlaps and not is_packed)
+
+
+def _step_of_rule(p: Problem, pool: Pool) -> Step:
+    """Return the launch of an op that goes through another, with what the launches around that one are told."""
+    around = through.forward(p, Schedule(())).launches
+    first, last = around[0], around[-1]
+    parameters: dict[str, Parameter] = {
+        **{name: first.parameters.get(name, absent) for name, absent in _RULE.items()},
+        **{name: last.parameters.get(name, absent) for name, absent in _BEHIND.items()},
+        **{constant: p.types.get(name, "fp32") for constant, name in _TYPES.items()},
+        "HAS_DT_BIAS": "dt_bias" in p.types, "HAS_WRITE_GATE": "write_gate" in p.types,
+        "DELTA": p.op.through is not None and p.op.through.family == "delta", "ONE_TOKEN": _has_one_token(p, False),
+    }  # fmt: skip
+    bind: dict[str, Any] = {
+        **{name: None for name in ("beta", "a_log", "dt_bias", "write_gate", "own", "z") if name not in p.op.inputs},
+        **{name: first.bind.get(name, absent) for name, absent in _NUMBERS.items()},
+        "tokens": p.T, "group": p.H // p.G if p.G else 1,
+    }  # fmt: skip
+    return step_of_rows(p, pool, "update_rules", parameters | geometry(p, pool), bind)
 
 
 def step_of_rows(p: Problem, pool: Pool, name: str, own: Mapping[str, Parameter], bind: Mapping[str, Any]) -> Step:

@@ -30,15 +30,12 @@ class Varlen(NamedTuple):
     checkpoints: int = 0  # of each
     bound_bytes: int = 4  # of the numbers in cu_seqlens
     has_few_tokens: bool = False  # no sequence has more than FEW_TOKENS, and none has checkpoints
-    has_indices: bool = True  # else sequence i has slot i
 
 
 def schedule(p: Problem, pool: Pool, call: Varlen) -> Schedule:
     """Return the launches for a problem of packed tokens, whose algorithm is chosen."""
     if through.applies(p):
-        slots = Slots(
-            pool.slots, pool.index_bytes, pool.null_index, call.has_indices, call.sequences, call.bound_bytes
-        )  # fmt: skip
+        slots = Slots(pool.slots, pool.index_bytes, pool.null_index, call.sequences, call.bound_bytes)
         return through.over_pool(p, schedule(through.below(p), pool, call), slots)
     pieces = call.sequences * (call.checkpoints + 1)
     scratch: dict[str, Any] = {_BOUNDS: aligned(8 * (pieces + 1)), "pieces": _PIECE_BYTES * pieces}

@@ -64,12 +64,13 @@ def layer_requests(arch):
 
 
 def derived_requests(arch):
-    """Return the kernels of derived ops in training."""
+    """Return the kernels of derived ops in training, and of updates."""
     import operand_cases
     import problems
+    import test_update_rules
     import torch
 
-    from rwkv_jit.schedules import channel_decay, head_decay, operands
+    from rwkv_jit.schedules import channel_decay, head_decay, operands, update
 
     given = problems.head_decays(problems.Core(True, has_norm=True), arch, B=1, N=1, T=32768, training=True)
     schedules = [head_decay.forward(given), head_decay.backward(given)]
@@ -80,12 +81,16 @@ def derived_requests(arch):
         operand_cases.of_problem(name, words, (1, 9, 2, 4, 64, 64), torch.bfloat16, torch.float32, given.gpu)
         for name, words in operand_cases.ALL
     ]
+    schedules += [
+        update.schedule(test_update_rules.problem_of(*rule, arch, (64, 64), 1, "kv", "fp32"), update.Pool(1, 0))
+        for rule in (("kda", "raw bias sigmoid norm"), ("ssd", "D z bias softplus"))
+    ]
     delta = "softplus bias sigmoid l2 q", (8, 4096, 8, 8, 64)
     schedules += operand_cases.delta_schedules(*delta, torch.bfloat16, torch.float32, given.gpu)
     schedules += [direction(case) for case in around for direction in (operand_cases.forward, operand_cases.backward)]
     behind = next(case for case, (name, _) in zip(around, operand_cases.ALL, strict=True) if name == "behind")
     (last,) = operand_cases.forward(behind).launches
-    over_slots = operands.over_slots(last, operands.Slots(16, 4, -1, True)).request(given.gpu)
+    over_slots = operands.over_slots(last, operands.Slots(16, 4, -1, 3)).request(given.gpu)
     return [over_slots, *(request for schedule in schedules for request in schedule.requests(given.gpu))]
 
 

@@ -127,13 +127,12 @@ def test_operands_of_delta_rules_compile_for_the_largest_heads(words):
 
 @pytest.mark.usefixtures("from_ledger")
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("sequences", [0, 9], ids=["rows", "packed"])
-def test_outputs_over_a_pool_compile_without_spills(arch, sequences):
-    words, types = ("D channels z", TYPES[0]) if sequences else ("D z", TYPES[1])
+@pytest.mark.parametrize(("words", "types", "index_bytes"), [("D channels z", TYPES[0], 8), ("D z", TYPES[1], 4)])
+def test_outputs_over_a_pool_compile_without_spills(arch, words, types, index_bytes):
     each = operand_cases.of_problem(
         "behind", words, (8, 4096, 8, 32, 64, 64), *types, Gpu(arch, multiprocessors=100)
     )  # fmt: skip
-    slots = operands.Slots(16, 8 if sequences else 4, -1, True, sequences, 8)
+    slots = operands.Slots(16, index_bytes, -1, 9, 8)
     (step,) = (operands.over_slots(step, slots) for step in operand_cases.forward(each).launches)
     found = kernel.get(step.request(each.problem.gpu)).resources["skip_gate_slots"]
     assert found.spill_bytes == 0

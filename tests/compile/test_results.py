@@ -760,19 +760,13 @@ CASES = [
     case("sm_80", "arrange_sequences gla_scan update_states", varlen, "wkv6", [1, 20, 0, 3, 1], 16, 16),
     case("sm_90", "arrange_sequences wkv7_chunked_forward update_states", varlen, "wkv7", [1, 20, 0, 3, 1], 16, 16),
     case(
-        "sm_90", "layer_delta_operands update_states",
+        "sm_90", "update_rules",
         derived_pool, "kda", "bounded flat bias norm", (3, 2, 2, 4, 16, 16), index=torch.int32,
     ),
-    case("sm_80", "layer_delta_operands update_states", derived_pool, "delta_rule", "norm", (3, 1, 2, 2, 16, 8)),
-    case(
-        "sm_80", "layer_delta_operands layer_gated update_states",
-        derived_pool, "gated_delta_rule2", "raw bias", (3, 1, 1, 2, 12, 20),
-    ),
-    case("sm_90", "diagonal_operands update_states", derived_pool, "simple_gla", "fixed", (3, 3, 2, 4, 16, 24)),
-    case(
-        "sm_90", "diagonal_operands update_states skip_gate_slots",
-        derived_pool, "ssd", "D z bias softplus", (3, 2, 2, 4, 16, 24),
-    ),
+    case("sm_80", "update_rules", derived_pool, "delta_rule", "norm", (3, 1, 2, 2, 16, 8)),
+    case("sm_80", "update_rules", derived_pool, "gated_delta_rule2", "raw bias", (3, 1, 1, 2, 12, 20)),
+    case("sm_90", "update_rules", derived_pool, "simple_gla", "fixed", (3, 3, 2, 4, 16, 24)),
+    case("sm_90", "update_rules", derived_pool, "ssd", "D z bias softplus", (3, 2, 2, 4, 16, 24)),
     case(
         "sm_80", "layer_delta_operands arrange_sequences wkv7_chunked_forward update_states",
         derived_pool, "gated_delta_rule", "raw bias sigmoid norm", (1, 32, 2, 4, 16, 16), [0, 4, 9, 9, 32],
@@ -782,7 +776,7 @@ CASES = [
         derived_pool, "ssd", "wide z limit", (1, 32, 1, 2, 16, 24), [0, 4, 9, 9, 32], index=torch.int32,
     ),
     case(
-        "sm_80", "diagonal_operands update_states skip_gate_slots",
+        "sm_80", "update_rules",
         derived_cases.check_without_slots, "ssd", "bias D softplus limit", "update", False, 0, BF16,
     ),
     case(

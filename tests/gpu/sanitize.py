@@ -110,6 +110,12 @@ def varlen(name, lengths, heads, head_size, index=torch.int64, **options):
     function(pool, *tokens.values(), cu_seqlens=ends, state_indices=slots, **options)
 
 
+def rules(name, how, dtype, layout):
+    """A few tokens of a derived op over a pool, one of whose rows has no slot."""
+    case = derived_cases.make(name, how, (3, 2, 2, 4, 50, 14), dtype, FP32, FP32, layout=layout, device="cuda")
+    derived_cases.pooled(case, "update", case.state, state_indices=torch.tensor((2, -1, 0), device="cuda"))
+
+
 def gated_pools(dtype, index=torch.int64):
     """ssd with the skip and the gate, of rows and of sequences over a pool; one has no slot and one no tokens."""
     slots, ends = (torch.tensor(n, device="cuda", dtype=index) for n in ((4, -1, 0), (0, 5, 6, 6)))
@@ -313,6 +319,11 @@ CALLS = [
         partial(varlen, name, lengths, 2, head_size, index)
         for name in (*GATED, "wkv7")
         for lengths, head_size, index in (((0, 1, 9, 70), 64, torch.int64), ((40, 1, 0), 40, torch.int32))
+    ),
+    *(
+        partial(rules, name, how, dtype, layout)
+        for name, how in derived_cases.ALL
+        for dtype, layout in ((BF16, "vk"), (FP32, "kv"))
     ),
     partial(gated_pools, BF16),
     partial(gated_pools, FP32, torch.int32),

@@ -680,7 +680,11 @@ def test_kernels_are_listed_by_the_ops_that_take_them(op):
     )
     assert op in found["op"].split(", ")
     assert not kernel_table.is_of("wkv7" if op == "gla" else "gla", "update_states", {"DELTA": op != "gla", **sizes})
-    for name in ("copy_states", "layer_loss_forward", "mine"):
+    assert not kernel_table.is_of(op, "update_rules", {"DELTA": op == "wkv7", **sizes})
+    for name, is_delta in (("kda", True), ("delta_rule", True), ("ssd", False), ("hgrn2", False)):
+        found = [kernel_table.is_of(name, "update_rules", {"DELTA": x}) for x in (is_delta, not is_delta)]
+        assert found == [True, False]
+    for name in ("copy_states", "layer_loss_forward", "update_rules", "mine"):
         assert kernel_table.described(name, {"HEAD_SIZE": 8})["op"] == name
     for name, called_by in (
         ("layer_gated_norm", "gated_norm"), ("layer_norm_shift_mixes", "norm_shift"),

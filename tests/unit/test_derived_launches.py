@@ -290,10 +290,48 @@ def test_launches_over_a_pool_are_those_of_the_first_call(op, how, model, has_in
                 run(case)
         found.append(launch_calls.lines(on_gpu.take()))
     launches = [line.split()[0] for line in found[0]]
-    assert "update_states" in launches
-    behind = "skip_gate_slots" if has_indices or POOLS[model][1] else "skip_gate"
-    assert (launches[-1] == behind) == bool({"D", "z"} & case.parameters.keys())
+    if POOLS[model][1]:
+        assert "update_states" in launches
+        assert (launches[-1] == "skip_gate_slots") == bool({"D", "z"} & case.parameters.keys())
+    else:
+        assert launches == ["update_rules"]
     assert found == [found[0]] * len(found)
+
+
+# What each op may have beside its inputs, by words: alone, and all together.
+GATES = ("raw", "raw bias", "bounded", "bounded bias", "bounded flat bias")
+BESIDE = {
+    "kda": ("norm", "sigmoid", "twice_sigmoid", *GATES, "norm sigmoid bounded bias"),
+    "gated_delta_rule": ("norm", "sigmoid", "twice_sigmoid", "raw", "raw bias", "norm sigmoid raw bias"),
+    "delta_rule": ("norm", "sigmoid", "twice_sigmoid", "norm sigmoid"),
+    "gated_delta_rule2": ("norm", *GATES, "norm bounded bias"),
+    "simple_gla": ("fixed",),
+    "hgrn2": (),
+    "ssd": ("D", "wide", "z", "bias", "softplus", "limit", "wide z bias softplus limit"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "how"), [(op, how) for op, several in BESIDE.items() for how in ("", *several)])
+@pytest.mark.parametrize("model", ["one token", "several tokens"])
+@pytest.mark.parametrize("has_indices", [True, False], ids=["slots", "rows"])
+def test_an_update_is_one_launch(op, how, model, has_indices, on_gpu):
+    """Of all that a call has, and of nothing else; of other strides, types and layouts too."""
+    on_gpu.use("sm_90")
+    case, run = over_pool(op, how, model, has_indices)
+    apart = case.replaced({name: torch.stack([x, x], -2)[..., 0, :] for name, x in case.tensors.items()})
+    streamed = {name for name in case.tensors if case.tensors[name].shape[:1] == (3,)}
+    apart = case.replaced({name: (apart if name in streamed else case).tensors[name] for name in case.tensors})
+    layout = "kv" if rwkv_jit.schedules.table.ALL[op].state_layout == "vk" else "vk"
+    for each, options in (
+        (case, {}), (apart, {}), (case, {"pool": run.keywords["pool"].half()}), (case, {"state_layout": layout}),
+    ):  # fmt: skip
+        y = run(each, **options)
+        (launch,) = on_gpu.take()
+        assert launch.template == "update_rules"
+        given = {x.data_ptr() for x in (*each.tensors.values(), y)}
+        given |= {x.data_ptr() for x in ({**run.keywords, **options}[name] for name in ("pool", "state_indices")
+                                         if name in {**run.keywords, **options})}  # fmt: skip
+        assert {x for x in launch.addresses.values() if x} == given
 
 
 @CASES

@@ -35,7 +35,7 @@ def test_totals_are_the_sums_of_the_sections():
 def copy_sources(copy):
     templates = [
         f"kernel_templates/{name}"
-        for name in ("shared", "recurrent", "delta", "diagonal", "wkv4", "timex", "inference", "layers")
+        for name in ("shared", "recurrent", "delta", "diagonal", "wkv4", "timex", "inference", "layers", "derived")
     ]
     for folder in (
         *templates,

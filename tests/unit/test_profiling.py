@@ -194,6 +194,7 @@ WKV4_KERNELS = "expected one of wkv4_backward, wkv4_forward, wkv4_update, or reg
         ),
         (["wkv5", "--ncu", "nope"], "--ncu: expected one of gla_backward, gla_forward, gla_group_key_gradients, "),
         (["wkv7", "--phase", "update", "--ncu", "wkv7_scan"], "--ncu: expected one of update_states, or regex: and an"),
+        (["kda", "--phase", "update", "--ncu", "wkv7_scan"], "--ncu: expected one of update_rules, or regex: and an"),
         (["wkv4", "--ncu", ""], f"--ncu: {WKV4_KERNELS}, got ''"),
         (["wkv4", "--ncu", "regex:("], f"--ncu: {WKV4_KERNELS}, got"),
         (["wkv7", "--bare", "--ncu", "x"], "--ncu: not allowed with argument --bare"),

@@ -1,0 +1,63 @@
+// Rows of a launch over a pool of states: where a block's part of a state lies, and its tokens one after another.
+//
+// Needs T_IO, T_STATE, and what update.cuh needs.
+#pragma once
+#include "overlap.cuh"
+#include "update.cuh"
+
+// What a block has: a head of a row, and its values from `first_value` on.
+struct Part {
+    i64 row, head;
+    int first_value;
+    __device__ Part() {
+        row = i64(blockIdx.z) * gridDim.y + blockIdx.y, head = blockIdx.x / VALUE_BLOCKS;
+        first_value = blockIdx.x % VALUE_BLOCKS * BLOCK_VALUES;
+    }
+    // The head's place in a slot.
+    __device__ i64 in_slot() const { return head * (VALUE_SIZE * HEAD_SIZE); }
+};
+
+// Has the state of a part brought near. The launch before may still write the index and the state.
+__device__ inline void bring_near(const Part& part, const T_STATE* state, const Index* state_indices, i64 slot_stride,
+                                  i64 slots) {
+    const i64 likely = state_indices != nullptr ? i64(read_from_l2(state_indices + part.row)) : part.row;
+    if (likely >= 0 && likely < slots) prefetch_tile(state + likely * slot_stride + part.in_slot(), part.first_value);
+}
+
+// The slots that a row reads and writes.
+struct Slots {
+    i64 from, to;
+    __device__ Slots(i64 row, const Index* state_indices, const Index* write_indices) {
+        from = state_indices != nullptr ? i64(state_indices[row]) : row;
+        to = write_indices != nullptr ? i64(write_indices[row]) : from;
+    }
+};
+// Whether a number is none of a slot; one of those that nobody gives may be at or below `null_index`.
+__device__ inline bool is_none(i64 slot, bool is_given, i64 slots, i64 null_index) {
+    return (is_given && slot <= null_index) || slot >= slots || slot < 0;
+}
+
+// Writes zeros to the tokens [begin, end) of the part's y.
+__device__ inline void write_zeros(T_IO* y, i64 y_stride, int first_value, i64 begin, i64 end) {
+    const int width = min(BLOCK_VALUES, VALUE_SIZE - first_value);
+#pragma unroll 1
+    for (i64 t = begin; t < end; ++t)
+#pragma unroll 1
+        for (int i = threadIdx.x; i < width; i += NUM_THREADS) y[t * y_stride + i] = from_float<T_IO>(0.0f);
+}
+
+// Runs the tokens of a row, of which the first is loaded: each is stored for all threads, the next one loaded meanwhile,
+// and `act(t, token)` moves the tile on.
+template <typename Token, typename Store, typename Load, typename Act>
+__device__ inline void run_tokens(Token (&buffers)[BUFFERS], i64 tokens, Store store, Load load, Act act) {
+    const i64 steps = ONE_TOKEN ? 1 : tokens;
+#pragma unroll 1
+    for (i64 t = 0; t < steps; ++t) {
+        Token& token = buffers[t % BUFFERS];
+        if (BUFFERS == 1 && t > 0) __syncthreads();
+        store(token);
+        __syncthreads();
+        if (t + 1 < steps) load(t + 1);
+        act(t, token);
+    }
+}
