@@ -243,16 +243,22 @@ LAYERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", LAYERS)
-def test_steps_of_layers_that_return_states(op, name, dtype, counts):
+def begun(name, dtype):
+    """A layer, tokens of three sequences, and the state behind others of them."""
     torch.manual_seed(0)
     layer = getattr(rwkv_jit.nn, name)(256, *LAYERS[name], device="cuda", dtype=dtype)
     with torch.no_grad():
         for x in layer.parameters():
             x.add_(0.05 * torch.randn_like(x))
         prompt, *inputs = torch.randn(9, 3, 1, 256, device="cuda", dtype=dtype)
-        _, state = layer(prompt)
+        return layer, inputs, layer(prompt)[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", LAYERS)
+def test_steps_of_layers_that_return_states(op, name, dtype, counts):
+    layer, inputs, state = begun(name, dtype)
+    with torch.no_grad():
         decode, want = rwkv_jit.nn.graphed_decode(layer, state), []
         for x in inputs:
             y, state = layer(x, state)
@@ -266,25 +272,16 @@ def test_steps_of_layers_that_return_states(op, name, dtype, counts):
 @pytest.mark.parametrize("name", ["KimiDeltaAttention", "GatedDeltaNet", "Mamba2", "GatedLinearAttention"])
 def test_steps_over_a_pool(op, name, dtype, counts):
     """As calls with a state, but for rounding; and of the same bits from graphs."""
-    torch.manual_seed(0)
-    layer = getattr(rwkv_jit.nn, name)(256, *LAYERS[name], device="cuda", dtype=dtype)
+    layer, inputs, state = begun(name, dtype)
     with torch.no_grad():
-        for x in layer.parameters():
-            x.add_(0.05 * torch.randn_like(x))
-        prompt, *inputs = torch.randn(9, 3, 1, 256, device="cuda", dtype=dtype)
-        _, state = layer(prompt)
         slots = torch.tensor([5, 1, 2], device="cuda")
-
-        def pool_of(state):
-            pool = [torch.randn(7, *x.shape[1:], device="cuda").to(x.dtype) for x in pytree.tree_leaves(state)]
-            for x, own in zip(pool, pytree.tree_leaves(state), strict=True):
-                x[slots] = own
-            return pool
+        pool = [torch.randn(7, *x.shape[1:], device="cuda").to(x.dtype) for x in pytree.tree_leaves(state)]
+        for x, own in zip(pool, pytree.tree_leaves(state), strict=True):
+            x[slots] = own
 
         def step(pool, x):
             return layer.step(x.squeeze(1), pool[0] if len(pool) == 1 else tuple(pool), slots)
 
-        pool = pool_of(state)
         other = [x.clone() for x in pool]
         decode = rwkv_jit.nn.graphed_decode(layer, (), lambda x, _: (step(other, x), ()))
         for x in inputs:
