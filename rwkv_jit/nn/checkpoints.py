@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rwkv_jit.kernels.cache.files import path_of
+from rwkv_jit.kernels.errors import brief
 
+Model = TypeVar("Model", bound="InFiles")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # that weights may have
 
 
@@ -124,3 +127,75 @@ def _safetensors() -> ModuleType:
     except ImportError as error:
         raise ImportError("files of safetensors need it: pip install safetensors") from error
     return safetensors.torch
+
+
+class InFiles(nn.Module):
+    """A model that is read from official checkpoints, and written to files like these."""
+
+    _by_head: ClassVar[str]  # a parameter of time mixing [heads, head size]
+    _unused: ClassVar[frozenset[str]] = frozenset()  # what files of the official trainer may have, and nobody reads
+
+    @classmethod
+    def from_checkpoint(
+        cls: type[Model], path: str | os.PathLike[str], *, device: Any = None, dtype: torch.dtype | None = None
+    ) -> Model:
+        """Return the model of an official checkpoint, whose sizes are read from the shapes in it.
+
+        Parameters
+        ----------
+        path : str or path
+            A file of `torch.save`, or of safetensors if its name ends so.
+        device : torch.device or str, optional
+            Device of the parameters; by default the CPU.
+        dtype : torch.dtype, optional
+            Of the parameters; by default as in the file.
+
+        Returns
+        -------
+        a model of this class
+
+        Raises
+        ------
+        TypeError
+            `dtype` is none of float32, bfloat16, float16 and float64.
+        ValueError
+            The file has other parameters than this model: every name that is missing or unknown, every tensor that has
+            another shape, or every one of another dtype than these four. v0, v1 and v2 of the first layer of RWKV-7,
+            which are not used, may be there.
+        ImportError, OSError
+            safetensors is not installed; or the file cannot be read.
+        """
+        if dtype not in (None, *DTYPES):
+            raise TypeError(f"dtype: expected {' or '.join(map(str, DTYPES))}, got {brief(dtype)}")
+        found = {name: x for name, x in read(path).items() if name not in cls._unused}
+        height, make = layers(path, found), cast("Callable[..., Model]", cls)  # whose arguments differ
+        check_names(path, found, make(1, 1, height, 1, hidden=1, device="meta").state_dict())
+        vocabulary, width = matrix(path, found, "emb.weight")
+        _, head_size = matrix(path, found, f"blocks.0.att.{cls._by_head}")
+        hidden, _ = matrix(path, found, "blocks.0.ffn.key.weight")
+        more = cls._sizes_in(path, found)
+        model = make(vocabulary, width, height, head_size, hidden=hidden, **more, device="meta")
+        held = in_shape(path, found, model.state_dict())
+        model.load_state_dict({name: x.to(device, dtype) for name, x in held.items()}, assign=True)
+        return model
+
+    @staticmethod
+    def _sizes_in(path: str | os.PathLike[str], found: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return the sizes that only models of this class have, as arguments of it, from the tensors of a file."""
+        return {}
+
+    def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Write the parameters to a file that official programs read.
+
+        Parameters
+        ----------
+        path : str or path
+            The file; in the format of safetensors if its name ends in .safetensors, and otherwise of `torch.save`. Tied
+            weights are written under each name, and are separate in a model read from it.
+
+        Raises
+        ------
+        ImportError, OSError
+            safetensors is not installed; or the file cannot be written. An older file stays.
+        """
+        write(path, self.state_dict())

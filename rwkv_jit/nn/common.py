@@ -106,6 +106,10 @@ class Decoding(Sized):
             raise ValueError(f"x: expected shape [batch, {self.width}], got {list(x.shape)}")
         is_pair = bool(self._taps())
         several = tuple(tensors_of(state if is_pair else (state,), 1 + is_pair))
+        for each in several:
+            if each is None or each.device != x.device:
+                got = "None" if each is None else each.device
+                raise ValueError(f"state: expected memory of a pool on {x.device}, got {got}")
         if is_plain(self, type(self)) and are_plain_taps(self, self._taps()):
             pooled = tuple(Pooled(each, slots, null_index) for each in several)
             y, _ = self.forward(x.unsqueeze(1), pooled if is_pair else pooled[0])  # [B, 1, C]
@@ -293,7 +297,7 @@ def check_both_states(
         return None, None
     if isinstance(state, tuple) and all(isinstance(each, Pooled) for each in state):
         for i, (each, shape) in enumerate(zip(state, (of_taps, of_text), strict=True)):
-            check_shape(f"state[{i}]", each.pool, (len(each.pool), *shape))
+            check_shape(f"state[{i}]", each.pool, (*each.pool.shape[:1], *shape))
             if not each.pool.is_floating_point():
                 raise TypeError(f"state[{i}]: expected floating-point numbers, got {each.pool.dtype}")
         return state[0], state[1]

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rwkv_jit.call import checks
-from rwkv_jit.kernels.errors import brief
 from rwkv_jit.layers.loss import cross_entropy, linear_cross_entropy
-from rwkv_jit.nn import checkpoints, common, pools, sampling
+from rwkv_jit.nn import common, pools, sampling
+from rwkv_jit.nn.checkpoints import InFiles
 from rwkv_jit.nn.graphs import Decoder
 from rwkv_jit.nn.mixing import mixes_of
 from rwkv_jit.nn.products import Product, products
@@ -22,20 +21,17 @@ from rwkv_jit.nn.sampling import Sampler
 from rwkv_jit.pool import arguments
 from rwkv_jit.pool.state_pool import StatePool
 
-Model = TypeVar("Model", bound="LanguageModel")
 _ENDED_EVERY = 16  # steps after which the host looks whether all sequences have stopped
 MOST_READ = 1024  # tokens of prompts that a graph reads: for more of them the GPU takes longer than the host
 
 
-class LanguageModel(nn.Module):
+class LanguageModel(InFiles):
     """A whole model: embedding, layers, norm and head, with the names and shapes of the official checkpoints."""
 
     _Block: ClassVar[type[nn.Module]]
     _State: ClassVar[Any]  # the type of what a layer remembers
-    _by_head: ClassVar[str]  # a parameter of time mixing [heads, head size]
     _fast: ClassVar[str]  # the parameter of time mixing that has twice the learning rate
     _begin: ClassVar[tuple[None, ...]] = ()  # what the first layer is given beside the residual, by the layer before
-    _unused: ClassVar[frozenset[str]] = frozenset()  # what files of the official trainer may have, and nobody reads
 
     def __init__(
         self, vocabulary: int, width: int, layers: int, head_size: int = 64, *, hidden: int | None = None,
@@ -453,70 +449,3 @@ class LanguageModel(nn.Module):
             if is_watched:  # by somebody who may have changed the model
                 has_graphs = self._decoder.is_ready(self, self.emb.weight)
             logits = self._step(drawn, pool, None, has_graphs)
-
-    # ---- files ---------------------------------------------------------------------------------------------------
-
-    @classmethod
-    def from_checkpoint(
-        cls: type[Model], path: str | os.PathLike[str], *, device: Any = None, dtype: torch.dtype | None = None
-    ) -> Model:
-        """Return the model of an official checkpoint, whose sizes are read from the shapes in it.
-
-        Parameters
-        ----------
-        path : str or path
-            A file of `torch.save`, or of safetensors if its name ends so.
-        device : torch.device or str, optional
-            Device of the parameters; by default the CPU.
-        dtype : torch.dtype, optional
-            Of the parameters; by default as in the file.
-
-        Returns
-        -------
-        a model of this class
-
-        Raises
-        ------
-        TypeError
-            `dtype` is none of float32, bfloat16, float16 and float64.
-        ValueError
-            The file has other parameters than this model: every name that is missing or unknown, every tensor that has
-            another shape, or every one of another dtype than these four. v0, v1 and v2 of the first layer of RWKV-7,
-            which are not used, may be there.
-        ImportError, OSError
-            safetensors is not installed; or the file cannot be read.
-        """
-        if dtype not in (None, *checkpoints.DTYPES):
-            raise TypeError(f"dtype: expected {' or '.join(map(str, checkpoints.DTYPES))}, got {brief(dtype)}")
-        found = {name: x for name, x in checkpoints.read(path).items() if name not in cls._unused}
-        layers, make = checkpoints.layers(path, found), cast("Callable[..., Model]", cls)  # whose arguments differ
-        checkpoints.check_names(path, found, make(1, 1, layers, 1, hidden=1, device="meta").state_dict())
-        vocabulary, width = checkpoints.matrix(path, found, "emb.weight")
-        _, head_size = checkpoints.matrix(path, found, f"blocks.0.att.{cls._by_head}")
-        hidden, _ = checkpoints.matrix(path, found, "blocks.0.ffn.key.weight")
-        more = cls._sizes_in(path, found)
-        model = make(vocabulary, width, layers, head_size, hidden=hidden, **more, device="meta")
-        held = checkpoints.in_shape(path, found, model.state_dict())
-        model.load_state_dict({name: x.to(device, dtype) for name, x in held.items()}, assign=True)
-        return model
-
-    @staticmethod
-    def _sizes_in(path: str | os.PathLike[str], found: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return the sizes that only models of this class have, as arguments of it, from the tensors of a file."""
-        return {}
-
-    def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Write the parameters to a file that official programs read.
-
-        Parameters
-        ----------
-        path : str or path
-            The file; in the format of safetensors if its name ends in .safetensors, and otherwise of `torch.save`. Tied
-            weights are written under each name, and are separate in a model read from it.
-
-        Raises
-        ------
-        ImportError, OSError
-            safetensors is not installed; or the file cannot be written. An older file stays.
-        """
-        checkpoints.write(path, self.state_dict())

@@ -613,6 +613,13 @@ def test_padding_of_a_step_changes_no_state(name, change):
             {"state": (torch.zeros(4, 58, 2), torch.zeros(4, 6, 7, 5, dtype=torch.int64))},
             "state[1]: expected floating-point numbers, got torch.int64",
         ),
+        ({"state": None}, "state: expected memory of a pool on cpu, got None"),
+        ({"state": (torch.zeros(4, 58, 2), None)}, "state: expected memory of a pool on cpu, got None"),
+        (
+            {"state": (torch.zeros(4, 58, 2), torch.zeros(4, 6, 7, 5, device="meta"))},
+            "state: expected memory of a pool on cpu, got meta",
+        ),
+        ({"state": (torch.zeros(4, 58, 2), torch.tensor(0.0))}, "state[1]: expected shape [6, 7, 5], got []"),
         ({"slots": torch.tensor([1])}, "state_indices: expected shape [2], a slot for each row, got [1]"),
         ({"slots": torch.tensor([1, 4])}, "state_indices: expected slots below 4"),
     ],
@@ -624,4 +631,6 @@ def test_a_step_that_does_not_fit_changes_nothing(given, message):
     with pytest.raises((TypeError, ValueError)) as raised:
         layer.step(**arguments)
     assert message in str(raised.value)
-    assert not any(each.any() for each in arguments["state"])
+    given_state = () if arguments["state"] is None else arguments["state"]
+    held = [each for each in (*given_state, *pool) if each is not None and not each.is_meta]
+    assert not any(each.any() for each in held)
