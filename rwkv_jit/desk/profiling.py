@@ -97,7 +97,7 @@ def kernels_of(call: Callable[[], Any], trace: str | None = None, runs: int | No
     if trace:
         profiler.export_chrome_trace(trace)
     found = _on_gpu(profiler.key_averages())
-    total = sum(x.self_device_time_total for x in found)
+    total = _seen(sum(x.self_device_time_total for x in found))
     times = sorted(((x.self_device_time_total, x) for x in found), key=lambda each: -each[0])
     return [{"name": x.key, "launches": x.count / runs, "self_us": us / runs, "share": us / total} for us, x in times]
 
@@ -111,7 +111,7 @@ def busy_us(call: Callable[[], Any], runs: int) -> float:
     for span in sorted((x.time_range.start, x.time_range.end) for x in _on_gpu(_profiled(call, runs).events())):
         total += max(span[1] - max(span[0], end), 0.0)
         end = max(end, span[1])
-    return total / runs
+    return _seen(total) / runs
 
 
 def _profiled(call: Callable[[], Any], runs: int) -> Any:
@@ -125,10 +125,14 @@ def _profiled(call: Callable[[], Any], runs: int) -> Any:
 
 def _on_gpu(events: Iterable[Any]) -> list[Any]:
     """Return what of a profile ran on a GPU."""
-    found = [x for x in events if x.device_type.name == "CUDA" and not x.is_user_annotation]
-    if not found:
+    return [x for x in events if x.device_type.name == "CUDA" and not x.is_user_annotation]
+
+
+def _seen(total: float) -> float:
+    """Return a time of kernels, of which there has to be some."""
+    if not total:
         raise RwkvJitError("torch.profiler saw no kernel: another profiler may be watching, or it may not be allowed")
-    return found
+    return total
 
 
 def _ncu_command(arguments: argparse.Namespace) -> str:
