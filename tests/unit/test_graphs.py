@@ -1,11 +1,13 @@
 """Steps from graphs, on a CPU that repeats what was captured, against the same steps without: all bits."""
 
+import contextlib
 import copy
 import ctypes
 import doctest
 import gc
 import inspect
 import sys
+import types
 import weakref
 
 import fake_graphs
@@ -23,6 +25,9 @@ from rwkv_jit.nn import graphs, language_model, node
 
 FOREACH, FUSED = {"foreach": True, "capturable": True}, {"fused": True}
 RATES = [ctypes.c_float(0.01 / (1 + 0.1 * i)).value for i in range(60)]
+
+
+REAL = graphs.Graph
 
 
 class Graph(fake_graphs.TapeGraph):
@@ -980,3 +985,29 @@ def test_wrong_states_and_results_of_a_step():
         decode(1)
     with pytest.raises(TypeError, match="the first result: expected a torch.Tensor, got NoneType"):
         rwkv_jit.nn.graphed_decode(layer, state, lambda x, state: (None, state))(y)
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_capture_collects_no_garbage(fails, is_enabled, monkeypatch):
+    """A graph that is destroyed with it would end the capture."""
+    for name in ("device", "stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: types.SimpleNamespace(replay=None))
+    seen = []
+
+    def function():
+        seen.append(gc.isenabled())
+        if fails:
+            raise RuntimeError("a capture that fails")
+
+    raised = pytest.raises(RuntimeError, match="a capture that fails") if fails else contextlib.nullcontext()
+    try:
+        if not is_enabled:
+            gc.disable()
+        with raised:
+            REAL(function, torch.device("cpu"), None, None)
+        assert (seen, gc.isenabled()) == ([False], is_enabled)
+    finally:
+        gc.enable()
