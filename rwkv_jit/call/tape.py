@@ -96,7 +96,7 @@ class Tape(TorchDispatchMode):
         if isinstance(results, (int, torch.dtype)) and not any(isinstance(x, Tensor) for x in args):
             return results  # what dtypes are promoted to, which the key of a call decides
         is_alone = isinstance(results, Tensor)
-        several = [results] if is_alone else results
+        several = () if results is None else [results] if is_alone else results
         # A backward returns None for a gradient that nobody wants.
         if not (isinstance(several, (tuple, list)) and all(x is None or isinstance(x, Tensor) for x in several)):
             raise CannotRecord(f"{func}, which returns no tensors")
@@ -105,7 +105,9 @@ class Tape(TorchDispatchMode):
             raise CannotRecord(f"{func}, which returns what is on another device")  # and whoever reads it is not seen
         self._kept.extend(there)
         new = [x for x in there if x.numel() and self.place(x) is None]
-        if func._schema.is_mutable:
+        if func._schema.is_mutable and results is None and len(runs) == 1 and self._note_plan(*runs[0], []):
+            pass
+        elif func._schema.is_mutable:
             self.steps.append(Step(func, arguments, more, (None,) * len(several), is_alone))
         elif new and not (len(runs) == 1 and self._note_plan(*runs[0], new)):
             places = tuple([self.add(x) if any(x is y for y in new) else None for x in several])
@@ -116,10 +118,11 @@ class Tape(TorchDispatchMode):
         """Return whether all that an op changes was made here, in this direction."""
         if not func._schema.is_mutable:
             return True
-        if named or len(func._schema.returns) != 1:
+        if named or len(func._schema.returns) > 1:
             return False
         pairs = zip(args, func._schema.arguments, strict=False)
-        changed = [x for x, y in pairs if y.alias_info is not None and y.alias_info.is_write]
+        written = [x for x, y in pairs if y.alias_info is not None and y.alias_info.is_write]
+        changed = [y for x in written for y in (x if isinstance(x, (list, tuple)) else [x])]
         places = [self.place(x) if isinstance(x, Tensor) else None for x in changed]
         return all(place is not None and place >= self.begin for place in places)
 
