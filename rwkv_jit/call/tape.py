@@ -190,11 +190,11 @@ class Recorded:
     """
 
     def __init__(self, function: Callable[..., Sequence[Tensor]], arrays: Sequence[Tensor | None], name: str):
-        self._function, self._forms, self.name = function, [*map(_Form.of, arrays)], name
+        self._function, self.forms, self.name = function, [*map(_Form.of, arrays)], name
         self._lead = next(x for x in arrays if x is not None).new_empty(0)
         self._cast, self._switches = tensors.autocast_dtype(self._lead), switches.current()
         self._is_graded = torch.is_grad_enabled()
-        self.saved, self.ungraded, self._length = list[Read](), list[int](), 0
+        self.outputs, self.saved, self.ungraded, self._length = list[Read](), list[Read](), list[int](), 0
         self._backwards: dict[_Key, Callable[[list[Any]], Sequence[Tensor | None]]] = {}
         self._record(None)
 
@@ -242,7 +242,7 @@ class Recorded:
         if torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
         with tensors.casting(self._lead, self._cast), hooks, torch.set_grad_enabled(self._is_graded):
-            leaves = [None if x is None else x.new(self._is_graded) for x in self._forms]
+            leaves = [None if x is None else x.new(self._is_graded) for x in self.forms]
             tape = Tape(leaves)
             with tape:
                 outputs = list[Tensor]()
@@ -297,6 +297,7 @@ class Recorded:
         writer, begin_as = Writer(tape.inputs), as_read(tape.layouts, tape.steps)
         for step in steps:
             writer.write(step, tape.layouts, begin_as)
+        self.outputs = [*outputs]
         # An output is saved as itself, so that torch sees whether it was changed.
         whole = {x.memory: x for x in outputs}
         needed = sorted({x.memory for x in behind} & writer.roots.keys())
