@@ -241,7 +241,8 @@ class Recorded:
         hooks: Any = contextlib.nullcontext()
         if torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
-        with tensors.casting(self._lead, self._cast), hooks, torch.set_grad_enabled(self._is_graded):
+        cast = tensors.casting(self._lead, self._cast)
+        with recording.plain_torch(), cast, hooks, torch.set_grad_enabled(self._is_graded):
             leaves = [None if x is None else x.new(self._is_graded) for x in self.forms]
             tape = Tape(leaves)
             with tape:

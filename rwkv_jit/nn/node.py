@@ -178,24 +178,35 @@ def as_node(kind: _Kind) -> _Kind:
                 if found is not None:
                     results = found.recorded.run(arrays)
                     return found.build([results[i] if i >= 0 else arrays[~i] for i in found.sources])
-        elif torch.compiler.is_compiling() and not _is_exporting() and named.keys() <= {*names[len(given) :]}:
-            several: list[Any] = []
-            form = tuple([_taken(x, several) for x in (*given, *[named.get(x) for x in names[len(given) :]])])
-            lead = several[0] if several else None
-            if lead is not None and lead.device.type in devices and lead.dim() > 1 and all([x is not None for x in form]):
-                values = traced.call(self, form, several)
-                if values is not None:
-                    return _put(structure, iter(values))
+        elif torch.compiler.is_compiling() and not _is_exporting():
+            results = _under_compiler(self, structure, names, given, named)
+            if results is not None:
+                return results
         return parts(self, *given, **named)
 
     kind.forward = forward
-    kind.__init__ = _registering(kind, kind.__init__)
-    structure = _structure(get_type_hints(parts)["return"])
+    kind.__init__ = _registering(kind, kind.__init__)  # type: ignore[method-assign]
+    structure = _structure(kind, get_type_hints(parts)["return"])
     traced.kinds[f"{kind.__module__}.{kind.__qualname__}"] = partial(_traced, parts)
     return kind
 
 
-def _registering(kind: type, begin: Callable[..., None]) -> Callable[..., None]:
+def _under_compiler(
+    layer: nn.Module, structure: Any, names: Sequence[str], given: Sequence[Any], named: dict[str, Any]
+) -> Any:  # fmt: skip
+    """Return what a layer returns, of one op; None where a compiler shall see its parts."""
+    rest, arrays = names[len(given) :], []  # type: ignore[var-annotated]  # which a compiler traces
+    if not named.keys() <= {*rest}:
+        return None
+    form = tuple([_taken(x, arrays) for x in (*given, *[named.get(x) for x in rest])])
+    lead = arrays[0] if arrays else None
+    if lead is None or lead.device.type not in devices or lead.dim() < 2 or any([x is None for x in form]):
+        return None
+    values = traced.call(layer, form, arrays)
+    return None if values is None else _put(structure, iter(values))
+
+
+def _registering(kind: type[nn.Module], begin: Callable[..., None]) -> Callable[..., None]:
     """Return what begins a layer, and says which attributes its modules have."""
 
     @wraps(begin)
@@ -208,17 +219,19 @@ def _registering(kind: type, begin: Callable[..., None]) -> Callable[..., None]:
                 if is_known and all(isinstance(x, (*_PLAIN, list)) for x in own.values()):
                     names = traced.options.get(type(module), ())
                     traced.options[type(module)] = tuple(dict.fromkeys((*names, *own)))
+                    traced.floats.update(dict.fromkeys([x for x in own.values() if isinstance(x, float)]))
 
     return begin_and_register
 
 
-def _structure(hint: Any) -> Any:
+def _structure(kind: Any, hint: Any) -> Any:
     """Return what results of an annotation consist of: None for a tensor, else a type and what is in it."""
     if hint is Tensor:
         return None
     if get_origin(hint) is tuple:
-        return tuple, [_structure(x) for x in get_args(hint)]
-    return hint, [_structure(x) for x in get_type_hints(hint).values()]
+        return tuple, [_structure(kind, x) for x in get_args(hint)]
+    state = kind._State if hint is Any else hint
+    return state, [_structure(kind, x) for x in get_type_hints(state).values()]
 
 
 def _put(structure: Any, values: Iterator[Any]) -> Any:
@@ -303,7 +316,11 @@ def _recorded(layer: nn.Module, parts: Callable[..., Any], form: Any, arrays: Se
 
 
 def _function(
-    parts: Callable[..., Any], own: nn.Module, of_parameters: Sequence[tuple[dict[str, Any], str]], form: Any, count: int
+    parts: Callable[..., Any],
+    own: nn.Module,
+    of_parameters: Sequence[tuple[dict[str, Any], str]],
+    form: Any,
+    count: int,
 ) -> tuple[Callable[..., list[Tensor]], list[Any]]:
     """Return the parts of a layer as a function of `count` tensors of a form and the parameters behind them.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from typing import Any, NamedTuple
 
@@ -26,13 +26,14 @@ Function = Callable[..., Sequence[Tensor]]
 
 # The names of attributes that say what a module of a type does, beside its parameters. A trace has a guard on each.
 options: dict[type, tuple[str, ...]] = {}
+floats: dict[float, None] = {}  # values that they have: a trace may know no others, but whether one is equal to these
 
 
 def described(module: nn.Module, parameters: list[Tensor]) -> Any:
     """Append the parameters of a module, and return constants that say what it does; None where they cannot."""
     kind = type(module)
-    names = options.get(kind)
-    if names is None or not common.is_plain(module, kind):
+    names = _names(kind.__module__, kind.__qualname__)
+    if not names or not common.is_plain(module, kind):
         return None
     of_parameters = tuple([(name, x is not None) for name, x in module._parameters.items()])
     parameters += [x for x in module._parameters.values() if x is not None]
@@ -42,9 +43,16 @@ def described(module: nn.Module, parameters: list[Tensor]) -> Any:
         if child is not None and what is None:
             return None
         children.append((name, what))
-    # What is a module in one layer may be None in another.
-    values = tuple([None if name in module._modules else getattr(module, name, None) for name in names])
-    return kind.__module__, kind.__qualname__, module.training, values, of_parameters, tuple(children)
+    values = []
+    for name in names.split():  # what is a module in one layer may be None in another
+        value = None if name in module._modules else getattr(module, name, None)
+        if isinstance(value, float):
+            known = [float(x) for x in _floats().split()]
+            value = next((x for x in known if x == value), None)
+            if value is None:
+                return None
+        values.append(value)
+    return kind.__module__, kind.__qualname__, tuple(values), of_parameters, tuple(children)
 
 
 def call(layer: nn.Module, form: Any, arrays: Sequence[Any]) -> Sequence[Any] | None:
@@ -89,8 +97,19 @@ def _sources(key: str) -> str:
     return " ".join(map(str, _layers[key].sources()))
 
 
-for _constant in (_key, _sources):  # a trace takes their answers, and does not go into how they are found
-    _constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
+def _names(module: str, name: str) -> str:
+    found = [x for kind, x in options.items() if (kind.__module__, kind.__qualname__) == (module, name)]
+    return " ".join(["training", *found[0]]) if found else ""
+
+
+def _floats() -> str:
+    return " ".join(map(repr, floats))
+
+
+# A trace takes the answers of these, and does not go into how they are found.
+_constants: tuple[Any, ...] = _key, _sources, _names, _floats
+for _constant in _constants:
+    _constant._dynamo_marked_constant = True
 
 
 def _name(what: Any) -> str:
@@ -104,14 +123,15 @@ def _skeleton(what: Any) -> tuple[nn.Module, list[tuple[dict[str, Any], str]]]:
     by_name = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in options}
 
     def module_of(what: Any) -> nn.Module:
-        _, _, training, values, of_parameters, children = what
+        _, _, values, of_parameters, children = what
         kind: Any = by_name[_name(what)]
         module = kind.__new__(kind)
         parameters: dict[str, Any] = dict.fromkeys([name for name, _ in of_parameters])
         where.extend([(parameters, name) for name, is_there in of_parameters if is_there])
         there = {name for name, _ in children}
-        named = {x: y for x, y in zip(options[kind], values, strict=True) if x not in there}
-        module.__dict__.update(nn.Module().__dict__, **named, training=training, _parameters=parameters)
+        names = _names(kind.__module__, kind.__qualname__).split()
+        named = {x: y for x, y in zip(names, values, strict=True) if x not in there}
+        module.__dict__.update({**nn.Module().__dict__, **named, "_parameters": parameters})
         module.__dict__["_modules"] = {x: None if y is None else module_of(y) for x, y in children}
         return module  # type: ignore[no-any-return]
 
@@ -198,7 +218,7 @@ def _written(layer: Layer, forms: Sequence[Any], cast: torch.dtype | None, modes
                 None if x is None else torch.empty_strided(*x[:2], dtype=x[2], device=device).requires_grad_(x[4])
                 for x in forms
             ]  # fmt: skip
-            with tensors.casting(arrays[forms.index(there[0])], cast):
+            with tensors.casting(next(x for x in arrays if x is not None), cast):
                 recorded = tape.Recorded(layer.function, arrays, "a layer")
     except Exception:  # the parts say what is wrong, as to those who call them
         return None
@@ -259,6 +279,7 @@ def _backward(
     several = []
     for x, form, is_wanted in zip(found, _list(name).recorded.forms, wants, strict=True):
         if is_wanted:
+            assert form is not None
             x = _like(form.layout, values[0]).zero_() if x is None else x.contiguous()
             x = x.clone() if x.untyped_storage()._cdata in seen else x
             seen.add(x.untyped_storage()._cdata)
@@ -270,7 +291,7 @@ def _backward_fake(
     values: Sequence[Tensor], grads: Sequence[Tensor | None], name: str, wants: Sequence[bool]
 ) -> list[Tensor]:  # fmt: skip
     forms = zip(_list(name).recorded.forms, wants, strict=True)
-    several = [form.layout for form, is_wanted in forms if is_wanted]
+    several = [form.layout for form, is_wanted in forms if is_wanted and form is not None]
     lead = next(x for x in (*values, *grads) if x is not None)
     return [lead.new_empty(x.shape, dtype=x.dtype) for x in several]
 
