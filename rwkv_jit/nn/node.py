@@ -18,7 +18,6 @@ from rwkv_jit.kernels.errors import printable
 from rwkv_jit.kernels.signatures import forget_with
 from rwkv_jit.nn import common, traced
 
-_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
 _Kind = TypeVar("_Kind", bound=type[nn.Module])
 _OF_TORCH = nn.Linear, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.Conv1d, nn.Sequential
 _OF_BEGINNING = "layer", "layers", "height"  # attributes on which only initial values depend
@@ -178,7 +177,7 @@ def as_node(kind: _Kind) -> _Kind:
                 if found is not None:
                     results = found.recorded.run(arrays)
                     return found.build([results[i] if i >= 0 else arrays[~i] for i in found.sources])
-        elif torch.compiler.is_compiling() and not _is_exporting():
+        elif torch.compiler.is_compiling() and not traced.is_exporting():
             results = _under_compiler(self, structure, names, given, named)
             if results is not None:
                 return results

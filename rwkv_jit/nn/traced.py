@@ -97,6 +97,11 @@ def _sources(key: str) -> str:
     return " ".join(map(str, _layers[key].sources()))
 
 
+def is_exporting() -> bool:
+    """Return whether a program is exported, which others load; torch 2.6 does not say, and there it counts as one."""
+    return bool(getattr(torch.compiler, "is_exporting", lambda: True)())
+
+
 def _names(module: str, name: str) -> str:
     found = [x for kind, x in options.items() if (kind.__module__, kind.__qualname__) == (module, name)]
     return " ".join(["training", *found[0]]) if found else ""
@@ -107,7 +112,7 @@ def _floats() -> str:
 
 
 # A trace takes the answers of these, and does not go into how they are found.
-_constants: tuple[Any, ...] = _key, _sources, _names, _floats
+_constants: tuple[Any, ...] = _key, _sources, is_exporting, _names, _floats
 for _constant in _constants:
     _constant._dynamo_marked_constant = True
 
