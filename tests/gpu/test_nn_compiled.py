@@ -11,6 +11,8 @@ import torch
 from torch._dynamo.utils import counters
 from torch.export import Dim
 
+from rwkv_jit.nn import traced
+
 MODELS = pytest.mark.parametrize("name", ["RWKV5", "RWKV6", "RWKV7"])
 SIZES = {"vocabulary": 500, "width": 256, "head_size": 64, "hidden": 512, "layers": 2}
 RANKS = {"RWKV7": {"ranks": {}}}
