@@ -35,9 +35,9 @@ COLUMNS = {
     "of the FLOPs": "{flops_use:.1%}", "peak GiB": "{peak_gib:.2f}",
 }  # fmt: skip
 METHODS = (
-    "Host alone: until a step has been queued. GPU busy: the time of its kernels, by torch.profiler, over that of the "
-    "step. Parts: each call of torch and of rwkv_jit by itself; nodes: layers as single nodes of autograd, as on every "
-    "GPU; graphed: steps from CUDA graphs."
+    "Host alone: until a step has been queued. GPU busy: the time in which its kernels run, by torch.profiler, over "
+    "that of the step. Parts: each call of torch and of rwkv_jit by itself; nodes: layers as single nodes of autograd, "
+    "as on every GPU; graphed: steps from CUDA graphs."
 )
 
 
@@ -157,8 +157,8 @@ def host_ms(step: Callable[[], Any]) -> float:
 
 
 def kernel_ms(step: Callable[[], Any]) -> float:
-    """Return the milliseconds of all kernels of a step."""
-    return float(sum(kernel["self_us"] for kernel in profiling.kernels_of(step, runs=_PROFILED))) / 1e3
+    """Return the milliseconds for which kernels of a step run."""
+    return profiling.busy_us(step, _PROFILED) / 1e3
 
 
 def figures_of(

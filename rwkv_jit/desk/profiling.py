@@ -6,7 +6,7 @@ import argparse
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
@@ -93,18 +93,42 @@ def kernels_of(call: Callable[[], Any], trace: str | None = None, runs: int | No
     Of each name, launches and self_us of a run, and share of the time of all.
     """
     runs = runs or RUNS
+    profiler = _profiled(call, runs)
+    if trace:
+        profiler.export_chrome_trace(trace)
+    found = _on_gpu(profiler.key_averages())
+    total = sum(x.self_device_time_total for x in found)
+    times = sorted(((x.self_device_time_total, x) for x in found), key=lambda each: -each[0])
+    return [{"name": x.key, "launches": x.count / runs, "self_us": us / runs, "share": us / total} for us, x in times]
+
+
+def busy_us(call: Callable[[], Any], runs: int) -> float:
+    """Return how long a run keeps the GPU busy: the time of kernels, copies and fills, of several at once only once.
+
+    A kernel that begins before the one before it has ended waits for that, and this is no work.
+    """
+    total, end = 0.0, 0.0
+    for span in sorted((x.time_range.start, x.time_range.end) for x in _on_gpu(_profiled(call, runs).events())):
+        total += max(span[1] - max(span[0], end), 0.0)
+        end = max(end, span[1])
+    return total / runs
+
+
+def _profiled(call: Callable[[], Any], runs: int) -> Any:
+    """Return what torch.profiler saw of some runs."""
     with profile(record_shapes=True, profile_memory=True) as profiler:
         for _ in range(runs):
             call()
         torch.cuda.synchronize()
-    if trace:
-        profiler.export_chrome_trace(trace)
-    found = [x for x in profiler.key_averages() if x.device_type.name == "CUDA" and not x.is_user_annotation]
-    total = sum(x.self_device_time_total for x in found)
-    if not total:
+    return profiler
+
+
+def _on_gpu(events: Iterable[Any]) -> list[Any]:
+    """Return what of a profile ran on a GPU."""
+    found = [x for x in events if x.device_type.name == "CUDA" and not x.is_user_annotation]
+    if not found:
         raise RwkvJitError("torch.profiler saw no kernel: another profiler may be watching, or it may not be allowed")
-    times = sorted(((x.self_device_time_total, x) for x in found), key=lambda each: -each[0])
-    return [{"name": x.key, "launches": x.count / runs, "self_us": us / runs, "share": us / total} for us, x in times]
+    return found
 
 
 def _ncu_command(arguments: argparse.Namespace) -> str:

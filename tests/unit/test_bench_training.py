@@ -1,6 +1,7 @@
 """`python -m bench training`, `decode`, `curves` and `warm-fla`: on the CPU, with stand-ins for FLA and a GPU."""
 
 import json
+from types import SimpleNamespace
 
 import fake_graphs
 import pytest
@@ -11,6 +12,7 @@ from bench import decode, models, rwkv7_models, training
 from bench.__main__ import main
 from bench.rwkv7_models import Sizes
 from rwkv_jit.desk import figures, profiling
+from rwkv_jit.kernels.errors import RwkvJitError
 from rwkv_jit.nn import graphs, node
 
 SIZES = Sizes(2, 64, 2, 16, 256)
@@ -218,7 +220,7 @@ def test_a_gpu_says_what_the_host_and_the_kernels_take(monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(models, "step_times", lambda step, device, runs: [8.0] * runs)
-    monkeypatch.setattr(profiling, "kernels_of", lambda step, runs: [{"self_us": 1500.0}, {"self_us": 500.0}])
+    monkeypatch.setattr(profiling, "busy_us", lambda step, runs: 2000.0)
 
     def step():
         calls.append(1)
@@ -265,3 +267,20 @@ def test_curves_are_kept_and_shown(program, tmp_path):
     assert kept["skipped"] == {"fla": "needs a GPU and an installed FLA"}
     assert (tmp_path / "new" / "curves.png").stat().st_size > 1000
     assert "skipped: fla: needs a GPU and an installed FLA" in printed
+
+
+def test_kernels_that_wait_for_each_other_keep_the_gpu_busy_once(monkeypatch):
+    """As with programmatic launches, which begin before the kernel before them has ended."""
+    spans = [(4, 9), (0, 5), (1, 3), (20, 21)], [(0, 40)], [(30, 90)]
+    places = ("CUDA", False), ("CPU", False), ("CUDA", True)  # an annotation of a user is no work
+    events = [
+        SimpleNamespace(
+            time_range=SimpleNamespace(start=begin, end=end), is_user_annotation=is_annotation,
+            device_type=SimpleNamespace(name=device),
+        )
+        for several, (device, is_annotation) in zip(spans, places, strict=True) for begin, end in several
+    ]  # fmt: skip
+    monkeypatch.setattr(profiling, "_profiled", lambda call, runs: SimpleNamespace(events=lambda: events))
+    assert profiling.busy_us(None, runs=2) == 5.0
+    with pytest.raises(RwkvJitError, match="saw no kernel"):
+        profiling._on_gpu(events[4:])
