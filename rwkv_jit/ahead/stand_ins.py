@@ -26,7 +26,7 @@ LONG = 2**16
 _OF_FEW_HEADS = 512
 _LENGTHS = (LONG, _OF_FEW_HEADS, 128, rule.SHORT_TOKENS, 2, 1)
 # Of those without initial states, which have kernels of their own; their final states are float32.
-_STATELESS_LENGTHS = (32, rule.SHORT_TOKENS)
+_STATELESS_LENGTHS = (32, rule.SHORT_TOKENS, 2, 1)
 # Of ops with dedicated kernels: multiprocessors for each head of all sequences. These cut a sequence from so many
 # tokens for a block on, and values where there are fewer blocks than multiprocessors.
 _SHARES = (1, 2, 4)
@@ -61,7 +61,8 @@ def problems(stand_in: Problem, direction: str, knowing: Sequence[Knowing]) -> l
         gpus = [stand_in.gpu._replace(multiprocessors=share * stand_in.H) for share in _SHARES]
         several += [stand_in._replace(T=tokens, gpu=gpu) for tokens, gpu in product((LONG, _LEAST_CUT, 1024), gpus)]
     for tokens in _STATELESS_LENGTHS if stand_in.state_type == "fp32" else ():
-        several += _in_parts(stand_in._replace(T=tokens, has_initial_state=False))
+        parts = _in_parts(stand_in._replace(T=tokens, has_initial_state=False))
+        several += [each for p in parts for each in (p, _few_heads(p))]
     resolved = _resolved(several, knowing, True, *([False] if direction == "forward" else []))
     if direction == "backward":
         of_states = [p for p in resolved if directions.has_state_alone(p)]

@@ -98,7 +98,7 @@ def takes_update(p: Problem) -> bool:
         return False
     if p.training or p.is_packed or p.is_pooled or UPDATE not in ALGORITHMS.get(p.op.family, {}):
         return False
-    return bool(1 <= p.T <= FEW_TOKENS and p.K <= LARGEST_KEY)
+    return bool(0 < p.T <= FEW_TOKENS and p.B * p.H > 0 and p.K <= LARGEST_KEY)
 
 
 def takes_dedicated(p: Problem) -> bool:
