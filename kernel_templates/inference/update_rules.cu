@@ -21,7 +21,8 @@
 //   a_log         [heads]  T_A_LOG  in or null: A_log or A
 //   dt_bias, own  [heads], or [heads, K] with G_PER_CHANNEL, [heads, V] with SKIP_PER_CHANNEL  T_DT_BIAS, T_D  in or
 //                 null; own is D
-//   initial_state, final_state, state_indices, write_indices, seed  as in update_states.cu, and so are rows without a slot
+//   initial_state, final_state, state_indices, write_indices, seed  as in update_states.cu, and so are HAS_STATE and
+//                 rows without a slot
 //
 // Inputs are read by their strides, and nothing is rounded before it is written. Any decay, gate and step is safe. Grid,
 // shared memory and registers are as there.
