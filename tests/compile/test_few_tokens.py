@@ -6,14 +6,21 @@ import derived_cases
 import pytest
 import torch
 from comparing import make_inputs, make_state, relative
+from problems import by_turns
 
 import rwkv_jit
+from rwkv_jit.kernels import kernel
+from rwkv_jit.kernels.gpu import Gpu
+from rwkv_jit.schedules import directions, through
+from rwkv_jit.schedules.problem import Problem
+from rwkv_jit.schedules.table import ALL
 from rwkv_jit.schedules.update import FEW_TOKENS
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LIMITS = {FP32: 3e-6, FP16: 6e-4, BF16: 4e-3}
 BASE = ("wkv5", "wkv6", "wkv7", "gla", "linear_attention")
 DECAYS = {"wkv7": ("raw", "sigmoid", "log", "direct"), "linear_attention": (None,)}
+ARCHS = ("sm_75", "sm_80", "sm_90", "sm_100", "sm_120")
 LAYOUTS, STATES = ("vk", "kv"), (FP32, BF16, FP16)
 # Of keys and of values: of all lanes, of some, and of odd ones.
 SIZES = [(16, 24), (13, 9), (32, 32), (9, 13), (40, 8), (24, 16), (70, 4)]
@@ -90,3 +97,21 @@ def test_results_are_those_of_the_recurrence(op, tokens, interpreted):
             assert final.dtype == state_type
             assert relative(final, want_final) <= LIMITS[state_type]
         assert state is None or torch.equal(state, before)
+
+
+@pytest.mark.usefixtures("from_ledger")
+@pytest.mark.parametrize(("op", "arch"), by_turns((*BASE, *derived_cases.WAYS), ARCHS))
+def test_calls_without_an_initial_state_compile_without_spills(op, arch):
+    turn = list(ALL).index(op)
+    for layout, tokens in (("vk", 1), ("kv", 1), (LAYOUTS[turn % 2], 3)):
+        sizes = {"B": 4, "T": tokens, "N": 4, "H": 4, "K": 64, "V": 64, "G": 2 if op in derived_cases.WAYS else 0}
+        types = {x: "fp32" if x in ALL[op].wide else "bf16" for x in ALL[op].inputs}
+        traits = tuple(ALL[op].traits.items())
+        p = Problem(
+            ALL[op], Gpu(arch), types, has_final_state=True, decay=ALL[op].decay, state_layout=layout,
+            backend=through.UPDATE, traits=traits, **sizes,
+        )  # fmt: skip
+        (step,) = directions.forward(p).launches
+        assert not step.parameters["HAS_STATE"]
+        (used,) = kernel.get(step.request(p.gpu)).resources.values()
+        assert used.spill_bytes == 0
