@@ -1,4 +1,4 @@
-// Rows of a launch over a pool of states: where a block's part of a state lies, and its tokens one after another.
+// Rows of a launch over states: where a block's part of a state lies, and its tokens one after another.
 //
 // Needs T_IO, T_STATE, and what update.cuh needs.
 #pragma once

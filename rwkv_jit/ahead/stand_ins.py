@@ -18,14 +18,15 @@ from rwkv_jit.schedules.varlen import Varlen
 Knowing = Callable[[], Known]
 MANY = 2**16  # multiprocessors of a GPU that has too few heads whatever a call has
 # Of all lengths one stands for those that the tensor cores take, in segments too, one for those that few heads take in
-# the kernels for large ones, one for those of a few chunks, one for those that are a short chunk, and one for the
-# others; of all GPUs one that has too few heads whatever a call has, for calls of one length and for packed ones of
-# uneven lengths. Where the number of multiprocessors is not known, calls have heads enough.
+# the kernels for large ones, one for those of a few chunks, one for those that are a short chunk, and two for the
+# others, of several tokens and of one; of all GPUs one that has too few heads whatever a call has, for calls of one
+# length and for packed ones of uneven lengths. Where the number of multiprocessors is not known, calls have heads
+# enough.
 LONG = 2**16
 _OF_FEW_HEADS = 512
-_LENGTHS = (LONG, _OF_FEW_HEADS, 128, rule.SHORT_TOKENS, 1)
+_LENGTHS = (LONG, _OF_FEW_HEADS, 128, rule.SHORT_TOKENS, 2, 1)
 # Of those without initial states, which have kernels of their own; their final states are float32.
-_STATELESS_LENGTHS = (32, rule.SHORT_TOKENS)
+_STATELESS_LENGTHS = (32, rule.SHORT_TOKENS, 2, 1)
 # Of ops with dedicated kernels: multiprocessors for each head of all sequences. These cut a sequence from so many
 # tokens for a block on, and values where there are fewer blocks than multiprocessors.
 _SHARES = (1, 2, 4)
@@ -60,7 +61,8 @@ def problems(stand_in: Problem, direction: str, knowing: Sequence[Knowing]) -> l
         gpus = [stand_in.gpu._replace(multiprocessors=share * stand_in.H) for share in _SHARES]
         several += [stand_in._replace(T=tokens, gpu=gpu) for tokens, gpu in product((LONG, _LEAST_CUT, 1024), gpus)]
     for tokens in _STATELESS_LENGTHS if stand_in.state_type == "fp32" else ():
-        several += _in_parts(stand_in._replace(T=tokens, has_initial_state=False))
+        parts = _in_parts(stand_in._replace(T=tokens, has_initial_state=False))
+        several += [each for p in parts for each in (p, _few_heads(p))]
     resolved = _resolved(several, knowing, True, *([False] if direction == "forward" else []))
     if direction == "backward":
         of_states = [p for p in resolved if directions.has_state_alone(p)]

@@ -10,13 +10,14 @@ from rwkv_jit.schedules.operands import Around, Slots
 from rwkv_jit.schedules.problem import STATE, Problem
 from rwkv_jit.schedules.schedule import Schedule, Step, renamed
 
-DEDICATED = "dedicated"  # the backend of kernels that an op has for itself
+# The backends of kernels that take the inputs of an op as they are: those that it has for itself, those of updates.
+DEDICATED, UPDATE = "dedicated", "update"
 _MODULES: dict[str, Any] = {"delta": delta_operands, "diagonal": diagonal_operands}
 
 
 def applies(p: Problem) -> bool:
     """Return whether another op runs a problem."""
-    return p.op.through is not None and p.backend != DEDICATED
+    return p.op.through is not None and p.backend not in (DEDICATED, UPDATE)
 
 
 def _module(p: Problem) -> Any:

@@ -13,9 +13,8 @@ from rwkv_jit.schedules import directions, through, update
 from rwkv_jit.schedules.operands import Slots
 from rwkv_jit.schedules.problem import Problem
 from rwkv_jit.schedules.schedule import Item, Schedule, Step, Zero, aligned, renamed
-from rwkv_jit.schedules.update import Pool
+from rwkv_jit.schedules.update import FEW_TOKENS, Pool
 
-FEW_TOKENS = 8  # of a sequence that goes token by token, where an algorithm by chunks takes longer
 _ALL_TOKENS = 2**62
 _PIECE_BYTES = 16
 _THREADS = 128
