@@ -159,13 +159,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
     load_gates(gates, first);
     StateRows state[TILES];
     // Blocks that share a sequence read a copy: the last one may write its slot before the first one begins.
-    const T_STATE* const of_row = initial_state != nullptr ? initial_state + state_offset : nullptr;
-    read_state<STATE_LAYOUT>(
-        state,
-        first > 0   ? nullptr
-        : SEGMENTED ? of_row
-                    : first_state(initial_state, state_offset, pieces, sequence, head, slot_stride),
-        share.first_value);
+    if constexpr (POOLED && !SEGMENTED)
+        read_state<STATE_LAYOUT>(state, first_state(initial_state, state_offset, pieces, sequence, head, slot_stride),
+                                 share.first_value);
+    else
+        read_state<STATE_LAYOUT>(state, initial_state && first == 0 ? initial_state + state_offset : nullptr,
+                                 share.first_value);
     float of_own[TILES][2] = {};
     if constexpr (HAS_OWN) read_own<SKIP_PER_CHANNEL>(of_own, own, head, share.first_value);
     const auto solve = [&](TokenWork& work) {
@@ -268,9 +267,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
         y += CHUNK_LEN * y_stride;
     }
     wait_for_copies<0>();
-    if (final_state != nullptr && share.exist && has_last_state(final_state, pieces, sequence)) {
-        T_STATE* const target = last_state(final_state, state_offset, pieces, sequence, head, slot_stride);
+    if (final_state != nullptr && share.exist && (!POOLED || has_last_state(final_state, pieces, sequence)))
 #pragma unroll
-        for (int i = 0; i < TILES; ++i) write_state<STATE_LAYOUT>(target, state[i], share.first_value + 16 * i);
-    }
+        for (int i = 0; i < TILES; ++i)
+            write_state<STATE_LAYOUT>(last_state(final_state, state_offset, pieces, sequence, head, slot_stride),
+                                      state[i], share.first_value + 16 * i);
 }

@@ -227,13 +227,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
         };
         StateRows state;
         // Blocks that share a sequence read a copy: the last one may write its slot before the first one begins.
-        const T_STATE* const of_row = initial_state != nullptr ? initial_state + state_offset : nullptr;
-        read_state<STATE_LAYOUT>(
-            state,
-            first > 0   ? nullptr
-            : SEGMENTED ? of_row
-                        : first_state(initial_state, state_offset, pieces, sequence, head, slot_stride),
-            share.first_value);
+        if constexpr (POOLED && !SEGMENTED)
+            read_state<STATE_LAYOUT>(state, first_state(initial_state, state_offset, pieces, sequence, head, slot_stride),
+                                     share.first_value);
+        else
+            read_state<STATE_LAYOUT>(state, initial_state && first == 0 ? initial_state + state_offset : nullptr,
+                                     share.first_value);
         float of_own[1][2] = {};
         if constexpr (HAS_OWN) read_own<SKIP_PER_CHANNEL>(of_own, own, head, share.first_value);
 
@@ -312,7 +311,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
             __syncwarp();
             if (lane_id() == 0) arrive_at<1>(smem.empty[slot], 0);
         }
-        if (end == chunks && has_last_state(final_state, pieces, sequence))
+        if (has_last_state(final_state, pieces, sequence) && end == chunks)
             write_state<STATE_LAYOUT>(last_state(final_state, state_offset, pieces, sequence, head, slot_stride), state,
                                       share.first_value);
     }
