@@ -19,7 +19,7 @@
 // two more groups make operands and Tm of the next chunk. Its rows take the places of its queries and keys, and there
 // is room for those of two chunks. Any decay is safe.
 #include "channel_decay_makers.cuh"
-#include "pooled.cuh"
+#include "slot_states.cuh"
 
 static_assert(NUM_THREADS == 512, "num_threads must be 512");
 
@@ -100,6 +100,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) channel_decay_forwa
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
     const i64 sequence = piece_of(blockIdx.x, wave, waves), head = blockIdx.y, key_head = head / GROUP;
     if (is_for_others(pieces, sequence, wave)) return;
+    if constexpr (POOLED) __builtin_assume(cu_seqlens != nullptr);  // which spares registers
     const Span span = sequence_span(cu_seqlens, sequence, tokens);
     const int length = static_cast<int>(span.length), chunks = (length + CHUNK_LEN - 1) / CHUNK_LEN;
     const int warp = warp_id(), lane = lane_id();
@@ -179,8 +180,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) channel_decay_forwa
         };
         copy(0);
         StateRows state;
-        read_state<STATE_LAYOUT>(state, first_state(initial_state, state_offset, pieces, sequence, head, slot_stride),
-                                 first_value);
+        if constexpr (POOLED)
+            read_slot(state, first_state(initial_state, state_offset, pieces, sequence, head, slot_stride), first_value);
+        else
+            read_state<STATE_LAYOUT>(state, initial_state == nullptr ? nullptr : initial_state + state_offset,
+                                     first_value);
         for (int chunk = 0; chunk < chunks; ++chunk) {
             int parity = chunk % 2;
             const int steps = length - chunk * CHUNK_LEN;

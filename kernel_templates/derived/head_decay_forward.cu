@@ -18,7 +18,7 @@
 // lies in registers. The factors and token matrices of the next chunk are made beside a chunk's products, and the
 // rows of the one after that are on their way.
 #include "head_decay_chunk.cuh"
-#include "pooled.cuh"
+#include "slot_states.cuh"
 
 struct Stage {
     KeyTile q, k;
@@ -98,6 +98,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
     const i64 sequence = piece_of(place, wave, waves);
     if (is_for_others(pieces, sequence, wave)) return;
     const i64 head = blockIdx.y, key_head = head / GROUP;
+    if constexpr (POOLED) __builtin_assume(cu_seqlens != nullptr);  // which spares registers
     const Span span = sequence_span(cu_seqlens, sequence, tokens);
     const int chunks = static_cast<int>((span.length + CHUNK_LEN - 1) / CHUNK_LEN);
     const OwnRows share;
@@ -160,8 +161,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
     StateRows state[TILES];
     // Blocks that share a sequence read a copy: the last one may write its slot before the first one begins.
     if constexpr (POOLED && !SEGMENTED)
-        read_state<STATE_LAYOUT>(state, first_state(initial_state, state_offset, pieces, sequence, head, slot_stride),
-                                 share.first_value);
+        read_slot(state, first_state(initial_state, state_offset, pieces, sequence, head, slot_stride),
+                  share.first_value);
     else
         read_state<STATE_LAYOUT>(state, initial_state && first == 0 ? initial_state + state_offset : nullptr,
                                  share.first_value);

@@ -7,7 +7,7 @@
 // factors and token matrices. Products of rows with all rows have the squares of norms on their diagonal.
 #include "bulk_copy.cuh"
 #include "head_decay_chunk.cuh"
-#include "pooled.cuh"
+#include "slot_states.cuh"
 #include "wgmma.cuh"
 
 static_assert(HEAD_SIZE % TILE_COLUMNS == 0 && VALUE_SIZE % ROWS == 0, "head sizes in steps of 64");
@@ -69,6 +69,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
     const i64 sequence = piece_of(place, wave, waves);
     if (is_for_others(pieces, sequence, wave)) return;
     const i64 head = blockIdx.y, key_head = head / GROUP;
+    if constexpr (POOLED) __builtin_assume(cu_seqlens != nullptr);  // which spares registers
     const Span span = sequence_span(cu_seqlens, sequence, tokens);
     const int length = static_cast<int>(span.length), chunks = (length + CHUNK_LEN - 1) / CHUNK_LEN;
     const Walk walk = walk_of<false>(walks, chunks, heads);
@@ -228,8 +229,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
         StateRows state;
         // Blocks that share a sequence read a copy: the last one may write its slot before the first one begins.
         if constexpr (POOLED && !SEGMENTED)
-            read_state<STATE_LAYOUT>(state, first_state(initial_state, state_offset, pieces, sequence, head, slot_stride),
-                                     share.first_value);
+            read_slot(state, first_state(initial_state, state_offset, pieces, sequence, head, slot_stride),
+                      share.first_value);
         else
             read_state<STATE_LAYOUT>(state, initial_state && first == 0 ? initial_state + state_offset : nullptr,
                                      share.first_value);
