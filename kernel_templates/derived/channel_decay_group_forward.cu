@@ -100,7 +100,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) channel_decay_forwa
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
     const i64 sequence = piece_of(blockIdx.x, wave, waves), head = blockIdx.y, key_head = head / GROUP;
     if (is_for_others(pieces, sequence, wave)) return;
-    if constexpr (POOLED) __builtin_assume(cu_seqlens != nullptr);  // which spares registers
     const Span span = sequence_span(cu_seqlens, sequence, tokens);
     const int length = static_cast<int>(span.length), chunks = (length + CHUNK_LEN - 1) / CHUNK_LEN;
     const int warp = warp_id(), lane = lane_id();
