@@ -156,7 +156,7 @@ def test_states_behind_some_tokens(rule, layout, interpreted):
 def test_a_gate_is_behind_all_waves(state_type, interpreted):
     torch.manual_seed(9)
     interpreted.use("sm_80")
-    calls = Calls("ssd", "D z bias softplus", [20, 3, 35], SIZES[0], 4, "vk", state_type, checkpoints=1)
+    calls = Calls("ssd", "D z bias softplus", [20, 3, 35, 2], SIZES[0], 4, "vk", state_type, checkpoints=1)
     calls.check(calls.run())
     assert launched(interpreted) == [
         "arrange_sequences", "head_decay_forward", "head_decay_forward", "update_rules", "skip_gate_slots"
@@ -184,7 +184,7 @@ def test_short_sequences_take_one_launch(rule, layout, state_type, interpreted):
 def test_inputs_that_are_parts_of_others(op, interpreted):
     torch.manual_seed(3)
     interpreted.use("sm_80")
-    calls = Calls(op, BESIDE[op][-1] if op != "ssd" else "D", [1, 20, 12], SIZES[0], 1, "vk", FP32)
+    calls = Calls(op, BESIDE[op][-1] if op != "ssd" else "D", [20, 9, 12, 2], SIZES[0], 1, "vk", FP32)
     inputs = {}
     for name, x in calls.case.inputs.items():
         memory = torch.full((*x.shape[:-1], x.shape[-1] + 5), math.nan, dtype=x.dtype)
@@ -204,7 +204,7 @@ def test_decays_of_channels(how, interpreted):
     turn = KDA.index(how)
     torch.manual_seed(turn)
     interpreted.use("sm_90")
-    lengths, checkpoints = ([1, 70, 0, 9], 0) if turn % 2 else ([66, 2], 1)
+    lengths, checkpoints = ([1, 70, 0, 9], 0) if turn % 2 else ([2, 66, 3], 1)
     types = (BF16, FP32) if turn < 2 else (FP16, FP16)
     calls = Calls("kda", how, lengths, (1, 2, 128, 128), turn, LAYOUTS[turn % 2], STATES[turn % 3], checkpoints, types)
     calls.check(calls.run())
