@@ -24,7 +24,6 @@
 // the state as it was. So it is read by accesses of 16 bytes, all of which are under way before the first is used.
 // The launch may begin beside the one before, and lets the next one begin beside itself: it has its state brought near
 // meanwhile, and reads nothing that the other may still write.
-#include "pieces.cuh"
 #include "update_rows.cuh"
 #include "update_token.cuh"
 
@@ -90,14 +89,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) update_
     const Index* __restrict__ write_indices, const i64* __restrict__ seed, T_IO* __restrict__ y, Strides r_strides,
     Strides w_strides, Strides k_strides, Strides v_strides, Strides a_strides, Strides b_strides, i64 slot_stride,
     i64 slots, i64 null_index, i64 batch, i64 tokens, i64 heads, float scale, const i64* __restrict__ bounds,
-    const Piece* __restrict__ pieces) {
+    const arranged::Piece* __restrict__ pieces) {
     __shared__ alignas(16) Smem smem;
     const Part part;
     const i64 row = part.row, head = part.head;
     if (row >= batch) return;
     const int first_value = part.first_value;
     let_next_launch_begin();
-    if constexpr (HAS_STATE && !PACKED) bring_near(part, initial_state, state_indices, slot_stride, slots);
+    if constexpr (HAS_STATE) bring_near(part, initial_state, state_indices, slot_stride, slots);
     initial_state = after_previous_launch(initial_state);
     r = written_meanwhile(r), w = written_meanwhile(w), k = written_meanwhile(k), v = written_meanwhile(v);
     a = written_meanwhile(a), b = written_meanwhile(b), u = written_meanwhile(u), w0 = written_meanwhile(w0);
@@ -105,28 +104,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) update_
     seed = written_meanwhile(seed);
     const i64 y_stride = heads * VALUE_SIZE;
     y += head * VALUE_SIZE + first_value;
-    i64 from, to, begin = 0;
-    if constexpr (PACKED) {
-        bounds = written_meanwhile(bounds), pieces = written_meanwhile(pieces);
-        const i64 end = bounds[batch], share = (tokens - end + batch - 1) / batch;
-        write_zeros(y, y_stride, first_value, end + row * share, min(end + (row + 1) * share, tokens));
-        const Piece piece = pieces[row];
-        begin = bounds[row], tokens = bounds[row + 1] - begin;
-        if (piece.kind == PieceKind::zeros) write_zeros(y, y_stride, first_value, begin, begin + tokens);
-        if (piece.kind != PieceKind::few_tokens) return;
-        from = piece.read, to = piece.write, null_index = -1;
-        y += begin * y_stride;
-    } else {
-        const Slots own(row, state_indices, write_indices);
-        from = own.from, to = own.to;
-        y += row * tokens * y_stride;
-        if (is_none(from, state_indices != nullptr, slots, null_index)) {
-            write_zeros(y, y_stride, first_value, 0, tokens);
-            return;
-        }
-    }
+    if constexpr (PACKED) bounds = written_meanwhile(bounds), pieces = written_meanwhile(pieces);
+    const Row own =
+        row_of(part, state_indices, write_indices, slots, null_index, batch, tokens, bounds, pieces, y, y_stride);
+    if (!own.is_there) return;
+    y += own.begin * y_stride;
 
-    const auto start = [&](Strides s) { return (PACKED ? begin * s.token : row * s.batch) + head * s.head; };
+    const auto start = [&](Strides s) { return (PACKED ? own.begin * s.token : row * s.batch) + head * s.head; };
     r += start(r_strides), w += start(w_strides), k += start(k_strides);
     v += start(v_strides) + first_value, a += start(a_strides), b += start(b_strides);
     u += head * HEAD_SIZE;
@@ -143,14 +127,15 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) update_
     if (DECAY != Decay::none && w0 != nullptr) held.w0.load(w0 + head * HEAD_SIZE);
 
     Tile tile;
-    if (!HAS_STATE || (PACKED && from < 0)) clear_tile(tile);
-    else read_tile(tile, initial_state + from * slot_stride + part.in_slot(), first_value);
+    if (!HAS_STATE || (PACKED && own.from < 0)) clear_tile(tile);
+    else read_tile(tile, initial_state + own.from * slot_stride + part.in_slot(), first_value);
 
     run_tokens(
-        smem.token, tokens, [&](Token& token) { held.store(token, w0 != nullptr); }, load,
+        smem.token, own.tokens, [&](Token& token) { held.store(token, w0 != nullptr); }, load,
         [&](i64 t, const Token& token) {
             update_tile(tile, token, smem.sums, y + t * y_stride, first_value, scale);
         });
+    const i64 to = own.to;
     if (final_state == nullptr || is_none(to, write_indices != nullptr, slots, null_index)) return;
     const i64 number = STOCHASTIC ? *seed : 0, draw = (to * heads + head) * TILES_OF_HEAD;
     write_tile(final_state + to * slot_stride + part.in_slot(), tile, first_value, number, draw);

@@ -68,7 +68,7 @@ def resolved(p: Problem, known: Callable[[], Known], sees_load: bool = True) -> 
         p = p._replace(is_narrow=False)
     if takes_update(p):
         return p._replace(backend=UPDATE, is_chosen=True)
-    if takes_dedicated(p):
+    if takes_dedicated(p, sees_load):
         length = p.chunk_len or ALGORITHMS[p.op.family][DEDICATED].default_chunk_len(p)
         return p._replace(backend=DEDICATED, is_chosen=True, chunk_len=length)
     looked_at = seen(p, sees_load)
@@ -101,15 +101,18 @@ def takes_update(p: Problem) -> bool:
     return bool(0 < p.T <= FEW_TOKENS and p.B * p.H > 0 and p.K <= LARGEST_KEY)
 
 
-def takes_dedicated(p: Problem) -> bool:
-    """Return whether the op's dedicated kernels take a call without a backend: they have no segments."""
+def takes_dedicated(p: Problem, sees_load: bool = True) -> bool:
+    """Return whether the op's dedicated kernels take a call without a backend.
+
+    They have no segments for few heads. Over a pool these take them where nobody has seen the load.
+    """
     kernels = ALGORITHMS.get(p.op.family, {}).get(DEDICATED)
-    if kernels is None or p.backend != "auto" or p.num_threads is not None or p.is_narrow or p.is_pooled:
+    if kernels is None or p.backend != "auto" or p.num_threads is not None or p.is_narrow:
         return False
     p = _of_any_batch(p) if p.is_batch_invariant else p
     if p.tokens < LEAST_TOKENS or p.H > common.MOST_HEADS:
         return False
-    if p.all_heads < kernels.LEAST_BLOCKS * (p.gpu.multiprocessors or 0):
+    if (sees_load or not p.is_pooled) and p.all_heads < kernels.LEAST_BLOCKS * (p.gpu.multiprocessors or 0):
         return False
     return bool(kernels.why_not(p) is None)
 

@@ -72,10 +72,9 @@ def _around(p: Problem, inner: Schedule, around: Around) -> Schedule:
     )  # fmt: skip
 
 
-def over_pool(p: Problem, inner: Schedule, slots: Slots) -> Schedule:
-    """Return the launches over a pool, around those of the op below; rows without a slot get zeros for y."""
-    schedule = forward(p, inner)
+def over_pool(schedule: Schedule, slots: Slots, y: int) -> Schedule:
+    """Return launches over a pool; rows without a slot get zeros for y, of which so many are written at once."""
     several = [operands.over_slots(x, slots) if isinstance(x, Step) else x for x in schedule.steps]
     last = schedule.launches[-1]
-    y = int(last.parameters["VECTOR"]) if operands.is_behind(last) else inner.vectors.get("y", 1)
+    y = int(last.parameters["VECTOR"]) if operands.is_behind(last) else y
     return replace(schedule, steps=tuple(several), results={}, vectors={**schedule.vectors, "y": y})
