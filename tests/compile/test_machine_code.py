@@ -66,6 +66,7 @@ OF_UPDATES = {
         "DELTA": False, "BONUS": False, "DECAY": "log", "T_W": "fp16", "T_U": "fp32", "T_W0": "fp32", "PACKED": False,
     },
     "update_rules": {
+        "PACKED": False,
         "DELTA": True, "GATE": 2, "G_PER_CHANNEL": True, "BETA_MAP": 1, "BETA_PER_CHANNEL": False, "HAS_NORM": True,
         "SOURCE": 0, "HAS_SOFTPLUS": False, "HAS_LIMITS": False, "HAS_SKIP": False, "SKIP_PER_CHANNEL": False,
         "HAS_GATE": False, "HAS_DT_BIAS": True, "HAS_WRITE_GATE": False, "T_G": "fp16", "T_BETA": "fp16",
