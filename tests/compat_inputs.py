@@ -1,6 +1,9 @@
 """Random inputs of compat's functions and extensions, and how they are held to references in float64."""
 
+import pytest
 import torch
+
+from rwkv_jit.compat import listed
 
 B, T, H, N = 3, 19, 2, 5
 
@@ -50,3 +53,23 @@ def channels(*xs):
 
 def by_token(sizes, dtype):
     return [rows(*sizes, dtype=dtype) for _ in range(4)]
+
+
+@pytest.fixture(params=[0, 1, 2], ids=["a function", "a first list", "a known list"])
+def calls(request, monkeypatch):
+    """How often an op is called, of which the last call counts: as a list on the CPU too, or without."""
+    if request.param == 0:
+        yield 1
+        return
+    found = []
+    monkeypatch.setattr(listed, "devices", {"cpu"})
+    find = listed.find
+
+    def counted(*arguments):
+        found.append(find(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr(listed, "find", counted)
+    yield request.param
+    assert found
+    assert None not in found

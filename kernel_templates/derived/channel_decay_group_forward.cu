@@ -9,7 +9,8 @@
 //   g        [batch, tokens, heads, K]  T_W  in; a_log  [heads], dt_bias  [heads, K]  fp32  in, or null: the log-decay
 //            is g, -exp(a_log) softplus(g + dt_bias) or lower_bound sigmoid(exp(a_log) (g + dt_bias))
 //   beta     [batch, tokens, heads]  T_BETA  in: the rate, or what it is a sigmoid of
-//   initial_state, final_state  [sequences, heads, V, K] or, in the kv layout, [.., K, V]  T_STATE  in, out or null
+//   initial_state, final_state  [sequences, heads, V, K] or, in the kv layout, [.., K, V]  T_STATE  in, out or null; with
+//            POOLED slots of a pool (pooled.cuh)
 //   states, matrices  [slots of 64 tokens, heads]  S_0, Tm and M; kept_u  as y  T_IO: U; with KEEPS  out
 //
 // Grid (sequences, heads). Two groups of four warps have 64 value rows of S each, in fp32 registers, and work with
@@ -18,6 +19,7 @@
 // two more groups make operands and Tm of the next chunk. Its rows take the places of its queries and keys, and there
 // is room for those of two chunks. Any decay is safe.
 #include "channel_decay_makers.cuh"
+#include "slot_states.cuh"
 
 static_assert(NUM_THREADS == 512, "num_threads must be 512");
 
@@ -91,11 +93,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) channel_decay_forwa
     const T_STATE* __restrict__ initial_state, const i64* __restrict__ cu_seqlens, T_IO* __restrict__ y,
     T_STATE* __restrict__ final_state, StateTiles* __restrict__ states, TokenMatrices* __restrict__ matrices,
     T_IO* __restrict__ kept_u, Strides r_strides, Strides k_strides, Strides v_strides, Strides w_strides,
-    Strides beta_strides, i64 tokens, i64 heads, float scale, float lower_bound) {
+    Strides beta_strides, i64 tokens, i64 heads, float scale, float lower_bound, const Piece* __restrict__ pieces,
+    i64 slot_stride, int wave, int waves) {
     __builtin_assume(threadIdx.x < NUM_THREADS);
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
-    const i64 sequence = blockIdx.x, head = blockIdx.y, key_head = head / GROUP;
+    const i64 sequence = piece_of(blockIdx.x, wave, waves), head = blockIdx.y, key_head = head / GROUP;
+    if (is_for_others(pieces, sequence, wave)) return;
     const Span span = sequence_span(cu_seqlens, sequence, tokens);
     const int length = static_cast<int>(span.length), chunks = (length + CHUNK_LEN - 1) / CHUNK_LEN;
     const int warp = warp_id(), lane = lane_id();
@@ -175,7 +179,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) channel_decay_forwa
         };
         copy(0);
         StateRows state;
-        read_state<STATE_LAYOUT>(state, initial_state == nullptr ? nullptr : initial_state + state_offset, first_value);
+        if constexpr (POOLED)
+            read_slot(state, first_state(initial_state, state_offset, pieces, sequence, head, slot_stride), first_value);
+        else
+            read_state<STATE_LAYOUT>(state, initial_state == nullptr ? nullptr : initial_state + state_offset,
+                                     first_value);
         for (int chunk = 0; chunk < chunks; ++chunk) {
             int parity = chunk % 2;
             const int steps = length - chunk * CHUNK_LEN;
@@ -311,6 +319,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) channel_decay_forwa
             arrive(smem.free[parity]);
         }
         wait_for_copies<0>();
-        if (final_state != nullptr) write_state<STATE_LAYOUT>(final_state + state_offset, state, first_value);
+        if (has_last_state(final_state, pieces, sequence))
+            write_state<STATE_LAYOUT>(last_state(final_state, state_offset, pieces, sequence, head, slot_stride), state,
+                                      first_value);
     }
 }

@@ -88,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
                              share.first_value);
 
     float of_own[TILES][2] = {};
-    if constexpr (HAS_OWN) read_own(of_own, own + head * VALUE_SIZE, share.first_value);
+    if constexpr (HAS_OWN) read_own<true>(of_own, own, head, share.first_value);
 
     for (int chunk = past - 1; chunk >= begin; --chunk) {
         const bool is_own = chunk < walk.end;  // the others are run through for E alone

@@ -111,11 +111,15 @@ __device__ inline Right load_right_transposed(TriangleTile triangle, int row, in
 }
 
 // How much of its value an output has itself, of the lane's rows from `row` on.
-template <int TILES> __device__ inline void read_own(float (&of_own)[TILES][2], const float* own, int row) {
+template <bool PER_CHANNEL, int TILES>
+__device__ inline void read_own(float (&of_own)[TILES][2], const float* own, i64 head, int row) {
 #pragma unroll
     for (int i = 0; i < TILES; ++i)
 #pragma unroll
-        for (int j = 0; j < 2; ++j) of_own[i][j] = own[min(row + 16 * i + group() + 8 * j, VALUE_SIZE - 1)];
+        for (int j = 0; j < 2; ++j) {
+            const int value = min(row + 16 * i + group() + 8 * j, VALUE_SIZE - 1);
+            of_own[i][j] = PER_CHANNEL ? (own + head * VALUE_SIZE)[value] : own[head];
+        }
 }
 
 // A block of a state, as what makes the gradients of keys reads it.

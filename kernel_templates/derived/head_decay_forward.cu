@@ -3,10 +3,11 @@
 //
 //   q k      [batch, tokens, heads / GROUP, K]  T_IO  in     v, y  [batch, tokens, heads, V]  T_IO  in, out
 //   g, beta  [batch, tokens, heads]  T_W, T_BETA  in; the log-decay and the rate, each null where there is none
-//   own      [heads, V]  fp32  in: how much of its value an output has itself, or null
+//   own      [heads, V], or [heads] with no SKIP_PER_CHANNEL  fp32  in: how much of its value an output has, or null
 //   a_log, dt_bias  [heads]  fp32  in: of raw gates (head_decay_gates.cuh), or null
 //   walks    as head_decay_walks.cu left them  in, with SEGMENTED
-//   initial_state, final_state  [sequences, heads, V, K] or, in the kv layout, [.., K, V]  T_STATE  in, out or null
+//   initial_state, final_state  [sequences, heads, V, K] or, in the kv layout, [.., K, V]  T_STATE  in, out or null; with
+//            POOLED slots of a pool (pooled.cuh), but what SEGMENTED blocks begin with
 //   with KEPT_LEN, for the backward, else null and 0:
 //   states             [slots of KEPT_LEN tokens, heads]  out: S at the start of each
 //   matrices, factors  [slots of CHUNK_LEN tokens, heads]  out: M and Tm; what multiplies tokens
@@ -17,6 +18,7 @@
 // lies in registers. The factors and token matrices of the next chunk are made beside a chunk's products, and the
 // rows of the one after that are on their way.
 #include "head_decay_chunk.cuh"
+#include "slot_states.cuh"
 
 struct Stage {
     KeyTile q, k;
@@ -87,12 +89,16 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
     const i64* __restrict__ cu_seqlens, const Walk* __restrict__ walks, T_IO* __restrict__ y,
     T_STATE* __restrict__ final_state, Checkpoint* __restrict__ states, KeptMatrices* __restrict__ matrices,
     TokenFactors* __restrict__ factors, T_IO* __restrict__ kept_u, Strides r_strides, Strides k_strides,
-    Strides v_strides, Strides w_strides, Strides beta_strides, i64 tokens, i64 heads, i64 segments, float scale) {
+    Strides v_strides, Strides w_strides, Strides beta_strides, i64 tokens, i64 heads, i64 segments, float scale,
+    const Piece* __restrict__ pieces, i64 slot_stride, int wave, int waves) {
     __builtin_assume(threadIdx.x < NUM_THREADS);  // so that even shares need no test
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
-    const i64 sequence = SEGMENTED ? blockIdx.x / static_cast<unsigned>(segments) : blockIdx.x;
+    const i64 place = SEGMENTED ? blockIdx.x / static_cast<unsigned>(segments) : blockIdx.x;
+    const i64 sequence = piece_of(place, wave, waves);
+    if (is_for_others(pieces, sequence, wave)) return;
     const i64 head = blockIdx.y, key_head = head / GROUP;
+    if constexpr (POOLED) __builtin_assume(cu_seqlens != nullptr);  // which spares registers
     const Span span = sequence_span(cu_seqlens, sequence, tokens);
     const int chunks = static_cast<int>((span.length + CHUNK_LEN - 1) / CHUNK_LEN);
     const OwnRows share;
@@ -153,10 +159,15 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
     Gates gates;
     load_gates(gates, first);
     StateRows state[TILES];
-    read_state<STATE_LAYOUT>(state, initial_state && first == 0 ? initial_state + state_offset : nullptr,
-                             share.first_value);
+    // Blocks that share a sequence read a copy: the last one may write its slot before the first one begins.
+    if constexpr (POOLED && !SEGMENTED)
+        read_slot(state, first_state(initial_state, state_offset, pieces, sequence, head, slot_stride),
+                  share.first_value);
+    else
+        read_state<STATE_LAYOUT>(state, initial_state && first == 0 ? initial_state + state_offset : nullptr,
+                                 share.first_value);
     float of_own[TILES][2] = {};
-    if constexpr (HAS_OWN) read_own(of_own, own + head * VALUE_SIZE, share.first_value);
+    if constexpr (HAS_OWN) read_own<SKIP_PER_CHANNEL>(of_own, own, head, share.first_value);
     const auto solve = [&](TokenWork& work) {
         if constexpr (HAS_DELTA)
             if (warp_id() == WARPS - 1) solve_lower(work.solver, load_left(tile_of(work.m), 0, 16));
@@ -257,8 +268,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
         y += CHUNK_LEN * y_stride;
     }
     wait_for_copies<0>();
-    if (final_state != nullptr && share.exist)
+    if (final_state != nullptr && share.exist && (!POOLED || has_last_state(final_state, pieces, sequence)))
 #pragma unroll
         for (int i = 0; i < TILES; ++i)
-            write_state<STATE_LAYOUT>(final_state + state_offset, state[i], share.first_value + 16 * i);
+            write_state<STATE_LAYOUT>(last_state(final_state, state_offset, pieces, sequence, head, slot_stride),
+                                      state[i], share.first_value + 16 * i);
 }

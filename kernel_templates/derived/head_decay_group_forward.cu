@@ -7,6 +7,7 @@
 // factors and token matrices. Products of rows with all rows have the squares of norms on their diagonal.
 #include "bulk_copy.cuh"
 #include "head_decay_chunk.cuh"
+#include "slot_states.cuh"
 #include "wgmma.cuh"
 
 static_assert(HEAD_SIZE % TILE_COLUMNS == 0 && VALUE_SIZE % ROWS == 0, "head sizes in steps of 64");
@@ -59,12 +60,16 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
     const i64* __restrict__ cu_seqlens, const Walk* __restrict__ walks, T_IO* __restrict__ y,
     T_STATE* __restrict__ final_state, Checkpoint* __restrict__ states, KeptMatrices* __restrict__ matrices,
     TokenFactors* __restrict__ factors, T_IO* __restrict__ kept_u, Strides r_strides, Strides k_strides,
-    Strides v_strides, Strides w_strides, Strides beta_strides, i64 tokens, i64 heads, i64 segments, float scale) {
+    Strides v_strides, Strides w_strides, Strides beta_strides, i64 tokens, i64 heads, i64 segments, float scale,
+    const Piece* __restrict__ pieces, i64 slot_stride, int wave, int waves) {
     __builtin_assume(threadIdx.x < NUM_THREADS);  // so that even shares need no test
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
-    const i64 sequence = SEGMENTED ? blockIdx.x / static_cast<unsigned>(segments) : blockIdx.x;
+    const i64 place = SEGMENTED ? blockIdx.x / static_cast<unsigned>(segments) : blockIdx.x;
+    const i64 sequence = piece_of(place, wave, waves);
+    if (is_for_others(pieces, sequence, wave)) return;
     const i64 head = blockIdx.y, key_head = head / GROUP;
+    if constexpr (POOLED) __builtin_assume(cu_seqlens != nullptr);  // which spares registers
     const Span span = sequence_span(cu_seqlens, sequence, tokens);
     const int length = static_cast<int>(span.length), chunks = (length + CHUNK_LEN - 1) / CHUNK_LEN;
     const Walk walk = walk_of<false>(walks, chunks, heads);
@@ -222,10 +227,15 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
                 rows, y_stride, &stage.v[0][64 * walker], steps_of(chunk), 64, threadIdx.x % GROUP_THREADS);
         };
         StateRows state;
-        read_state<STATE_LAYOUT>(state, initial_state && first == 0 ? initial_state + state_offset : nullptr,
-                                 share.first_value);
+        // Blocks that share a sequence read a copy: the last one may write its slot before the first one begins.
+        if constexpr (POOLED && !SEGMENTED)
+            read_slot(state, first_state(initial_state, state_offset, pieces, sequence, head, slot_stride),
+                      share.first_value);
+        else
+            read_state<STATE_LAYOUT>(state, initial_state && first == 0 ? initial_state + state_offset : nullptr,
+                                     share.first_value);
         float of_own[1][2] = {};
-        if constexpr (HAS_OWN) read_own(of_own, own + head * VALUE_SIZE, share.first_value);
+        if constexpr (HAS_OWN) read_own<SKIP_PER_CHANNEL>(of_own, own, head, share.first_value);
 
         for (int chunk = first; chunk < end; ++chunk) {
             const bool is_own = chunk >= walk.begin;  // the others are run through for the state alone
@@ -302,7 +312,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
             __syncwarp();
             if (lane_id() == 0) arrive_at<1>(smem.empty[slot], 0);
         }
-        if (final_state != nullptr && end == chunks)
-            write_state<STATE_LAYOUT>(final_state + state_offset, state, share.first_value);
+        if (has_last_state(final_state, pieces, sequence) && end == chunks)
+            write_state<STATE_LAYOUT>(last_state(final_state, state_offset, pieces, sequence, head, slot_stride), state,
+                                      share.first_value);
     }
 }

@@ -12,6 +12,7 @@
 // Grid (sequences * segments, heads, directions): forward, and where there are two, backward.
 #include "head_decay_gates.cuh"
 #include "head_decay_walk.cuh"
+#include "pieces.cuh"
 #include "span.cuh"
 
 static_assert(SEGMENTED, "blocks have whole sequences where no decay lets them share one");
@@ -21,10 +22,12 @@ constexpr int MOST_AHEAD = 32;       // chunks before a block's own, a lane for 
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS) head_decay_walks(
     const T_W* __restrict__ w, const T_BETA* __restrict__ beta, const float* __restrict__ a_log,
-    const float* __restrict__ dt_bias, const i64* __restrict__ cu_seqlens, Walk* __restrict__ walks, Strides w_strides, Strides beta_strides, i64 tokens, i64 heads, i64 segments) {
+    const float* __restrict__ dt_bias, const i64* __restrict__ cu_seqlens, Walk* __restrict__ walks, Strides w_strides,
+    Strides beta_strides, i64 tokens, i64 heads, i64 segments, const Piece* __restrict__ pieces, int wave) {
     __shared__ float kept[MOST_AHEAD];
     const unsigned parts = segments;
     const i64 sequence = blockIdx.x / parts, head = blockIdx.y;
+    if (POOLED && pieces[sequence].wave != wave) return;  // as it is for others
     const int segment = blockIdx.x % parts;
     const bool is_backward = blockIdx.z > 0;
     const Span span = sequence_span(cu_seqlens, sequence, tokens);

@@ -1,9 +1,12 @@
-// Rows of a launch over a pool of states: where a block's part of a state lies, and its tokens one after another.
+// Rows of a launch over states: where a block's part of a state lies, and its tokens one after another.
 //
-// Needs T_IO, T_STATE, and what update.cuh needs.
+// Needs T_IO, T_STATE, PACKED, and what update.cuh needs.
 #pragma once
 #include "overlap.cuh"
 #include "update.cuh"
+namespace arranged {  // as layer.cuh has another Piece
+#include "pieces.cuh"
+}
 
 // What a block has: a head of a row, and its values from `first_value` on.
 struct Part {
@@ -17,21 +20,15 @@ struct Part {
     __device__ i64 in_slot() const { return head * (VALUE_SIZE * HEAD_SIZE); }
 };
 
-// Has the state of a part brought near. The launch before may still write the index and the state.
+// Has the state of a part brought near. The launch before may still write the index and the state. With PACKED it writes
+// which states these are.
 __device__ inline void bring_near(const Part& part, const T_STATE* state, const Index* state_indices, i64 slot_stride,
                                   i64 slots) {
+    if constexpr (PACKED) return;
     const i64 likely = state_indices != nullptr ? i64(read_from_l2(state_indices + part.row)) : part.row;
     if (likely >= 0 && likely < slots) prefetch_tile(state + likely * slot_stride + part.in_slot(), part.first_value);
 }
 
-// The slots that a row reads and writes.
-struct Slots {
-    i64 from, to;
-    __device__ Slots(i64 row, const Index* state_indices, const Index* write_indices) {
-        from = state_indices != nullptr ? i64(state_indices[row]) : row;
-        to = write_indices != nullptr ? i64(write_indices[row]) : from;
-    }
-};
 // Whether a number is none of a slot; one of those that nobody gives may be at or below `null_index`.
 __device__ inline bool is_none(i64 slot, bool is_given, i64 slots, i64 null_index) {
     return (is_given && slot <= null_index) || slot >= slots || slot < 0;
@@ -44,6 +41,33 @@ __device__ inline void write_zeros(T_IO* y, i64 y_stride, int first_value, i64 b
     for (i64 t = begin; t < end; ++t)
 #pragma unroll 1
         for (int i = threadIdx.x; i < width; i += NUM_THREADS) y[t * y_stride + i] = from_float<T_IO>(0.0f);
+}
+
+// A row: its tokens, of which the first is counted from the first row on, and the slots that it reads and writes. It is
+// not there where nothing is left to do: its y has the zeros that it gets.
+struct Row {
+    i64 begin, tokens, from, to;
+    bool is_there;
+};
+// Of `batch` rows of `tokens` each, or with PACKED of pieces. y is the part's, of the first token of all rows.
+__device__ inline Row row_of(const Part& part, const Index* state_indices, const Index* write_indices, i64 slots,
+                             i64 null_index, i64 batch, i64 tokens, const i64* bounds, const arranged::Piece* pieces, T_IO* y,
+                             i64 y_stride) {
+    const i64 row = part.row;
+    if constexpr (PACKED) {
+        const i64 end = bounds[batch], share = (tokens - end + batch - 1) / batch;
+        write_zeros(y, y_stride, part.first_value, end + row * share, min(end + (row + 1) * share, tokens));
+        const arranged::Piece piece = pieces[row];
+        const i64 begin = bounds[row], count = bounds[row + 1] - begin;
+        if (piece.kind == arranged::PieceKind::zeros) write_zeros(y, y_stride, part.first_value, begin, begin + count);
+        return {begin, count, piece.read, piece.write, piece.kind == arranged::PieceKind::few_tokens};
+    } else {
+        const i64 from = state_indices != nullptr ? i64(state_indices[row]) : row, begin = row * tokens;
+        const i64 to = write_indices != nullptr ? i64(write_indices[row]) : from;
+        const bool is_there = !is_none(from, state_indices != nullptr, slots, null_index);
+        if (!is_there) write_zeros(y, y_stride, part.first_value, begin, begin + tokens);
+        return {begin, tokens, from, to, is_there};
+    }
 }
 
 // Runs the tokens of a row, of which the first is loaded: each is stored for all threads, the next one loaded meanwhile,

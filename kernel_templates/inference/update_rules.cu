@@ -1,4 +1,4 @@
-// One or a few tokens of many sequences, whose states lie in a pool and are changed in place, for ops whose decays and
+// One or a few tokens of many sequences, from the states in one memory to those in another, for ops whose decays and
 // values are computed of other inputs. Per head, S [V, K], with d and u as below:
 //
 //     S' = S diag(d);   S'' = S' + u k^T;   y = (scale S'' q + D v) silu(z)
@@ -21,7 +21,8 @@
 //   a_log         [heads]  T_A_LOG  in or null: A_log or A
 //   dt_bias, own  [heads], or [heads, K] with G_PER_CHANNEL, [heads, V] with SKIP_PER_CHANNEL  T_DT_BIAS, T_D  in or
 //                 null; own is D
-//   state, state_indices, write_indices, seed  as in update_states.cu, and so are rows without a slot
+//   initial_state, final_state, state_indices, write_indices, seed  as in update_states.cu, and so are HAS_STATE and
+//                 rows without a slot, and with PACKED pieces in the place of rows
 //
 // Inputs are read by their strides, and nothing is rounded before it is written. Any decay, gate and step is safe. Grid,
 // shared memory and registers are as there.
@@ -165,34 +166,38 @@ __device__ inline void update_tile(Tile& tile, const Token& token, OfHead head, 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) update_rules(
     const T_IO* __restrict__ r, const T_G* __restrict__ w, const T_IO* __restrict__ k, const T_IO* __restrict__ v,
     const T_BETA* __restrict__ beta, const T_A_LOG* __restrict__ a_log, const T_DT_BIAS* __restrict__ dt_bias,
-    const T_IO* __restrict__ write_gate, const T_D* __restrict__ own, const T_IO* __restrict__ z, T_STATE* state,
-    const Index* __restrict__ state_indices, const Index* __restrict__ write_indices, const i64* __restrict__ seed,
-    T_IO* __restrict__ y, Strides r_strides, Strides w_strides, Strides k_strides, Strides v_strides,
-    Strides beta_strides, Strides write_gate_strides, Strides z_strides, i64 slot_stride, i64 slots, i64 null_index,
-    i64 batch, i64 tokens, i64 heads, int group, float scale, float lower_bound, float least, float most) {
+    const T_IO* __restrict__ write_gate, const T_D* __restrict__ own, const T_IO* __restrict__ z,
+    const T_STATE* initial_state, T_STATE* final_state, const Index* __restrict__ state_indices,
+    const Index* __restrict__ write_indices, const i64* __restrict__ seed, T_IO* __restrict__ y, Strides r_strides,
+    Strides w_strides, Strides k_strides, Strides v_strides, Strides beta_strides, Strides write_gate_strides,
+    Strides z_strides, i64 slot_stride, i64 slots, i64 null_index, i64 batch, i64 tokens, i64 heads, int group,
+    float scale, float lower_bound, float least, float most, const i64* __restrict__ bounds,
+    const arranged::Piece* __restrict__ pieces) {
     __shared__ alignas(16) Smem smem;
     const Part part;
     const i64 row = part.row, head = part.head;
     if (row >= batch) return;
     const int first_value = part.first_value;
     let_next_launch_begin();
-    bring_near(part, state, state_indices, slot_stride, slots);
-    state = after_previous_launch(state);
+    if constexpr (HAS_STATE) bring_near(part, initial_state, state_indices, slot_stride, slots);
+    initial_state = after_previous_launch(initial_state);
     r = written_meanwhile(r), w = written_meanwhile(w), k = written_meanwhile(k), v = written_meanwhile(v);
     beta = written_meanwhile(beta), a_log = written_meanwhile(a_log), dt_bias = written_meanwhile(dt_bias);
     write_gate = written_meanwhile(write_gate), own = written_meanwhile(own), z = written_meanwhile(z);
     state_indices = written_meanwhile(state_indices), write_indices = written_meanwhile(write_indices);
     seed = written_meanwhile(seed);
     const i64 y_stride = heads * VALUE_SIZE;
-    y += row * tokens * y_stride + head * VALUE_SIZE + first_value;
-    const Slots own_slots(row, state_indices, write_indices);
-    if (is_none(own_slots.from, state_indices != nullptr, slots, null_index)) {
-        write_zeros(y, y_stride, first_value, 0, tokens);
-        return;
-    }
+    y += head * VALUE_SIZE + first_value;
+    if constexpr (PACKED) bounds = written_meanwhile(bounds), pieces = written_meanwhile(pieces);
+    const Row place =
+        row_of(part, state_indices, write_indices, slots, null_index, batch, tokens, bounds, pieces, y, y_stride);
+    if (!place.is_there) return;
+    y += place.begin * y_stride;
 
     const int key_head = static_cast<int>(head) / group;
-    const auto start = [&](const Strides& s, i64 of) { return row * s.batch + of * s.head; };
+    const auto start = [&](const Strides& s, i64 of) {
+        return (PACKED ? place.begin * s.token : row * s.batch) + of * s.head;
+    };
     r += start(r_strides, key_head), k += start(k_strides, key_head), w += start(w_strides, head);
     v += start(v_strides, head) + first_value, beta += start(beta_strides, head);
     write_gate += start(write_gate_strides, head) + first_value, z += start(z_strides, head) + first_value;
@@ -214,17 +219,18 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) update_
     parameters.load(a_log, dt_bias, own, head, first_value);
 
     Tile tile;
-    read_tile(tile, state + own_slots.from * slot_stride + part.in_slot(), first_value);
+    if (!HAS_STATE || (PACKED && place.from < 0)) clear_tile(tile);
+    else read_tile(tile, initial_state + place.from * slot_stride + part.in_slot(), first_value);
 
     OfHead of_head;
     run_tokens(
-        smem.token, tokens,
+        smem.token, place.tokens,
         [&](Token& token) { of_head = held.store(token, parameters, lower_bound, Limits{least, most}); }, load,
         [&](i64 t, const Token& token) {
             update_tile(tile, token, of_head, parameters, smem.sums, y + t * y_stride, first_value, scale);
         });
-    if (is_none(own_slots.to, write_indices != nullptr, slots, null_index)) return;
-    const i64 number = STOCHASTIC ? *seed : 0;
-    const i64 draw = (own_slots.to * heads + head) * TILES_OF_HEAD;
-    write_tile(state + own_slots.to * slot_stride + part.in_slot(), tile, first_value, number, draw);
+    const i64 to = place.to;
+    if (final_state == nullptr || is_none(to, write_indices != nullptr, slots, null_index)) return;
+    const i64 number = STOCHASTIC ? *seed : 0, draw = (to * heads + head) * TILES_OF_HEAD;
+    write_tile(final_state + to * slot_stride + part.in_slot(), tile, first_value, number, draw);
 }

@@ -1,4 +1,4 @@
-// One or a few tokens of many sequences, whose states lie in a pool and are changed in place. Per head, S [V, K]:
+// One or a few tokens of many sequences, from the states in one memory to those in another. Per head, S [V, K]:
 //
 //     with DELTA     sa = S a;  S' = S diag(d) + sa b^T + v k^T;  y = scale S' r
 //     without        S' = S diag(d) + v k^T;  with BONUS y = scale (S r + (sum_j u_j r_j k_j) v), else y = scale S' r
@@ -7,7 +7,9 @@
 //   a b       the same shape as r, T_IO, in with DELTA, else null
 //   v, y      [batch, tokens, heads, V]  T_IO   in, out; y without gaps
 //   u, w0     [heads, K]  T_U, T_W0  in, or null: u without BONUS, w0 where nothing is added to w
-//   state     [slots, heads, V, K] or, in the kv layout, [.., K, V]  T_STATE  in and out; a slot has no gaps
+//   initial_state, final_state  [slots, heads, V, K] or, in the kv layout, [.., K, V]  T_STATE  in, out; a slot has no
+//                               gaps. Without HAS_STATE the initial one is zeros, and null; a final one of null is not
+//                               written. Calls over a pool change it in place: both are the pool.
 //   state_indices, write_indices  [batch]  int32 or int64  in, or null: row i has slot i, and writes where it reads
 //   seed      [1]  i64  in with STOCHASTIC, else null
 //
@@ -22,7 +24,6 @@
 // the state as it was. So it is read by accesses of 16 bytes, all of which are under way before the first is used.
 // The launch may begin beside the one before, and lets the next one begin beside itself: it has its state brought near
 // meanwhile, and reads nothing that the other may still write.
-#include "pieces.cuh"
 #include "update_rows.cuh"
 #include "update_token.cuh"
 
@@ -84,46 +85,32 @@ __device__ inline void update_tile(Tile& tile, const Token& token, Sums<PAIRS>& 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) update_states(
     const T_IO* __restrict__ r, const T_W* __restrict__ w, const T_IO* __restrict__ k, const T_IO* __restrict__ v,
     const T_IO* __restrict__ a, const T_IO* __restrict__ b, const T_U* __restrict__ u, const T_W0* __restrict__ w0,
-    T_STATE* state, const Index* __restrict__ state_indices, const Index* __restrict__ write_indices,
-    const i64* __restrict__ seed, T_IO* __restrict__ y, Strides r_strides, Strides w_strides, Strides k_strides,
-    Strides v_strides, Strides a_strides, Strides b_strides, i64 slot_stride, i64 slots, i64 null_index, i64 batch,
-    i64 tokens, i64 heads, float scale, const i64* __restrict__ bounds, const Piece* __restrict__ pieces) {
+    const T_STATE* initial_state, T_STATE* final_state, const Index* __restrict__ state_indices,
+    const Index* __restrict__ write_indices, const i64* __restrict__ seed, T_IO* __restrict__ y, Strides r_strides,
+    Strides w_strides, Strides k_strides, Strides v_strides, Strides a_strides, Strides b_strides, i64 slot_stride,
+    i64 slots, i64 null_index, i64 batch, i64 tokens, i64 heads, float scale, const i64* __restrict__ bounds,
+    const arranged::Piece* __restrict__ pieces) {
     __shared__ alignas(16) Smem smem;
     const Part part;
     const i64 row = part.row, head = part.head;
     if (row >= batch) return;
     const int first_value = part.first_value;
     let_next_launch_begin();
-    if constexpr (!PACKED) bring_near(part, state, state_indices, slot_stride, slots);
-    state = after_previous_launch(state);
+    if constexpr (HAS_STATE) bring_near(part, initial_state, state_indices, slot_stride, slots);
+    initial_state = after_previous_launch(initial_state);
     r = written_meanwhile(r), w = written_meanwhile(w), k = written_meanwhile(k), v = written_meanwhile(v);
     a = written_meanwhile(a), b = written_meanwhile(b), u = written_meanwhile(u), w0 = written_meanwhile(w0);
     state_indices = written_meanwhile(state_indices), write_indices = written_meanwhile(write_indices);
     seed = written_meanwhile(seed);
     const i64 y_stride = heads * VALUE_SIZE;
     y += head * VALUE_SIZE + first_value;
-    i64 from, to, begin = 0;
-    if constexpr (PACKED) {
-        bounds = written_meanwhile(bounds), pieces = written_meanwhile(pieces);
-        const i64 end = bounds[batch], share = (tokens - end + batch - 1) / batch;
-        write_zeros(y, y_stride, first_value, end + row * share, min(end + (row + 1) * share, tokens));
-        const Piece piece = pieces[row];
-        begin = bounds[row], tokens = bounds[row + 1] - begin;
-        if (piece.kind == PieceKind::zeros) write_zeros(y, y_stride, first_value, begin, begin + tokens);
-        if (piece.kind != PieceKind::few_tokens) return;
-        from = piece.read, to = piece.write, null_index = -1;
-        y += begin * y_stride;
-    } else {
-        const Slots own(row, state_indices, write_indices);
-        from = own.from, to = own.to;
-        y += row * tokens * y_stride;
-        if (is_none(from, state_indices != nullptr, slots, null_index)) {
-            write_zeros(y, y_stride, first_value, 0, tokens);
-            return;
-        }
-    }
+    if constexpr (PACKED) bounds = written_meanwhile(bounds), pieces = written_meanwhile(pieces);
+    const Row own =
+        row_of(part, state_indices, write_indices, slots, null_index, batch, tokens, bounds, pieces, y, y_stride);
+    if (!own.is_there) return;
+    y += own.begin * y_stride;
 
-    const auto start = [&](Strides s) { return (PACKED ? begin * s.token : row * s.batch) + head * s.head; };
+    const auto start = [&](Strides s) { return (PACKED ? own.begin * s.token : row * s.batch) + head * s.head; };
     r += start(r_strides), w += start(w_strides), k += start(k_strides);
     v += start(v_strides) + first_value, a += start(a_strides), b += start(b_strides);
     u += head * HEAD_SIZE;
@@ -140,15 +127,16 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) update_
     if (DECAY != Decay::none && w0 != nullptr) held.w0.load(w0 + head * HEAD_SIZE);
 
     Tile tile;
-    if (PACKED && from < 0) clear_tile(tile);
-    else read_tile(tile, state + from * slot_stride + part.in_slot(), first_value);
+    if (!HAS_STATE || (PACKED && own.from < 0)) clear_tile(tile);
+    else read_tile(tile, initial_state + own.from * slot_stride + part.in_slot(), first_value);
 
     run_tokens(
-        smem.token, tokens, [&](Token& token) { held.store(token, w0 != nullptr); }, load,
+        smem.token, own.tokens, [&](Token& token) { held.store(token, w0 != nullptr); }, load,
         [&](i64 t, const Token& token) {
             update_tile(tile, token, smem.sums, y + t * y_stride, first_value, scale);
         });
-    if (is_none(to, write_indices != nullptr, slots, null_index)) return;
-    const i64 number = STOCHASTIC ? *seed : 0;
-    write_tile(state + to * slot_stride + part.in_slot(), tile, first_value, number, (to * heads + head) * TILES_OF_HEAD);
+    const i64 to = own.to;
+    if (final_state == nullptr || is_none(to, write_indices != nullptr, slots, null_index)) return;
+    const i64 number = STOCHASTIC ? *seed : 0, draw = (to * heads + head) * TILES_OF_HEAD;
+    write_tile(final_state + to * slot_stride + part.in_slot(), tile, first_value, number, draw);
 }

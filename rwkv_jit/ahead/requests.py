@@ -20,10 +20,9 @@ from rwkv_jit.kernels.template import STORAGE_TYPES, Parameter
 from rwkv_jit.ops import timex
 from rwkv_jit.pool import arguments
 from rwkv_jit.pool.ring import MOST_ENTRIES
-from rwkv_jit.schedules import directions, through, update, wkv4
+from rwkv_jit.schedules import directions, update, wkv4
 from rwkv_jit.schedules.build_command import LAYER_OPS, OPS
 from rwkv_jit.schedules.layers import LEGAL
-from rwkv_jit.schedules.operands import Slots
 from rwkv_jit.schedules.problem import Op, Problem
 from rwkv_jit.schedules.schedule import Schedule
 from rwkv_jit.schedules.table import ALL
@@ -133,36 +132,23 @@ def call_requests(calls: Calls) -> list[kernel.Request]:
 
 
 def _pool_requests(stand_in: Problem, calls: Calls, w_type: str) -> list[kernel.Request]:
-    """Return the kernels of calls over a pool: of an op that goes through another those of that one and before it."""
-    knowing, index_bytes = _knowing(calls.arch), calls.index_bits // 8
-    if stand_in.op.through is not None:
-        below = through.below(stand_in)
-        # A bound of a gate chooses no chunks over a pool, and an input may have one number of a head.
-        several = stand_ins.pooled_problems(below._replace(decay_bound=None), knowing)
-        of_heads = {name: dims for name, dims in stand_in.op.also.items() if not dims.startswith("(")}
-        ops = [stand_in.op, *([replace(stand_in.op, inputs={**stand_in.op.inputs, **of_heads})] if of_heads else [])]
-        problems = [stand_in._replace(op=op, training=False) for op in ops]
-        # Around the recurrence of packed tokens, with bounds of either width.
-        bounds = [Slots(1, index_bytes, -1, 1, width) for width in (4, 8)]
-        around = (through.over_pool(p, Schedule(()), slots) for p in problems for slots in bounds)
-        schedules = [
-            *around,
-            *(schedule for p in problems for schedule in stand_ins.updates(p, ["fp32"], index_bytes)),
-            *stand_ins.varlens(several, ["void"], index_bytes),
-        ]
-        return _kernels(schedules, stand_in.gpu)
-    of_w = ["fp32", w_type] if "w" in stand_in.op.inputs else []
-    of_rings = [
-        schedule
-        for each in calls.rings
-        for schedule in stand_ins.replays(stand_in, of_w or ["fp32"], index_bytes, *each)
-    ]
-    several = stand_ins.pooled_problems(stand_in, knowing)
-    schedules = [
-        *stand_ins.updates(stand_in, of_w or ["fp32"], index_bytes),
-        *stand_ins.varlens(several, ["void", *of_w], index_bytes),
-    ]
-    return _kernels([*schedules, *of_rings], stand_in.gpu)
+    """Return the kernels of calls over a pool, and of those over rings."""
+    knowing, index_bytes, op = _knowing(calls.arch), calls.index_bits // 8, stand_in.op
+    is_through = op.through is not None
+    of_w = ["fp32", w_type] if "w" in op.inputs and not is_through else []
+    # An input may have one number of a head.
+    of_heads = {name: dims for name, dims in op.also.items() if not dims.startswith("(")}
+    ops = [op, *([replace(op, inputs={**op.inputs, **of_heads})] if of_heads else [])]
+    schedules = list[Schedule]()
+    for each in ops:
+        p = stand_in._replace(op=each, training=False)
+        if is_through:  # a bound of a gate chooses no chunks over a pool
+            p = p._replace(decay_bound=None)
+        schedules += stand_ins.updates(p, of_w or ["fp32"], index_bytes)
+        schedules += stand_ins.varlens(stand_ins.pooled_problems(p, knowing), ["void", *of_w], index_bytes)
+    for ring in calls.rings:
+        schedules += stand_ins.replays(stand_in, of_w or ["fp32"], index_bytes, *ring)
+    return _kernels(schedules, stand_in.gpu)
 
 
 def _requests_without_heads(calls: Calls, types: Mapping[str, str]) -> list[kernel.Request]:

@@ -18,14 +18,15 @@ from rwkv_jit.schedules.varlen import Varlen
 Knowing = Callable[[], Known]
 MANY = 2**16  # multiprocessors of a GPU that has too few heads whatever a call has
 # Of all lengths one stands for those that the tensor cores take, in segments too, one for those that few heads take in
-# the kernels for large ones, one for those of a few chunks, one for those that are a short chunk, and one for the
-# others; of all GPUs one that has too few heads whatever a call has, for calls of one length and for packed ones of
-# uneven lengths. Where the number of multiprocessors is not known, calls have heads enough.
+# the kernels for large ones, one for those of a few chunks, one for those that are a short chunk, and two for the
+# others, of several tokens and of one; of all GPUs one that has too few heads whatever a call has, for calls of one
+# length and for packed ones of uneven lengths. Where the number of multiprocessors is not known, calls have heads
+# enough.
 LONG = 2**16
 _OF_FEW_HEADS = 512
-_LENGTHS = (LONG, _OF_FEW_HEADS, 128, rule.SHORT_TOKENS, 1)
+_LENGTHS = (LONG, _OF_FEW_HEADS, 128, rule.SHORT_TOKENS, 2, 1)
 # Of those without initial states, which have kernels of their own; their final states are float32.
-_STATELESS_LENGTHS = (32, rule.SHORT_TOKENS)
+_STATELESS_LENGTHS = (32, rule.SHORT_TOKENS, 2, 1)
 # Of ops with dedicated kernels: multiprocessors for each head of all sequences. These cut a sequence from so many
 # tokens for a block on, and values where there are fewer blocks than multiprocessors.
 _SHARES = (1, 2, 4)
@@ -35,13 +36,23 @@ _LEAST_CUT = 2048
 # ---- problems ----------------------------------------------------------------------------------------------------
 
 
-def _resolved(several: Sequence[Problem], knowing: Sequence[Knowing], *purposes: bool) -> list[Problem]:
+def _resolved(
+    several: Sequence[Problem], knowing: Sequence[Knowing], *purposes: bool, sees_load: bool = True
+) -> list[Problem]:
     """Return the problems of calls by the rule: for gradients or not, of calls that know one thing or another."""
     return [
-        rule.resolved(p._replace(training=training), known)
+        rule.resolved(p._replace(training=training), known, sees_load)
         for p in several
         for training, known in product(purposes, knowing)
     ]
+
+
+def _in_dedicated_kernels(p: Problem) -> list[Problem]:
+    """Return what stands for calls in dedicated kernels, if the op has some: of many blocks and fewer."""
+    if p.op.through is None:
+        return []
+    gpus = [p.gpu._replace(multiprocessors=share * p.H) for share in _SHARES]
+    return [p._replace(T=tokens, gpu=gpu) for tokens, gpu in product((LONG, _LEAST_CUT, 1024), gpus)]
 
 
 def _few_heads(p: Problem) -> Problem:
@@ -56,11 +67,10 @@ def problems(stand_in: Problem, direction: str, knowing: Sequence[Knowing]) -> l
         for p in _in_parts(stand_in._replace(T=tokens))
         for each in (p, _few_heads(p), _few_heads(p)._replace(is_packed=True, longest=tokens))
     ]
-    if stand_in.op.through is not None:
-        gpus = [stand_in.gpu._replace(multiprocessors=share * stand_in.H) for share in _SHARES]
-        several += [stand_in._replace(T=tokens, gpu=gpu) for tokens, gpu in product((LONG, _LEAST_CUT, 1024), gpus)]
+    several += _in_dedicated_kernels(stand_in)
     for tokens in _STATELESS_LENGTHS if stand_in.state_type == "fp32" else ():
-        several += _in_parts(stand_in._replace(T=tokens, has_initial_state=False))
+        parts = _in_parts(stand_in._replace(T=tokens, has_initial_state=False))
+        several += [each for p in parts for each in (p, _few_heads(p))]
     resolved = _resolved(several, knowing, True, *([False] if direction == "forward" else []))
     if direction == "backward":
         of_states = [p for p in resolved if directions.has_state_alone(p)]
@@ -74,7 +84,9 @@ def pooled_problems(stand_in: Problem, knowing: Sequence[Knowing]) -> list[Probl
     for tokens in (LONG, _OF_FEW_HEADS, rule.SHORT_TOKENS):
         p = stand_in._replace(T=tokens, is_packed=True, is_narrow=False)
         several += [p, _few_heads(p), _few_heads(p)._replace(longest=tokens)]
-    return _resolved(several, knowing, False)
+    dedicated = [p._replace(is_packed=True, is_pooled=True) for p in _in_dedicated_kernels(stand_in)]
+    dedicated += [_few_heads(p) for p in dedicated[:: len(_SHARES)]]
+    return _resolved(several, knowing, False) + _resolved(dedicated, knowing, False, sees_load=False)
 
 
 def shard_problems(stand_in: Problem, direction: str, knowing: Sequence[Knowing]) -> list[Problem]:

@@ -97,7 +97,8 @@ class Writer:
                 self.roots[memory] = name, layout
                 self._names[Read(memory, layout)] = name
         target = names[0] if step.is_alone else "".join([f"{name}, " for name in names])
-        self._lines.append((f"{target} = {self._constant(run)}({text})", [*used, *names]))
+        begin = f"{target} = " if names else ""
+        self._lines.append((f"{begin}{self._constant(run)}({text})", [*used, *names]))
 
     def name(self, read: Read, takes_addresses: bool = False) -> str:
         """Return the name of what a step reads, after a line that makes a view of it if need be."""

@@ -39,12 +39,16 @@ class CallOptions(TypedDict, total=False):
 
     Notes
     -----
-    For float16 and bfloat16 from sm_80 on, with 4 tokens a sequence on average or more, "auto" takes "chunked" for K
-    and V up to 128 with K at most twice V, where the GPU has the shared memory, and "split" for other heads up to 1024.
-    If there are few heads, it takes "split" for the smaller ones too, if T makes 4 segments or more of at least 512
-    tokens in wkv7 and 256 in the other ops; and for packed sequences, 256 tokens or more on average, if the longest one
-    has three times the tokens that each block would have with equal shares. Keys of other ops than wkv7 above 256 (on
-    sm_90 above 1024) are cut into parts, whose y are added. All other calls take "recurrent".
+    For up to 8 tokens without gradients, not packed and with K up to 1024, "auto" takes the kernel of updates, such as
+    `wkv7_update`, which goes token by token in float32. Calls with `chunk_len` or `num_threads`, and those after
+    `set_batch_invariant`, do not.
+
+    For other calls in float16 and bfloat16 from sm_80 on, with 4 tokens a sequence on average or more, "auto" takes
+    "chunked" for K and V up to 128 with K at most twice V, where the GPU has the shared memory, and "split" for other
+    heads up to 1024. If there are few heads, it takes "split" for the smaller ones too, if T makes 4 segments or more
+    of at least 512 tokens in wkv7 and 256 in the other ops; and for packed sequences, 256 tokens or more on average, if
+    the longest one has three times the tokens that each block would have with equal shares. Keys of other ops than wkv7
+    above 256 (on sm_90 above 1024) are cut into parts, whose y are added. All other calls take "recurrent".
 
     float32 takes the same kernels as float16 if `torch.set_float32_matmul_precision` is "high" or "medium", and so does
     bfloat16 if `set_bfloat16_precision` is "high". Tensors are then scaled by powers of two.

@@ -32,7 +32,7 @@ def forward(
         @staticmethod
         def forward(ctx: Any, keys: Any, named: dict[str, Any], *arguments: Any) -> Any:
             with _outer_levels():
-                results = _below(op, keys, (*arguments[:-1], True), named)
+                results = below(op, keys, (*arguments[:-1], True), named)
             ctx.set_materialize_grads(False)
             setup(ctx, arguments, named, results)
             return results
@@ -50,7 +50,7 @@ def forward(
             return plainly(*arguments, **named)
         if torch.is_grad_enabled() and any_requires_grad(arguments):
             return apply(keys, named, *arguments)
-        return _below(op, keys, arguments, named)
+        return below(op, keys, arguments, named)
 
     return record
 
@@ -82,9 +82,9 @@ def backward(op: Any, name: str, instead: str = "") -> tuple[Callable[..., Any],
         if any_tangent(arguments):
             raise refuse()
         if _is_transformed() and torch.is_grad_enabled() and any_requires_grad(arguments):
-            results = apply(lambda *given: _below(op, keys, given, named), *arguments)
+            results = apply(lambda *given: below(op, keys, given, named), *arguments)
             return results[0] if is_alone else results
-        return _below(op, keys, arguments, named)
+        return below(op, keys, arguments, named)
 
     def run(*arguments: Any, **named: Any) -> Sequence[Tensor]:
         batched = [isinstance(x, Tensor) and tensors.is_batched(x) for x in arguments]
@@ -164,7 +164,8 @@ class Leaves(NamedTuple):
         return dict(zip(wanted, copies, strict=True))
 
 
-def _below(op: Any, keys: Any, arguments: Sequence[Any], named: dict[str, Any]) -> Any:
+def below(op: Any, keys: Any, arguments: Sequence[Any], named: dict[str, Any]) -> Any:
+    """Run an op below autograd, with the dispatch keys of its call."""
     with torch._C._AutoDispatchBelowAutograd():
         return op.redispatch(keys & torch._C._after_autograd_keyset, *arguments, **named)
 

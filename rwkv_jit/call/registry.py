@@ -213,5 +213,13 @@ register_both(
 )  # fmt: skip
 for _name, _schema in _LINEAR_LOSS.items():
     register(_name, _schema, "layers.loss_ops")
+# Layers under a compiler: `node` is what it sees, and becomes the others or the parts of the layer.
+_LIBRARY.define("node(Tensor?[] arrays, str key) -> Tensor[]")
+_LIBRARY.impl("node", _later("node", "run"), "CompositeImplicitAutograd")
+_modules["node"] = "nn.traced"
+register("node_fwd", "(Tensor?[] arrays, str name) -> Tensor[]", "nn.traced", maps=False)
+register(
+    "node_bwd", "(Tensor[] values, Tensor?[] grads, str name, bool[] wants) -> Tensor[]", "nn.traced", maps=False
+)  # fmt: skip
 # It imports triton, which nobody but those who count needs.
 on_import.imported(["torch.utils.flop_counter"], then="rwkv_jit.call.flops")

@@ -13,7 +13,8 @@ from rwkv_jit.schedules import common, directions, segments
 from rwkv_jit.schedules.common import LARGEST_HEAD, Obstacle
 from rwkv_jit.schedules.directions import ALGORITHMS
 from rwkv_jit.schedules.problem import Problem
-from rwkv_jit.schedules.through import DEDICATED
+from rwkv_jit.schedules.through import DEDICATED, UPDATE
+from rwkv_jit.schedules.update import FEW_TOKENS, LARGEST_KEY
 
 # Below it a step of the recurrent kernels ends sooner, and none of its products is rounded.
 LEAST_TOKENS = 4
@@ -54,6 +55,9 @@ def known(device: int) -> Known:
 def resolved(p: Problem, known: Callable[[], Known], sees_load: bool = True) -> Problem:
     """Return the problem of a call with its algorithm and geometry; UnsupportedConfigError as of `choose`.
 
+    A few tokens without gradients are for the kernels of updates. Other calls of ops with dedicated kernels take these
+    where they can, and `choose` has the rest.
+
     Where nobody `sees_load`, how many heads and tokens there are for a multiprocessor, heads are many.
     """
     if p.is_chosen:
@@ -62,7 +66,9 @@ def resolved(p: Problem, known: Callable[[], Known], sees_load: bool = True) -> 
         return p._replace(is_chosen=True)
     if p.types["v"] == "fp16":  # as autocast can make them of others
         p = p._replace(is_narrow=False)
-    if takes_dedicated(p):
+    if takes_update(p):
+        return p._replace(backend=UPDATE, is_chosen=True)
+    if takes_dedicated(p, sees_load):
         length = p.chunk_len or ALGORITHMS[p.op.family][DEDICATED].default_chunk_len(p)
         return p._replace(backend=DEDICATED, is_chosen=True, chunk_len=length)
     looked_at = seen(p, sees_load)
@@ -83,15 +89,30 @@ def _of_any_batch(p: Problem) -> Problem:
     return p._replace(T=_MANY, N=_MANY if p.N and p.tokens else 0, is_packed=False)
 
 
-def takes_dedicated(p: Problem) -> bool:
-    """Return whether the op's dedicated kernels take a call without a backend: they have no segments."""
+def takes_update(p: Problem) -> bool:
+    """Return whether the kernels of updates take a call without a backend: a few tokens, and no gradients.
+
+    A bound of decays does not matter to them; a chunk or a number of threads is one of other kernels.
+    """
+    if p.backend != "auto" or p.chunk_len or p.num_threads is not None or p.is_batch_invariant:
+        return False
+    if p.training or p.is_packed or p.is_pooled or UPDATE not in ALGORITHMS.get(p.op.family, {}):
+        return False
+    return bool(0 < p.T <= FEW_TOKENS and p.B * p.H > 0 and p.K <= LARGEST_KEY)
+
+
+def takes_dedicated(p: Problem, sees_load: bool = True) -> bool:
+    """Return whether the op's dedicated kernels take a call without a backend.
+
+    They have no segments for few heads. Over a pool these take them where nobody has seen the load.
+    """
     kernels = ALGORITHMS.get(p.op.family, {}).get(DEDICATED)
-    if kernels is None or p.backend != "auto" or p.num_threads is not None or p.is_narrow or p.is_pooled:
+    if kernels is None or p.backend != "auto" or p.num_threads is not None or p.is_narrow:
         return False
     p = _of_any_batch(p) if p.is_batch_invariant else p
     if p.tokens < LEAST_TOKENS or p.H > common.MOST_HEADS:
         return False
-    if p.all_heads < kernels.LEAST_BLOCKS * (p.gpu.multiprocessors or 0):
+    if (sees_load or not p.is_pooled) and p.all_heads < kernels.LEAST_BLOCKS * (p.gpu.multiprocessors or 0):
         return False
     return bool(kernels.why_not(p) is None)
 

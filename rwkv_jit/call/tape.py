@@ -96,7 +96,7 @@ class Tape(TorchDispatchMode):
         if isinstance(results, (int, torch.dtype)) and not any(isinstance(x, Tensor) for x in args):
             return results  # what dtypes are promoted to, which the key of a call decides
         is_alone = isinstance(results, Tensor)
-        several = [results] if is_alone else results
+        several = () if results is None else [results] if is_alone else results
         # A backward returns None for a gradient that nobody wants.
         if not (isinstance(several, (tuple, list)) and all(x is None or isinstance(x, Tensor) for x in several)):
             raise CannotRecord(f"{func}, which returns no tensors")
@@ -105,7 +105,9 @@ class Tape(TorchDispatchMode):
             raise CannotRecord(f"{func}, which returns what is on another device")  # and whoever reads it is not seen
         self._kept.extend(there)
         new = [x for x in there if x.numel() and self.place(x) is None]
-        if func._schema.is_mutable:
+        if func._schema.is_mutable and results is None and len(runs) == 1 and self._note_plan(*runs[0], []):
+            pass
+        elif func._schema.is_mutable:
             self.steps.append(Step(func, arguments, more, (None,) * len(several), is_alone))
         elif new and not (len(runs) == 1 and self._note_plan(*runs[0], new)):
             places = tuple([self.add(x) if any(x is y for y in new) else None for x in several])
@@ -116,10 +118,11 @@ class Tape(TorchDispatchMode):
         """Return whether all that an op changes was made here, in this direction."""
         if not func._schema.is_mutable:
             return True
-        if named or len(func._schema.returns) != 1:
+        if named or len(func._schema.returns) > 1:
             return False
         pairs = zip(args, func._schema.arguments, strict=False)
-        changed = [x for x, y in pairs if y.alias_info is not None and y.alias_info.is_write]
+        written = [x for x, y in pairs if y.alias_info is not None and y.alias_info.is_write]
+        changed = [y for x in written for y in (x if isinstance(x, (list, tuple)) else [x])]
         places = [self.place(x) if isinstance(x, Tensor) else None for x in changed]
         return all(place is not None and place >= self.begin for place in places)
 
@@ -187,11 +190,11 @@ class Recorded:
     """
 
     def __init__(self, function: Callable[..., Sequence[Tensor]], arrays: Sequence[Tensor | None], name: str):
-        self._function, self._forms, self.name = function, [*map(_Form.of, arrays)], name
+        self._function, self.forms, self.name = function, [*map(_Form.of, arrays)], name
         self._lead = next(x for x in arrays if x is not None).new_empty(0)
         self._cast, self._switches = tensors.autocast_dtype(self._lead), switches.current()
         self._is_graded = torch.is_grad_enabled()
-        self.saved, self.ungraded, self._length = list[Read](), list[int](), 0
+        self.outputs, self.saved, self.ungraded, self._length = list[Read](), list[Read](), list[int](), 0
         self._backwards: dict[_Key, Callable[[list[Any]], Sequence[Tensor | None]]] = {}
         self._record(None)
 
@@ -238,8 +241,9 @@ class Recorded:
         hooks: Any = contextlib.nullcontext()
         if torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
-        with tensors.casting(self._lead, self._cast), hooks, torch.set_grad_enabled(self._is_graded):
-            leaves = [None if x is None else x.new(self._is_graded) for x in self._forms]
+        cast = tensors.casting(self._lead, self._cast)
+        with recording.plain_torch(), cast, hooks, torch.set_grad_enabled(self._is_graded):
+            leaves = [None if x is None else x.new(self._is_graded) for x in self.forms]
             tape = Tape(leaves)
             with tape:
                 outputs = list[Tensor]()
@@ -294,6 +298,7 @@ class Recorded:
         writer, begin_as = Writer(tape.inputs), as_read(tape.layouts, tape.steps)
         for step in steps:
             writer.write(step, tape.layouts, begin_as)
+        self.outputs = [*outputs]
         # An output is saved as itself, so that torch sees whether it was changed.
         whole = {x.memory: x for x in outputs}
         needed = sorted({x.memory for x in behind} & writer.roots.keys())

@@ -94,7 +94,8 @@ def call(
         layout, backend, decay_bound = whole["state_layout"], whole["backend"], whole["decay_bound"]
         arrays, initial_state, cu_seqlens = check_tensors(op, arrays, initial_state, cu_seqlens, layout, backend)
         if torch_op.in_parts is not None:
-            result = torch_op.in_parts(torch_op, arrays, initial_state, output_final_state, cu_seqlens, whole, traits)
+            given = arrays, initial_state, output_final_state, cu_seqlens, whole, training, traits
+            result = torch_op.in_parts(torch_op, *given)
             if result is not None:
                 return result
         to_run = asked_options(whole, arrays[0].dtype, switches)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from rwkv_jit.call import recording, tensors
+from rwkv_jit.compat import listed
 
 Call = Mapping[str, Any]  # the tensors and sizes of a call, by what its extension calls them
 Run = Callable[[Call], Any]
@@ -86,47 +88,73 @@ def fill_recorded(
         # The caller may write to its state before the backward, which is not given it.
         initial = None if state is None else state.detach().clone()
         call = _recorded[scratch] = _Recorded(op, inputs, initial, last is not None, options)
-        results = [x if x is None else x.detach() for x in call.results]
+        results: Sequence[Tensor | None] = call.results
     else:
-        results = [*run(op, inputs, state, **options)]
+        results = run(op, inputs, state, **options)
     for buffer, result in zip((y, last), results, strict=True):
         if buffer is not None and result is not None:
-            fill(buffer, result)
-            if is_recorded and result.is_cuda:  # a kernel's backward does not read its results
-                result.untyped_storage().resize_(0)
+            fill(buffer, result.detach())
+    if is_recorded:
+        call.release()
 
 
 class _Recorded:
-    """A call of an op with gradients, until its backward."""
+    """A call of an op with gradients, until its backward: as a list, or else as a graph of autograd."""
 
     def __init__(
         self, op: Any, inputs: Sequence[Tensor], state: Tensor | None, has_final: bool, options: Mapping[str, Any]
     ):
-        with recording.plain_torch():
-            given = (*inputs, *([] if state is None else [state]))
-            self.leaves = [x.detach().requires_grad_() for x in given]
-            y, final = op(
-                *self.leaves[: len(inputs)],
-                initial_state=None if state is None else self.leaves[-1],
-                output_final_state=has_final,
-                **options,
-            )
-        self.results: tuple[Tensor, Tensor | None] = y, final
+        self._arrays = [*inputs, *([] if state is None else [state])]
+        function = partial(_recurrence, op, len(inputs), has_final, options)
+        key = op, len(inputs), has_final, tuple(options.items())
+        has_tensors = any(isinstance(x, Tensor) for x in options.values())
+        self._list = None if has_tensors else listed.find(key, function, self._arrays, True)
+        self.results: Sequence[Tensor | None] = ()
+        if self._list is not None:
+            outputs, self._values = self._list.forward(self._arrays)
+            results: Sequence[Tensor] = outputs
+        else:
+            with recording.plain_torch():
+                self._leaves = [x.detach().requires_grad_() for x in self._arrays]
+                self._graph = results = function(*self._leaves)
+        self._likes = [(x.shape, x.dtype) for x in results]
+        self.results = (*results, None) if len(results) == 1 else results
+
+    def release(self) -> None:
+        """Drop the results: a kernel's backward does not read them."""
+        for x in self.results:
+            if self._list is None and x is not None and x.is_cuda:
+                x.untyped_storage().resize_(0)
+        self.results = ()
 
     def is_of(self, inputs: Sequence[Tensor], state: Tensor | None, has_final: bool) -> bool:
         """Return whether it is the call of these, of which a state may be a copy."""
-        if len(self.leaves) != len(inputs) + (state is not None) or (has_final and self.results[1] is None):
+        count = len(inputs)
+        if len(self._arrays) != count + (state is not None) or (has_final and len(self._likes) == 1):
             return False
-        pairs = zip(self.leaves[: len(inputs)], inputs, strict=True)
+        pairs = zip(self._arrays[:count], inputs, strict=True)
         return all(x.data_ptr() == y.data_ptr() and x.shape == y.shape for x, y in pairs)
 
-    def differentiate(self, dy: Tensor, grad_final: Tensor | None) -> list[Tensor]:
+    def differentiate(self, dy: Tensor, grad_final: Tensor | None) -> Sequence[Tensor | None]:
         """Return the gradients of the inputs and of a state, once."""
-        pairs = [(x, grad) for x, grad in zip(self.results, (dy, grad_final), strict=True) if grad is not None]
-        results = [x for x, _ in pairs if x is not None]
-        grads = [grad.reshape(x.shape).to(x.dtype) for x, grad in pairs if x is not None]
+        grads = [
+            None if grad is None else grad.reshape(shape).to(dtype)
+            for grad, (shape, dtype) in zip((dy, grad_final), self._likes, strict=False)
+        ]
+        if self._list is not None:
+            return self._list.backward([*self._values], grads, (True,) * len(self._arrays))
+        there = [(x, grad) for x, grad in zip(self._graph, grads, strict=True) if grad is not None]
         with recording.plain_torch():
-            return list(torch.autograd.grad(results, self.leaves, grads))
+            return torch.autograd.grad([x for x, _ in there], self._leaves, [grad for _, grad in there])
+
+
+def _recurrence(
+    op: Any, count: int, has_final: bool, options: Mapping[str, Any], *arrays: Tensor
+) -> Sequence[Tensor]:  # fmt: skip
+    """Return y, and a final state that is wanted, of so many inputs and an initial state behind them, if any."""
+    state = arrays[count] if len(arrays) > count else None
+    y, final = op(*arrays[:count], initial_state=state, output_final_state=has_final, **options)
+    return [y, final] if has_final else [y]
 
 
 # By the scratch that a caller passes to a forward and to its backward.
@@ -136,7 +164,7 @@ _recorded: Any = WeakTensorKeyDictionary()
 def gradients(
     op: Any, inputs: Sequence[Tensor], state: Tensor | None, dy: Tensor, grad_final: Tensor | None = None,
     scratch: Tensor | None = None, **options: Any,
-) -> list[Tensor]:  # fmt: skip
+) -> Sequence[Any]:  # fmt: skip
     """Return the gradients of the inputs, and of the state where there is one.
 
     The forward runs again, unless it has recorded what the backward needs under the same scratch: of this the content

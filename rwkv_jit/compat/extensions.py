@@ -6,13 +6,16 @@ import math
 import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from rwkv_jit.call import tensors
 from rwkv_jit.compat import recurrences, rows, trainer, wind
 from rwkv_jit.compat.buffers import Run
+from rwkv_jit.compat.listed import Listed
 from rwkv_jit.compat.recurrences import RWKV6, RWKV7, Recurrence
 from rwkv_jit.kernels.errors import brief
+from rwkv_jit.kernels.signatures import BySignature
 
 _SUFFIX = r"(_(op|cuda|infer|runner|eval|ref|for|h100|alt|vcoll|bf16|fp16|f?p?32|v?\d\w*))*\.(cpp|cu|cuh|h|hip)"
 _SIZES, _CHANNELS = "int B, int T, int C, int H", "int B, int T, int C"
@@ -56,11 +59,16 @@ def checked(run: Run, names: Sequence[str], counts: Mapping[str, str]) -> Callab
     `counts` says how many elements tensors have: words of letters, of which any will do, by their names.
     """
     by_name = {name: words for several, words in counts.items() for name in several.split() if name in names}
+    counted: BySignature[None] = BySignature()  # shapes and sizes of calls that were right
 
     def call(*values: Any) -> Any:
         # One of the two extensions of RWKV-4 leaves y out.
         present = names if len(values) == len(names) else [name for name in names if name != "y"]
         arguments = dict(zip(present, values, strict=True))
+        is_eager = tensors.is_eager()  # else sizes may have no values
+        shapes = tuple([getattr(x, "shape", x) for x in values]) if is_eager else ()
+        if is_eager and shapes in counted:
+            return run(arguments)
         sizes = {letter: arguments[letter] for letter in "BTCH" if letter in arguments}
         if counts and "H" in sizes:
             sizes["N"] = rows.head_size(sizes["C"], sizes["H"])
@@ -77,6 +85,8 @@ def checked(run: Run, names: Sequence[str], counts: Mapping[str, str]) -> Callab
                     f"{name}: expected {math.prod(sizes[letter] for letter in word)} elements, {said}, "
                     f"got shape {list(arguments[name].shape)}"
                 )
+        if is_eager:
+            counted.keep(shapes, None)
         return run(arguments)
 
     return call
@@ -107,9 +117,15 @@ def _entry(
     return Entry(f"({', '.join(arguments)}) -> {returns}", checked(run, names, counted))
 
 
-def _functional(run: Run, reads: str, returns: str = "Tensor[]") -> Entry:
+def _functional(run: Run, reads: str, returns: str = "Tensor[]", is_listed: bool = True) -> Entry:
     """Return an op that makes its results."""
-    return _entry(trainer.alone(run), reads, "", returns=returns, elements={})  # it checks its tensors itself
+    entry = _entry(trainer.alone(run), reads, "", returns=returns, elements={})  # it checks its tensors itself
+    return replace(entry, run=Listed(entry.run, is_alone=returns == "Tensor")) if is_listed else entry
+
+
+def _of_logits(run: Run, reads: str, returns: str = "Tensor[]") -> Entry:
+    """Return an op that makes its results of logits, of which memory has no place for others to note a list."""
+    return _functional(run, reads, returns, is_listed=False)
 
 
 def _trained(names: str, decay: str, state: str = "", last: str = "", others: str = "") -> dict[str, Entry]:
@@ -233,11 +249,11 @@ NAMES = {name: Extension(name, ops) for name, ops in _OF_TORCH.items()} | {
         "gemm_fp16_cublas": _entry(recurrences.gemm_fp16_cublas, "a b", "c", elements={}),
     }, "wrapper|operators|gemm_fp16_cublas"),
     "rwkv7_l2wrap_ce_bf16_v2": Extension("", _pair(
-        _functional(trainer.loss_forward, "logits targets"),
-        _functional(trainer.loss_backward, "grad_loss logits targets lse max_vals argmax", "Tensor"),
+        _of_logits(trainer.loss_forward, "logits targets"),
+        _of_logits(trainer.loss_backward, "grad_loss logits targets lse max_vals argmax", "Tensor"),
     ), "rwkv7_l2wrap_ce"),
     "rwkv7_head_l2wrap_ce_bf16_v4": Extension("", {
-        "forward": _functional(trainer.head_forward, "hidden weight targets int:chunk_rows"),
+        "forward": _of_logits(trainer.head_forward, "hidden weight targets int:chunk_rows"),
     }, "rwkv7_head_l2wrap_ce"),
 }  # fmt: skip
 _FLASH_RWKV = {  # by a source, as both are built under the one name flash_rwkv_5

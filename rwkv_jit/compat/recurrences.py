@@ -184,6 +184,10 @@ def _filter(t: Call) -> tuple[Tensor, Tensor]:
     return t["w"].reshape(t["C"], t["T"]), t["k"].reshape(t["B"], t["C"], t["T"])
 
 
+def _timex(w: Tensor, k: Tensor, **_: Any) -> tuple[Tensor, None]:
+    return timex(w, k), None
+
+
 def timex_forward(t: Call) -> None:
     """Fill the result of B sequences, each of which is added up with the same weights."""
     with torch.no_grad():
@@ -192,11 +196,7 @@ def timex_forward(t: Call) -> None:
 
 def timex_backward(t: Call) -> None:
     """Fill the gradients."""
-
-    def weigh(w: Tensor, k: Tensor, initial_state: None, output_final_state: bool) -> tuple[Tensor, None]:
-        return timex(w, k), None
-
-    of_w, of_k = buffers.gradients(weigh, _filter(t), None, t["gy"])
+    of_w, of_k = buffers.gradients(_timex, _filter(t), None, t["gy"])
     buffers.fill_sum(t["gw"], of_w)
     buffers.fill(t["gk"], of_k)
 

@@ -237,8 +237,7 @@ def channels_forward(t: Call) -> list[Tensor]:
     """Return channel mixing, what its first matrix reads, and what its second one reads as [B * T, hidden]."""
     x, x_k, key_weight, value_weight = _check_channels(t)
     (mixed,) = token_shift(x, _stacked(x_k))
-    hidden = mixed.flatten(0, 1) @ key_weight.T
-    activate(hidden, "relu_squared", out=hidden)
+    hidden = activate(mixed.flatten(0, 1) @ key_weight.T, "relu_squared")  # (B * T, hidden)
     return [(hidden @ value_weight.T).unflatten(0, x.shape[:2]), mixed, hidden]
 
 

@@ -6,7 +6,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, wraps
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from rwkv_jit.call import switches, tape, tensors
 from rwkv_jit.kernels import stats
 from rwkv_jit.kernels.errors import printable
 from rwkv_jit.kernels.signatures import forget_with
-from rwkv_jit.nn import common
+from rwkv_jit.nn import common, traced
 
 _Kind = TypeVar("_Kind", bound=type[nn.Module])
 _OF_TORCH = nn.Linear, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.Conv1d, nn.Sequential
@@ -177,10 +177,77 @@ def as_node(kind: _Kind) -> _Kind:
                 if found is not None:
                     results = found.recorded.run(arrays)
                     return found.build([results[i] if i >= 0 else arrays[~i] for i in found.sources])
+        elif torch.compiler.is_compiling() and not traced.is_exporting():
+            results = _under_compiler(self, structure, names, given, named)
+            if results is not None:
+                return results
         return parts(self, *given, **named)
 
     kind.forward = forward
+    kind.__init__ = _registering(kind, kind.__init__)  # type: ignore[method-assign]
+    structure = _structure(kind, get_type_hints(parts)["return"])
+    traced.kinds[f"{kind.__module__}.{kind.__qualname__}"] = partial(_traced, parts)
     return kind
+
+
+def _under_compiler(
+    layer: nn.Module, structure: Any, names: Sequence[str], given: Sequence[Any], named: dict[str, Any]
+) -> Any:  # fmt: skip
+    """Return what a layer returns, of one op; None where a compiler shall see its parts."""
+    rest, arrays = names[len(given) :], []  # type: ignore[var-annotated]  # which a compiler traces
+    if not named.keys() <= {*rest}:
+        return None
+    form = tuple([_taken(x, arrays) for x in (*given, *[named.get(x) for x in rest])])
+    lead = arrays[0] if arrays else None
+    if lead is None or lead.device.type not in devices or lead.dim() < 2 or any([x is None for x in form]):
+        return None
+    values = traced.call(layer, form, arrays)
+    return None if values is None else _put(structure, iter(values))
+
+
+def _registering(kind: type[nn.Module], begin: Callable[..., None]) -> Callable[..., None]:
+    """Return what begins a layer, and says which attributes its modules have."""
+
+    @wraps(begin)
+    def begin_and_register(self: Any, *given: Any, **named: Any) -> None:
+        begin(self, *given, **named)
+        if type(self) is kind:
+            for module in self.modules():
+                own = {x: y for x, y in module.__dict__.items() if x not in _OF_MODULE and x not in _OF_BEGINNING}
+                is_known = type(module) in _OF_TORCH or type(module) in _layers
+                if is_known and all(isinstance(x, (*_PLAIN, list)) for x in own.values()):
+                    names = traced.options.get(type(module), ())
+                    traced.options[type(module)] = tuple(dict.fromkeys((*names, *own)))
+                    traced.floats.update(dict.fromkeys([x for x in own.values() if isinstance(x, float)]))
+
+    return begin_and_register
+
+
+def _structure(kind: Any, hint: Any) -> Any:
+    """Return what results of an annotation consist of: None for a tensor, else a type and what is in it."""
+    if hint is Tensor:
+        return None
+    if get_origin(hint) is tuple:
+        return tuple, [_structure(kind, x) for x in get_args(hint)]
+    state = kind._State if hint is Any else hint
+    return state, [_structure(kind, x) for x in get_type_hints(state).values()]
+
+
+def _put(structure: Any, values: Iterator[Any]) -> Any:
+    """Return results that consist of these tensors."""
+    if structure is None:
+        return next(values)
+    kind, parts = structure
+    several = [_put(x, values) for x in parts]
+    return tuple(several) if kind is tuple else kind(*several)
+
+
+def _traced(
+    parts: Callable[..., Any], own: nn.Module, where: Sequence[tuple[dict[str, Any], str]], form: Any, count: int
+) -> traced.Layer:  # fmt: skip
+    """Return what a compiler has of layers that do what one does: their parts as a function of tensors."""
+    function, known = _function(parts, own, where, form, count)
+    return traced.Layer(function, lambda: known[1])
 
 
 def _find(layer: Any, parts: Callable[..., Any], given: Sequence[Any], arrays: list[Any]) -> _Found | None:
@@ -235,7 +302,30 @@ def _taken(x: Any, arrays: list[Any]) -> Any:
 def _recorded(layer: nn.Module, parts: Callable[..., Any], form: Any, arrays: Sequence[Any]) -> _Found | None:
     """Return what a layer does with arguments of this form; None, and the reason once, where a list cannot do it."""
     own, of_parameters = _skeleton(layer)
-    count, known = len(arrays) - len(of_parameters), list[Any]()
+    function, known = _function(parts, own, of_parameters, form, len(arrays) - len(of_parameters))
+    name = _kind(layer).__name__
+    try:
+        recorded = tape.Recorded(function, arrays, name)
+        build, sources, usual = known
+        recorded.prepare(usual)
+        return _Found(recorded, build, sources)
+    except (tape.CannotRecord, torch.OutOfMemoryError) as error:
+        stats.logger.info(printable(f"{name} runs as its parts: {error}"))
+        return None
+
+
+def _function(
+    parts: Callable[..., Any],
+    own: nn.Module,
+    of_parameters: Sequence[tuple[dict[str, Any], str]],
+    form: Any,
+    count: int,
+) -> tuple[Callable[..., list[Tensor]], list[Any]]:
+    """Return the parts of a layer as a function of `count` tensors of a form and the parameters behind them.
+
+    Beside it is what its last run knew: what puts results together, where these come from, and which are in no state.
+    """
+    known = list[Any]()
 
     def function(*leaves: Any) -> list[Tensor]:
         values = iter(leaves[:count])
@@ -255,15 +345,7 @@ def _recorded(layer: nn.Module, parts: Callable[..., Any], form: Any, arrays: Se
         known[:] = build, [next(order) if place is None else ~place for place in places], usual
         return new
 
-    name = _kind(layer).__name__
-    try:
-        recorded = tape.Recorded(function, arrays, name)
-        build, sources, usual = known
-        recorded.prepare(usual)
-        return _Found(recorded, build, sources)
-    except (tape.CannotRecord, torch.OutOfMemoryError) as error:
-        stats.logger.info(printable(f"{name} runs as its parts: {error}"))
-        return None
+    return function, known
 
 
 def _skeleton(layer: nn.Module) -> tuple[nn.Module, list[tuple[dict[str, Any], str]]]:

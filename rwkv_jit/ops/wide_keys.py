@@ -28,7 +28,7 @@ _BEHIND = ("own", "z")  # inputs that stand behind a recurrence
 
 def in_parts(
     wide_op: TorchOp, arrays: Sequence[Tensor], initial_state: Tensor | None, output_final_state: bool,
-    cu_seqlens: Tensor | None, whole: DecayOptions, traits: tuple[tuple[str, Any], ...] = (),
+    cu_seqlens: Tensor | None, whole: DecayOptions, training: bool, traits: tuple[tuple[str, Any], ...] = (),
 ) -> tuple[Tensor, Tensor | None] | None:  # fmt: skip
     """Run a checked call as `torch_op.call` does where its keys are too long and parts are not; else return None."""
     op = wide_op.op
@@ -41,7 +41,7 @@ def in_parts(
         is_direct,
     )  # fmt: skip
     sizes = part_sizes(rule.seen(problem, sees_load=is_direct))
-    if len(sizes) == 1:
+    if len(sizes) == 1 or rule.takes_update(problem._replace(training=training)):
         return None
     # A last part that a block can hold is for other kernels than "split" names.
     asked: dict[str, Any] = {**whole, "backend": "auto"}

@@ -13,7 +13,7 @@ from rwkv_jit.plain import operands, rounding
 from rwkv_jit.plain.reference import decay_factor, gla_ref, linear_attention_ref, wkv4_ref, wkv5_ref, wkv6_ref, wkv7_ref
 from rwkv_jit.schedules.legal import Wkv4Decay
 from rwkv_jit.schedules.problem import Op
-from rwkv_jit.schedules.varlen import FEW_TOKENS
+from rwkv_jit.schedules.update import FEW_TOKENS
 
 
 def _wkv4(w: Tensor, u: Tensor, k: Tensor, v: Tensor, state: Tensor, *_: Any, decay: Wkv4Decay, **__: Any) -> Any:

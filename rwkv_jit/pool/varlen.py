@@ -15,7 +15,8 @@ from rwkv_jit.pool.calls import Step
 from rwkv_jit.pool.options import DecayVarlenOptions
 from rwkv_jit.schedules import common, varlen
 from rwkv_jit.schedules.problem import Op, Problem
-from rwkv_jit.schedules.varlen import FEW_TOKENS, Varlen
+from rwkv_jit.schedules.update import FEW_TOKENS
+from rwkv_jit.schedules.varlen import Varlen
 
 
 def _plan(step: Step) -> Plan:

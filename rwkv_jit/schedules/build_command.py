@@ -16,7 +16,7 @@ LAYER_OPS = layer_table.FUNCTIONS
 OPS: dict[str, Op] = {**ALL, **LAYER_OPS}
 # What calls choose beside their inputs, with the defaults.
 SWITCHES: dict[str, Any] = {name: default for op in OPS.values() for name, default in op.traits.items()}
-_OF_POOLS = ("update_states", "wkv4_update", "layer_convolution_update")
+_OF_POOLS = ("arrange_sequences", "wkv4_update", "layer_convolution_update")
 _SHORT_TOKENS = 16  # whose chunks are short whatever decays are
 _MOST_TOGETHER = 8  # elements that a thread takes
 _LAYER_SIZES = {"CHANNELS": "width", "HEAD_SIZE": "head-size"}

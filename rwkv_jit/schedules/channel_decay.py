@@ -78,15 +78,14 @@ def forward(p: Problem) -> Schedule:
     parameters: dict[str, Parameter] = {
         "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "CHUNK_LEN": CHUNK_LEN, "NUM_THREADS": _THREADS, "GROUP": p.H // p.G,
         "SHARED_BYTES": shared_bytes(p.types["w"]), "LARGEST_DECAY": LARGEST_DECAY[p.types["v"]],
-        "KEEPS": p.training, **_types(p),
+        "KEEPS": p.training, "POOLED": p.is_pooled, **_types(p),
     }  # fmt: skip
     left = kept(p) if p.training else {}
     absent = {name: None for name in ("states", "matrices", "kept_u") if name not in left}
     before, wide, scratch = head_decay.widened(p, _FIXED)
     given = {**_given(p), **wide, **absent}
-    step = Step(
-        "channel_decay_group_forward", "channel_decay_forward", parameters, (p.N, p.H, 1), given, common.GROUP_ARCH
-    )
+    grid = common.launched(p), p.H, 1
+    step = Step("channel_decay_group_forward", "channel_decay_forward", parameters, grid, given, common.GROUP_ARCH)
     return Schedule((*before, step), common.forward_results(p), left, scratch, vectors(p), main=len(before))
 
 

@@ -18,6 +18,7 @@ from rwkv_jit.schedules import (
     through,
     timex_tiles,
     timex_transforms,
+    update,
     wkv4,
 )
 from rwkv_jit.schedules import head_decay as head_steps
@@ -32,6 +33,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "segments": segments,
         "large": delta_large,
         "large_segments": segments,
+        through.UPDATE: update,
     },
     "diagonal": {
         "recurrent": recurrent,
@@ -39,12 +41,14 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "segments": segments,
         "large": diagonal_large,
         "large_segments": segments,
+        through.UPDATE: update,
     },
     "wkv4": {"auto": wkv4, "recurrent": wkv4, "split": wkv4},
     "timex": {"tiles": timex_tiles, "transforms": timex_transforms},
-    # The op that they go through runs calls for which these are not.
-    "head_decay": {through.DEDICATED: head_steps},
-    "channel_decay": {through.DEDICATED: channel_decay},
+    # The op that they go through runs calls for which these are not. Some have no kernels of theirs by chunks.
+    "head_decay": {through.DEDICATED: head_steps, through.UPDATE: update},
+    "channel_decay": {through.DEDICATED: channel_decay, through.UPDATE: update},
+    "": {through.UPDATE: update},
 }
 
 

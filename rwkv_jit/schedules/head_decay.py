@@ -12,7 +12,7 @@ from rwkv_jit.schedules import common, diagonal_operands, narrow, operands
 from rwkv_jit.schedules.common import Obstacle, padded
 from rwkv_jit.schedules.layers import BETA_MAPS
 from rwkv_jit.schedules.operands import Behind
-from rwkv_jit.schedules.problem import Problem
+from rwkv_jit.schedules.problem import BYTES, Problem
 from rwkv_jit.schedules.schedule import Extent, Item, Schedule, Step, Zero, aligned
 
 CHUNK_LENS: tuple[int, ...] = (32, 16)
@@ -26,6 +26,7 @@ _THREADS = 256  # that registers shall leave room for on a multiprocessor
 _BLOCKS = 2  # of a multiprocessor, for which a sequence may be cut
 _LEAST_SEGMENT = 1024  # tokens; a block may run through as many others before them
 _WALK_THREADS = 256
+_FIRST = "first_states"  # of sequences that blocks share, where they come from a pool
 _GATE = Behind(z="z")  # behind the recurrence, which these kernels do not know
 _OF_HEADS = ("own", "a_log", "dt_bias")  # inputs that are the same for every token
 # The dimensions of what launches before and behind pass to the kernels.
@@ -167,7 +168,7 @@ def segments(p: Problem) -> int:
     """Return how many blocks a sequence is cut into where its decays let them: as many as fill the GPU."""
     has = constants(p)
     forgets = _has_decays(p) and (has["HAS_NORM"] or not has["HAS_DELTA"])
-    if not forgets or p.multiprocessors is None:
+    if not forgets or p.multiprocessors is None or p.waves > 1:
         return 1
     count: int = min(_BLOCKS * p.multiprocessors // (p.N * p.H), p.B * p.T // (p.N * _LEAST_SEGMENT))
     return max(count, 1)
@@ -228,13 +229,13 @@ def _of_heads(p: Problem, rows: int, threads: int, shared: int, blocks: int) -> 
         "KEPT_LEN": _kept_len(p) if p.training else 0, "SEGMENTED": count > 1,
         "AS_MATRICES": p.training and takes_warp_groups(p), **_types(p, constants(p)),
     }  # fmt: skip
-    return parameters, (p.N * count, p.H, -(-p.V // rows))
+    return parameters, (common.launched(p) * count, p.H, -(-p.V // rows))
 
 
 def _by_warps(
     p: Problem, shared_bytes_of: Callable[[int, int, int, Constants], int]
 ) -> tuple[dict[str, Parameter], Extent]:
-    rows = rows_of_block(p.V, p.N * p.H * segments(p), p.multiprocessors)
+    rows = rows_of_block(p.V, common.launched(p) * p.H * segments(p), p.multiprocessors)
     threads = max(rows, 128 if p.K > 64 else 64)
     shared = shared_bytes_of(p.K, rows, p.chunk_len, constants(p))
     return _of_heads(p, rows, threads, shared, p.gpu.resident_blocks(threads, _THREADS, shared))
@@ -242,7 +243,7 @@ def _by_warps(
 
 def _by_groups(p: Problem) -> tuple[dict[str, Parameter], Extent]:
     """Return the geometry of the forward by warp groups: one for 64 rows each, and as many beside them."""
-    rows = rows_of_block(p.V, p.N * p.H * segments(p), p.multiprocessors, _GROUP_ROWS)
+    rows = rows_of_block(p.V, common.launched(p) * p.H * segments(p), p.multiprocessors, _GROUP_ROWS)
     shared = group_forward_bytes(p.K, rows, p.chunk_len, constants(p))
     return _of_heads(p, rows, 4 * rows, shared, 2 * _GROUP_ROWS // rows)
 
@@ -253,6 +254,7 @@ def forward(p: Problem) -> Schedule:
     parameters, grid = _by_groups(p) if by_groups else _by_warps(p, shared_bytes)
     name, arch = "head_decay_forward", common.GROUP_ARCH if by_groups else None
     template = "head_decay_group_forward" if by_groups else name
+    parameters |= {"POOLED": p.is_pooled, "SKIP_PER_CHANNEL": p.op.inputs.get("own") == "HV"}
     count, left = segments(p), kept(p) if p.training else {}
     absent = {name: None for name in ("states", "matrices", "factors", "kept_u") if name not in left}
     before, wide, scratch = _before(p)
@@ -262,6 +264,10 @@ def forward(p: Problem) -> Schedule:
     else:
         before.append(_walks(p, parameters, given))
         scratch |= {} if p.training else {"walks": walk_bytes(p)}
+        if p.is_pooled:  # as the last block of a sequence may write its slot before the first one reads it
+            of, layout = p.state_type, p.state_layout
+            before.append(common.copy_states(p, "initial_state", _FIRST, of, of, layout, layout))
+            given["initial_state"], scratch[_FIRST] = _FIRST, BYTES[of] * prod(p.state_shape)
     several, after = vectors(p), list[Step]()
     if "z" in p.types:
         after, of_gate = diagonal_operands.forward_behind(p, _GATE)
@@ -298,7 +304,7 @@ def _walks(p: Problem, parameters: Mapping[str, Parameter], given: Mapping[str, 
     """Return the launch that finds which chunks blocks take."""
     name, shared = "head_decay_walks", ("CHUNK_LEN", "KEPT_LEN", "SEGMENTED", "T_IO", "T_W", "T_BETA", "DECAY")
     flags = "HAS_DELTA", "HAS_RATE", "HAS_GATE", "HAS_STEP", "HAS_BIAS", "BETA_MAP"
-    own = {each: parameters[each] for each in (*shared, *flags)} | {"NUM_THREADS": _WALK_THREADS}
+    own = {each: parameters[each] for each in (*shared, *flags, "POOLED")} | {"NUM_THREADS": _WALK_THREADS}
     return Step(name, name, own, (p.N * segments(p), p.H, 1 + p.training), given)
 
 

@@ -10,13 +10,14 @@ from rwkv_jit.schedules.operands import Around, Slots
 from rwkv_jit.schedules.problem import STATE, Problem
 from rwkv_jit.schedules.schedule import Schedule, Step, renamed
 
-DEDICATED = "dedicated"  # the backend of kernels that an op has for itself
+# The backends of kernels that take the inputs of an op as they are: those that it has for itself, those of updates.
+DEDICATED, UPDATE = "dedicated", "update"
 _MODULES: dict[str, Any] = {"delta": delta_operands, "diagonal": diagonal_operands}
 
 
 def applies(p: Problem) -> bool:
     """Return whether another op runs a problem."""
-    return p.op.through is not None and p.backend != DEDICATED
+    return p.op.through is not None and p.backend not in (DEDICATED, UPDATE)
 
 
 def _module(p: Problem) -> Any:
@@ -71,10 +72,9 @@ def _around(p: Problem, inner: Schedule, around: Around) -> Schedule:
     )  # fmt: skip
 
 
-def over_pool(p: Problem, inner: Schedule, slots: Slots) -> Schedule:
-    """Return the launches over a pool, around those of the op below; rows without a slot get zeros for y."""
-    schedule = forward(p, inner)
+def over_pool(schedule: Schedule, slots: Slots, y: int) -> Schedule:
+    """Return launches over a pool; rows without a slot get zeros for y, of which so many are written at once."""
     several = [operands.over_slots(x, slots) if isinstance(x, Step) else x for x in schedule.steps]
     last = schedule.launches[-1]
-    y = int(last.parameters["VECTOR"]) if operands.is_behind(last) else inner.vectors.get("y", 1)
+    y = int(last.parameters["VECTOR"]) if operands.is_behind(last) else y
     return replace(schedule, steps=tuple(several), results={}, vectors={**schedule.vectors, "y": y})

@@ -1,7 +1,8 @@
-"""The kernels of a few tokens over a pool: one pass over the state; the geometry is which part each thread holds.
+"""The kernels of a few tokens, over a pool or not: one pass over the state; the geometry is what each thread holds.
 
 `update_states` takes the inputs of recurrences as they are. `update_rules` is for ops that go through one of these, and
-makes decays, rates and values of their inputs itself: it is the only launch of their updates.
+makes decays, rates and values of their inputs itself: it is the only launch of their updates, and that of their short
+sequences beside prompts in dedicated kernels.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from typing import Any, NamedTuple
 
 from rwkv_jit.kernels.gpu import TENSOR_CORES
 from rwkv_jit.kernels.template import Parameter
-from rwkv_jit.schedules import through, wkv4
+from rwkv_jit.schedules import common, through, wkv4
 from rwkv_jit.schedules.common import ACCESS_BYTES, OVERLAPS_SINCE, power
-from rwkv_jit.schedules.problem import BYTES, Problem
+from rwkv_jit.schedules.problem import BYTES, STATE, Problem
 from rwkv_jit.schedules.schedule import Schedule, Step
 
+FEW_TOKENS = 8  # of a sequence that goes token by token, where an algorithm by chunks takes longer
+LARGEST_KEY = 1024  # for whose tokens a block has shared memory, whatever the op is
 MOST_ROWS = 65535  # of a grid's second extent
 _MOST_KEY_WARPS = 16
 # What follows was measured on an H100 and an H200. Numbers of the state that a thread holds, and threads that a
@@ -111,9 +114,7 @@ def value_blocks(p: Problem, cut: Mapping[str, Parameter]) -> Any:
 
 
 def schedule(p: Problem, pool: Pool) -> Schedule:
-    """Return the launch of a step: the state is bound to its first slot, y to memory of the caller's."""
-    if p.op.through is not None:
-        return Schedule((_step_of_rule(p, pool),))
+    """Return the launch of a step over a pool: the state is bound to its first slot, y to memory of the caller's."""
     if not p.op.has_heads:
         number, channel = pool.strides
         strides = {"slot_stride": pool.slot_stride, "number_stride": number, "channel_stride": channel}
@@ -121,22 +122,38 @@ def schedule(p: Problem, pool: Pool) -> Schedule:
     return Schedule((step(p, pool),))
 
 
+def forward(p: Problem) -> Schedule:
+    """Return the forward of a call without gradients: its states are pools with a slot for each sequence."""
+    (step,) = schedule(p, Pool(p.B, p.H * p.K * p.V)).launches
+    there = {"initial_state": p.has_initial_state, "final_state": p.has_final_state}
+    states = {name: name if is_there else None for name, is_there in there.items()}
+    bind = {**step.bind, **dict.fromkeys(("w0", "state_indices", "write_indices", "seed")), **states}
+    step = step._replace(parameters={**step.parameters, "HAS_STATE": p.has_initial_state}, bind=bind)
+    return Schedule((step,), common.forward_results(p), vectors={STATE: int(step.parameters["VECTOR"])})
+
+
 def step(p: Problem, pool: Pool, is_packed: bool = False) -> Step:
     """Return the launch for p.B rows: of as many tokens each, or pieces of packed sequences."""
-    cut = geometry(p, pool, is_packed)
-    parameters: dict[str, Parameter] = {
-        "BONUS": "u" in p.op.inputs, "DECAY": p.decay, "T_W": p.types.get("w", "fp32"),
-        "T_U": p.types.get("u", "fp32"), "T_W0": pool.w0_type, "ONE_TOKEN": _has_one_token(p, is_packed),
-        "PACKED": is_packed,
-    }  # fmt: skip
+    name, parameters, bind = _of_recurrence(p, pool) if p.op.through is None else _of_rule(p)
+    parameters |= {"ONE_TOKEN": _has_one_token(p, is_packed), "PACKED": is_packed, "HAS_STATE": True}
+    parameters |= geometry(p, pool, is_packed)
     others = ("state_indices", "write_indices") if is_packed else ("bounds", "pieces")
-    step = step_of_rows(p, pool, "update_states", parameters | cut, {"tokens": p.T, **dict.fromkeys(others)})
+    step = step_of_rows(p, pool, name, parameters, {**bind, "tokens": p.T, **dict.fromkeys(others)})
     # Packed rows read what the launch before has just written, so that nothing could be brought near meanwhile.
     return step._replace(overlaps=step.overlaps and not is_packed)
 
 
-def _step_of_rule(p: Problem, pool: Pool) -> Step:
-    """Return the launch of an op that goes through another, with what the launches around that one are told."""
+def _of_recurrence(p: Problem, pool: Pool) -> tuple[str, dict[str, Parameter], dict[str, Any]]:
+    """Return the kernel that takes the inputs of a recurrence, and its parameters and arguments."""
+    parameters: dict[str, Parameter] = {
+        "BONUS": "u" in p.op.inputs, "DECAY": p.decay, "T_W": p.types.get("w", "fp32"),
+        "T_U": p.types.get("u", "fp32"), "T_W0": pool.w0_type,
+    }  # fmt: skip
+    return "update_states", parameters, {}
+
+
+def _of_rule(p: Problem) -> tuple[str, dict[str, Parameter], dict[str, Any]]:
+    """Return the same of an op that goes through another, with what the launches around that one are told."""
     around = through.forward(p, Schedule(())).launches
     first, last = around[0], around[-1]
     parameters: dict[str, Parameter] = {
@@ -144,14 +161,14 @@ def _step_of_rule(p: Problem, pool: Pool) -> Step:
         **{name: last.parameters.get(name, absent) for name, absent in _BEHIND.items()},
         **{constant: p.types.get(name, "fp32") for constant, name in _TYPES.items()},
         "HAS_DT_BIAS": "dt_bias" in p.types, "HAS_WRITE_GATE": "write_gate" in p.types,
-        "DELTA": p.op.through is not None and p.op.through.family == "delta", "ONE_TOKEN": _has_one_token(p, False),
+        "DELTA": p.op.through is not None and p.op.through.family == "delta",
     }  # fmt: skip
     bind: dict[str, Any] = {
-        **{name: None for name in ("beta", "a_log", "dt_bias", "write_gate", "own", "z") if name not in p.op.inputs},
+        **{name: None for name in ("beta", "a_log", "dt_bias", "write_gate", "own", "z") if name not in p.types},
         **{name: first.bind.get(name, absent) for name, absent in _NUMBERS.items()},
-        "tokens": p.T, "group": p.H // p.G if p.G else 1,
+        "group": p.H // p.G if p.G else 1,
     }  # fmt: skip
-    return step_of_rows(p, pool, "update_rules", parameters | geometry(p, pool), bind)
+    return "update_rules", parameters, bind
 
 
 def step_of_rows(p: Problem, pool: Pool, name: str, own: Mapping[str, Parameter], bind: Mapping[str, Any]) -> Step:
@@ -163,8 +180,8 @@ def step_of_rows(p: Problem, pool: Pool, name: str, own: Mapping[str, Parameter]
     }  # fmt: skip
     given = {
         **{input: None for input in ("r", "w", "k", "v", "a", "b", "u") if input not in p.op.inputs},
-        "slot_stride": pool.slot_stride, "slots": pool.slots, "null_index": pool.null_index, "batch": p.B,
-        "heads": p.H, "scale": p.scale, **bind,
+        "initial_state": "state", "final_state": "state", "slot_stride": pool.slot_stride, "slots": pool.slots,
+        "null_index": pool.null_index, "batch": p.B, "heads": p.H, "scale": p.scale, **bind,
     }  # fmt: skip
     rows = min(p.B, MOST_ROWS)
     grid = (p.H * value_blocks(p, own), rows, -(-p.B // max(rows, 1)))

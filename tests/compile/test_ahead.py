@@ -94,8 +94,8 @@ def test_warm_compiles_what_calls_need_and_finds_it_the_next_time():
     )
     about = ("HEAD_SIZE", "T_IO")
     assert {(each.name, each.arch, *(each.parameters[name] for name in about)) for each in made} == {
-        (f"wkv7_recurrent_{direction}", "sm_75", head_size, dtype)
-        for direction in ("forward", "backward")
+        (name, "sm_75", head_size, dtype)
+        for name in ("wkv7_recurrent_forward", "wkv7_recurrent_backward", "update_states")
         for head_size in (4, 5)
         for dtype in ("fp32", "bf16")
     }
@@ -115,7 +115,7 @@ def test_warm_compiles_just_what_specialize_names():
         w_dtype=torch.float32, state_dtype=torch.bfloat16,
     )  # fmt: skip
     assert {each.name for each in made} == {
-        "gla_scan", "gla_recurrent_forward", "gla_join", "gla_segment", "copy_states", "cut_sequences"
+        "gla_scan", "gla_recurrent_forward", "gla_join", "gla_segment", "copy_states", "cut_sequences", "update_states",
     }  # fmt: skip
     for backend in ("chunked", "recurrent"):
         same = rwkv_jit.specialize(
@@ -136,10 +136,15 @@ def test_what_tells_ops_apart_is_no_choice():
 
 @pytest.mark.usefixtures("listed_only")
 def test_warm_adds_the_forward_for_few_heads_where_that_is_another_kernel():
-    made = rwkv_jit.warm("wkv7", 64, torch.float32, backward=False, arch="sm_90")
-    assert [each.name for each in made] == ["wkv7_recurrent_forward"] * 2
-    many, few = (each.parameters["ROWS_PER_THREAD"] for each in made)
+    made = rwkv_jit.warm("wkv7", 64, torch.float32, backward=False, arch="sm_90", state_layout="kv")
+    assert {each.name for each in made} == {"wkv7_recurrent_forward", "update_states"}
+    many, few = (each.parameters["ROWS_PER_THREAD"] for each in made if each.name == "wkv7_recurrent_forward")
     assert few < many
+    # A few tokens are one or several, with a state before them or without.
+    few_tokens = [each.parameters for each in made if each.name == "update_states"]
+    found = {(each["ONE_TOKEN"], each["HAS_STATE"], each["KEY_WARPS"]) for each in few_tokens}
+    assert found == {*product((False, True), (False, True), (2, 4))}
+    assert len(few_tokens) == len(found)
 
 
 OF_ALL = {"recurrent_forward", "recurrent_backward"}
@@ -234,6 +239,7 @@ def call_all_ways(on_gpu, monkeypatch):
         on_gpu.multiprocessors = most = max(24, int(of_head) + 1, 8 * math.ceil(values / 64))
         many = max(most + 1, math.ceil(most / of_head))
         of_one_length = [*product((1, many), (1, 16, 32, 64)), (1, 600), (1, 2048), (1, 2100)]
+        of_one_length += product((1, 4 * most), (1, 2))  # which fill the GPU with blocks of a few values
         if max(keys, values) > 64:  # which are cut from more tokens on
             of_one_length.append((1, 32768))
         ways = [*product(of_one_length, [None]), *product([(1, 2100)], [EVEN, ALONE, UNEVEN])]
@@ -322,10 +328,10 @@ def test_specialize_takes_what_long_calls_take():
 
 def test_warm_for_several_architectures_or_that_of_the_environment(monkeypatch):
     made = rwkv_jit.warm("wkv7", 4, torch.float32, backward=False, arch=["sm_80", "compute_80"])
-    assert [(each.arch, bool(each.cubin)) for each in made] == [("sm_80", True), ("compute_80", False)]
+    assert {(each.arch, bool(each.cubin)) for each in made} == {("sm_80", True), ("compute_80", False)}
     monkeypatch.setenv("RWKVJIT_ARCH", "sm_89")
-    (made,) = rwkv_jit.warm("wkv7", 4, torch.float32, backward=False)
-    assert made.arch == rwkv_jit.compile_async("wkv7", 4, dtype=torch.float32).result().arch == "sm_89"
+    archs = {each.arch for each in rwkv_jit.warm("wkv7", 4, torch.float32, backward=False)}
+    assert archs == {rwkv_jit.compile_async("wkv7", 4, dtype=torch.float32).result().arch} == {"sm_89"}
     assert rwkv_jit.warm("wkv7", [], arch="sm_90") == []
 
 

@@ -46,6 +46,17 @@ def test_it_compiles(core, io, wide):
 
 
 @pytest.mark.parametrize(("core", "types"), by_turns(CORES, TYPES), ids=str)
+def test_states_in_a_pool_spill_no_more(core, types):
+    for layout, state in (("kv", "fp32"), ("vk", "bf16")):
+        given, spills = channel_decays(core, *types, layout=layout, state=state), []
+        for is_pooled in (False, True):
+            (step,) = channel_decay.forward(given._replace(is_packed=is_pooled, is_pooled=is_pooled)).launches
+            assert step.parameters["POOLED"] == is_pooled
+            spills.append(kernel.get(step.request(given.gpu)).spill_bytes)
+        assert spills[1] <= spills[0]
+
+
+@pytest.mark.parametrize(("core", "types"), by_turns(CORES, TYPES), ids=str)
 def test_all_of_them_compile_in_training(core, types):
     sums = ["sum_buffers"] if core.gate != "given" else []
     assert check(channel_decays(core, *types, training=True)) == [FORWARD, BACKWARD, OF_KEYS, *sums]

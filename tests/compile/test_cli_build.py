@@ -54,6 +54,7 @@ def test_bundle_holds_what_was_asked_for_and_serves_it(build, tmp_path, monkeypa
     archs = ("sm_90", "compute_80")
     asked = {(size, arch, way) for size in (8, 16) for arch in archs for way in WAYS}
     asked |= {(None, arch, "cut_sequences") for arch in archs}
+    asked |= {(size, arch, "update_states") for size in (8, 16) for arch in archs}
     of_few_heads = {("sm_90", "wkv7_prepare"), ("sm_90a", "wkv7_group_scan")}
     asked |= {(size, *kernel) for size in (8, 16) for kernel in of_few_heads}
     found = {(each["parameters"].get("HEAD_SIZE"), each["arch"], each["name"]) for each in made["kernels"]}
@@ -148,6 +149,9 @@ def test_every_option_is_a_list(build):
     of_scans = [*4 * states, ("vk", "fp32")]  # of long calls and short ones, many heads and few, and of segments
     for name, of_states in (("gla_recurrent_forward", states), ("gla_scan", of_scans)):
         wanted += [(name, None, *case[:2], "fp32", case[2], *state) for case in cases for state in of_states]
+    # Of one token and of several, from states of these types, or from none.
+    of_few_tokens = [*2 * states, *2 * states[1:]]
+    wanted += [("update_states", None, *case[:2], "fp32", case[2], *state) for case in cases for state in of_few_tokens]
     assert sorted(found, key=str) == sorted(wanted, key=str)
 
 
@@ -175,10 +179,10 @@ def test_every_op_is_built_with_the_options_that_it_has(build, run, tmp_path):
     assert {(each["HEAD_SIZE"], each["VALUE_SIZE"]) for each in of_wkv7} == {(8, 8), (8, 16)}
     assert {each["STATE_LAYOUT"] for each in of_wkv7 if "STATE_LAYOUT" in each} == {"kv", "vk"}
     grouped = run("build", *options)[1].splitlines()[1:-2]
-    assert sum(int(line.split()[-3]) for line in grouped) == 69
+    assert sum(int(line.split()[-3]) for line in grouped) == 77
     assert len(grouped) == 13
     rows = run("build", *options, "--verbose")[1].splitlines()[1:-2]
-    assert len(rows) == len(set(rows)) == 69
+    assert len(rows) == len(set(rows)) == 77
 
     for op, stem in (("wkv4", "wkv4_"), ("timex", "timex_")):
         file = tmp_path / f"{op}.bundle"
@@ -200,7 +204,8 @@ def test_defaults_are_those_of_a_call(bound, dtypes, build):
     wanted = {("cut_sequences", *[None] * 7), ("copy_states", True, *[None] * 6)}
     wanted |= {("gla_join", is_ragged, *[None] * 6) for is_ragged in both}
     for dtype in dtypes:
-        wanted |= {(name, None, *[dtype] * 3, "raw", "vk", "fp32") for name in ("gla_recurrent_forward", "gla_scan")}
+        names = "gla_recurrent_forward", "gla_scan", "update_states"
+        wanted |= {(name, None, *[dtype] * 3, "raw", "vk", "fp32") for name in names}
         wanted |= {("gla_segment", is_ragged, dtype, dtype, None, "raw", None, None) for is_ragged in both}
     assert set(parameters(made, "name", "RAGGED", "T_IO", "T_W", "T_U", "DECAY", "STATE_LAYOUT", "T_STATE")) == wanted
 

@@ -49,6 +49,20 @@ def test_usual_sizes(core, arch):
     assert len(entries(head_decays(core, arch))) == 1
 
 
+@pytest.mark.parametrize(("core", "arch"), by_turns(CORES, ARCHS), ids=str)
+def test_states_in_a_pool_spill_no_more(core, arch):
+    """Than those of a call, in either layout, and where blocks share sequences."""
+    for layout, state, more in (("kv", "fp32", {}), ("vk", "bf16", {}), ("kv", "fp32", {"B": 1, "N": 1, "T": 32768})):
+        given = head_decays(core, arch, layout=layout, state=state, **more)
+        spills = []
+        for is_pooled in (False, True):
+            launches = steps_of(given._replace(is_packed=is_pooled, is_pooled=is_pooled))
+            step = launches["head_decay_forward"]
+            assert step.parameters["POOLED"] == is_pooled
+            spills.append(kernel.get(step.request(given.gpu)).spill_bytes)
+        assert spills[1] <= max(spills[0], 24)
+
+
 @pytest.mark.parametrize(("core", "arch"), by_turns(TRAINED, ARCHS), ids=str)
 def test_usual_sizes_in_training(core, arch):
     sums = {"sum_buffers"} if "a_log" in core.names else set()

@@ -91,7 +91,7 @@ def test_with_a_wheel_nothing_is_compiled_and_nvrtc_stays_away(wheel, child, tmp
         "PYTHONPATH": f"{site}:{package}", "RWKVJIT_ASSERT_CACHED": "1", "RWKVJIT_CACHE_DIR": str(tmp_path / "empty")
     }  # fmt: skip
     done = child(SERVED, after="torch", env=variables)
-    assert done.stdout == "['bundle'] memory 2 0\n[(2, 2)]\nset() False\n"
+    assert done.stdout == "['bundle'] memory 6 0\n[(6, 6)]\nset() False\n"
     assert not list((tmp_path / "empty").glob("**/*.cubin"))
 
 
@@ -137,7 +137,7 @@ def test_program_writes_a_wheel_of_each_architecture(tool, small, tmp_path, monk
     monkeypatch.setattr(sys, "argv", ["kernels_wheel.py", "--arch", "sm_80,sm_86", "-o", str(tmp_path / "made")])
     lines = list(tool._main())
     assert [line.split(",")[0] for line in lines] == [
-        f"{path}: 2 kernels by NVRTC 12.9" for path in sorted((tmp_path / "made").glob("*.whl"))
+        f"{path}: 6 kernels by NVRTC 12.9" for path in sorted((tmp_path / "made").glob("*.whl"))
     ]
     assert len(lines) == 2
     kernels = build("sm_80", small)

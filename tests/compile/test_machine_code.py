@@ -66,6 +66,7 @@ OF_UPDATES = {
         "DELTA": False, "BONUS": False, "DECAY": "log", "T_W": "fp16", "T_U": "fp32", "T_W0": "fp32", "PACKED": False,
     },
     "update_rules": {
+        "PACKED": False,
         "DELTA": True, "GATE": 2, "G_PER_CHANNEL": True, "BETA_MAP": 1, "BETA_PER_CHANNEL": False, "HAS_NORM": True,
         "SOURCE": 0, "HAS_SOFTPLUS": False, "HAS_LIMITS": False, "HAS_SKIP": False, "SKIP_PER_CHANNEL": False,
         "HAS_GATE": False, "HAS_DT_BIAS": True, "HAS_WRITE_GATE": False, "T_G": "fp16", "T_BETA": "fp16",
@@ -76,13 +77,17 @@ OF_UPDATES = {
 
 @pytest.mark.skipif(not TOOLS, reason="there is no disassembler")
 @pytest.mark.parametrize("name", OF_UPDATES)
-@pytest.mark.parametrize(("head_size", "index_bytes", "has_one_token"), BOTH((33, 64), (4, 8), (True, False)))
-def test_zeros_are_not_read_before_they_are_there(name, head_size, index_bytes, has_one_token, tmp_path):
+@pytest.mark.parametrize(
+    ("head_size", "index_bytes", "has_one_token", "has_state"),
+    [*BOTH((33, 64), (4, 8), (True, False), (True,)), *BOTH((33, 64), (4,), (True, False), (False,))],
+)
+def test_zeros_are_not_read_before_they_are_there(name, head_size, index_bytes, has_one_token, has_state, tmp_path):
     """A pointer that is null or moved, and is compared with null behind that, was compared before it was there."""
     parameters = {
         "HEAD_SIZE": head_size, "VALUE_SIZE": 50, "T_IO": "fp16", "T_STATE": "fp32", "STATE_LAYOUT": "kv",
         "STOCHASTIC": False, "INDEX_BYTES": index_bytes, "ONE_TOKEN": has_one_token, "VECTOR": 2, "KEY_LANES": 4,
-        "KEY_WARPS": 8, "ROWS": 2, "NUM_THREADS": 256, "BLOCKS_PER_SM": 3 if has_one_token else 2, **OF_UPDATES[name],
+        "KEY_WARPS": 8, "ROWS": 2, "NUM_THREADS": 256, "BLOCKS_PER_SM": 3 if has_one_token else 2,
+        "HAS_STATE": has_state, **OF_UPDATES[name],
     }  # fmt: skip
     made = kernel.get(kernel.Request(template.library(name), parameters, "sm_90"))
     code = instructions(made._image, tmp_path / "kernel.cubin")

@@ -768,19 +768,23 @@ CASES = [
     case("sm_90", "update_rules", derived_pool, "simple_gla", "fixed", (3, 3, 2, 4, 16, 24)),
     case("sm_90", "update_rules", derived_pool, "ssd", "D z bias softplus", (3, 2, 2, 4, 16, 24)),
     case(
-        "sm_80", "layer_delta_operands arrange_sequences wkv7_chunked_forward update_states",
-        derived_pool, "gated_delta_rule", "raw bias sigmoid norm", (1, 32, 2, 4, 16, 16), [0, 4, 9, 9, 32],
+        "sm_80", "layer_delta_operands layer_gated arrange_sequences wkv7_chunked_forward update_states",
+        derived_pool, "gated_delta_rule2", "raw bias", (1, 32, 2, 4, 16, 16), [0, 4, 9, 9, 32],
     ),
     case(
-        "sm_80", "diagonal_operands arrange_sequences gla_scan update_states skip_gate_slots",
-        derived_pool, "ssd", "wide z limit", (1, 32, 1, 2, 16, 24), [0, 4, 9, 9, 32], index=torch.int32,
+        "sm_80", "diagonal_operands arrange_sequences gla_scan update_states",
+        derived_pool, "hgrn2", "", (1, 32, 2, 2, 16, 24), [0, 4, 9, 9, 32], index=torch.int32,
     ),
     case(
         "sm_80", "update_rules",
         derived_cases.check_without_slots, "ssd", "bias D softplus limit", "update", False, 0, BF16,
     ),
     case(
-        "sm_90", "diagonal_operands arrange_sequences gla_scan update_states skip_gate_slots",
+        "sm_90", "diagonal_operands arrange_sequences gla_prepare gla_group_scan update_states skip_gate_slots",
+        derived_pool, "ssd", "wide z limit", (1, 32, 1, 2, 140, 8), [0, 4, 9, 9, 32],
+    ),
+    case(
+        "sm_90", "arrange_sequences narrow_rows head_decay_forward update_rules skip_gate_slots",
         derived_cases.check_without_slots, "ssd", "D z bias softplus", "varlen", True, 0, BF16,
     ),
     case("sm_80", "replay_states", replay, "wkv7", 5, 32, 16),

@@ -27,7 +27,7 @@ LAUNCHING = tuple(
 ROOMS, PLAIN = ("call", "ops", "schedules"), "call/plain.py"
 # Of these rooms, what others have: schedules of calls over a pool, and of layers, which stand for ops that are another
 # one with other inputs, too.
-OF_POOL = {f"schedules/{name}.py" for name in ("replay", "update", "varlen")}
+OF_POOL = {f"schedules/{name}.py" for name in ("replay", "varlen")}
 OF_LAYERS = {
     f"schedules/{name}.py"
     for name in (
@@ -111,6 +111,8 @@ def templates(op: str) -> list[str]:
     found = [path for stem in STEMS[op] for path in folder.rglob(f"{stem}_*.cu")]
     for name in {INFERENCE: ("shared", INFERENCE), LAYERS: ("shared", LAYERS, "derived")}.get(op, ("shared",)):
         found += (folder / name).glob("*.cu")
+    if op != INFERENCE and ({"gla", "wkv7"} & {*STEMS[op]} or op == LAYERS):  # calls of a few tokens
+        found += (folder / INFERENCE).glob("update_*.cu")
     return sorted(path.name for path in found)
 
 

@@ -11,6 +11,8 @@ import torch
 from torch._dynamo.utils import counters
 from torch.export import Dim
 
+from rwkv_jit.nn import traced
+
 MODELS = pytest.mark.parametrize("name", ["RWKV5", "RWKV6", "RWKV7"])
 SIZES = {"vocabulary": 500, "width": 256, "head_size": 64, "hidden": 512, "layers": 2}
 RANKS = {"RWKV7": {"ranks": {}}}
@@ -129,6 +131,8 @@ def test_a_compiled_layer_launches_no_more_than_eager(op, name):
     weights = torch.randn_like(x)
     want, known = launches(layer, x, first, weights)
     found, others = launches(torch.compile(layer, fullgraph=True), x, first, weights)
+    assert None not in traced._lists.values()
+    assert traced._lists
     ours = {kernel: n for kernel, n in want.items() if kernel not in ("copy", "other")}
     assert sum(ours.values()) >= 10
     assert {kernel: n for kernel, n in found.items() if kernel not in ("copy", "other")} == ours

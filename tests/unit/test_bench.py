@@ -262,7 +262,7 @@ BOTH = "forward+backward"
     [
         ("wkv7", (8, 4096, 64, 64, 64), BOTH, "sm_90", ("chunked", "recurrent", "chunked", "split")),
         ("wkv7", (1, 32768, 16, 64, 64), BOTH, "sm_90", ("split", "recurrent", "chunked", "split")),
-        ("wkv7", (1, 1, 32, 64, 64), "decode", "sm_90", ("recurrent", "recurrent", "chunked", None)),
+        ("wkv7", (1, 1, 32, 64, 64), "decode", "sm_90", ("update", "recurrent", "chunked", None)),
         ("wkv7", (1, 1, 32, 64, 64), "update", "sm_90", ("update",) * 4),
         ("gla", (8, 4096, 4, 512, 512), "forward", "sm_80", ("split", "recurrent", None, "split")),
         ("kda", (8, 4096, 32, 128, 128), BOTH, "sm_90", ("dedicated", "recurrent", "chunked", "split")),

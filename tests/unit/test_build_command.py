@@ -122,8 +122,8 @@ def call_of(op, how, mode, dtype=BF16, wide=None, heads=HEADS, tokens=TOKENS, he
     tensors = [x.requires_grad_(trains) for x in arrays]
     tensors += [x.requires_grad_(trains) for x in options.values() if isinstance(x, torch.Tensor)]
 
-    def call():
-        results = getattr(rwkv_jit, op)(*arrays, **packing, **options)
+    def call(**states):
+        results = getattr(rwkv_jit, op)(*arrays, **packing, **options, **states)
         y = results[0] if isinstance(results, tuple) else results
         if trains:
             torch.autograd.grad(y, tensors, torch.ones_like(y))
@@ -166,6 +166,22 @@ def test_calls_find_what_was_warmed(op, how, mode, cache, pytestconfig):
             call()
         rwkv_jit.warm(op, arch="sm_90", **told)
         call()
+
+
+@pytest.mark.parametrize("has_state", [False, True])
+@pytest.mark.parametrize("op", WITH_PACKED)
+def test_a_few_tokens_find_what_was_warmed_and_what_a_command_compiles(op, has_state, cache):
+    how = derived_cases.WAYS.get(op, ("",))[-1]
+    for tokens, heads in ((1, HEADS), (1, 512), (5, 2), (5, 512)):
+        call, told = call_of(op, how, "forward", tokens=tokens, heads=heads)
+        if has_state:
+            call = partial(call, initial_state=torch.zeros(2, heads, HEAD_SIZE, HEAD_SIZE), output_final_state=True)
+        cache.clear()
+        rwkv_jit.warm(op, arch="sm_90", **told)
+        call()
+        cache.clear()
+        (command,) = run_commands(call)
+        assert "--direction" not in command
 
 
 @pytest.mark.parametrize(("op", "how", "mode"), CASES)

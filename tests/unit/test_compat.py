@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import warm
+from compat_inputs import calls  # noqa: F401
 from torch.utils import cpp_extension
 from torch.utils.checkpoint import checkpoint
 
@@ -78,14 +79,15 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=s
 
 @DTYPES
 @pytest.mark.parametrize("name", ["rwkv7_clampw", "rwkv7_clampw_v3", "rwkv7_clampw128_v2"])
-def test_clampw(name, dtype):
+def test_clampw(name, dtype, calls):  # noqa: F811
     load(name)
-    inputs, dy = delta_inputs(dtype), rows(B, T, H, N, dtype=dtype)
-    y, grads = empty(*[(B, T, H, N)], dtype=dtype)[0], empty(*[(B, T, H, N)] * 6, dtype=dtype)
-    s, sa = scratch()
     ops = getattr(torch.ops, name)
-    ops.forward(*inputs, y, s, sa)
-    ops.backward(*inputs, dy, s, sa, *grads)
+    for _ in range(calls):
+        inputs, dy = delta_inputs(dtype), rows(B, T, H, N, dtype=dtype)
+        y, grads = empty(*[(B, T, H, N)], dtype=dtype)[0], empty(*[(B, T, H, N)] * 6, dtype=dtype)
+        s, sa = scratch()
+        ops.forward(*inputs, y, s, sa)
+        ops.backward(*inputs, dy, s, sa, *grads)
     want, _, of = exact(rwkv_jit.wkv7_ref, inputs, dy, decay="sigmoid")
     check([y, *grads], [want, *of], dtype)
 
@@ -105,23 +107,24 @@ def test_backstepping(dtype):
 
 @pytest.mark.parametrize("is_recorded", [False, True])
 @pytest.mark.parametrize("passes", [False, True])
-def test_clampw_from_a_state(passes, is_recorded):
+def test_clampw_from_a_state(passes, is_recorded, calls):  # noqa: F811
     name = "rwkv7_statepassing_clampw" if passes else "rwkv7_state_clampw"
     load(name)
-    inputs, s0, dy, dlast = (
-        delta_inputs(torch.float32), rows(B, H, N, N), rows(B, T, H, N), rows(B, H, N, N) if passes else None
-    )  # fmt: skip
-    y, last, ds0, *grads = empty((B, T, H, N), (B, H, N, N), (B, H, N, N), *[(B, T, H, N)] * 6)
-    s, sa = scratch()
     ops = getattr(torch.ops, name)
-    given = [x.detach().requires_grad_(is_recorded) for x in inputs]
-    state = s0.clone()
-    with torch.no_grad():
-        ops.forward(state, *given, *([y, last] if passes else [y]), s, sa)
-        assert len(buffers._recorded) == is_recorded
-        state.zero_()
-        ops.backward(*given, *([dy, dlast] if passes else [dy]), s, sa, ds0, *grads)
-    assert not buffers._recorded
+    for _ in range(calls):
+        inputs, s0, dy, dlast = (
+            delta_inputs(torch.float32), rows(B, H, N, N), rows(B, T, H, N), rows(B, H, N, N) if passes else None
+        )  # fmt: skip
+        y, last, ds0, *grads = empty((B, T, H, N), (B, H, N, N), (B, H, N, N), *[(B, T, H, N)] * 6)
+        s, sa = scratch()
+        given = [x.detach().requires_grad_(is_recorded) for x in inputs]
+        state = s0.clone()
+        with torch.no_grad():
+            ops.forward(state, *given, *([y, last] if passes else [y]), s, sa)
+            assert len(buffers._recorded) == is_recorded
+            state.zero_()
+            ops.backward(*given, *([dy, dlast] if passes else [dy]), s, sa, ds0, *grads)
+        assert not buffers._recorded
 
     def call(s0, *inputs):
         return rwkv_jit.wkv7_ref(*inputs, initial_state=s0, output_final_state=True, decay="sigmoid")

@@ -289,13 +289,75 @@ def test_launches_over_a_pool_are_those_of_the_first_call(op, how, model, has_in
             with mode():
                 run(case)
         found.append(launch_calls.lines(on_gpu.take()))
-    launches = [line.split()[0] for line in found[0]]
-    if POOLS[model][1]:
-        assert "update_states" in launches
-        assert (launches[-1] == "skip_gate_slots") == bool({"D", "z"} & case.parameters.keys())
-    else:
-        assert launches == ["update_rules"]
+    launches = [line.split()[0].partition(":")[0] for line in found[0]]
     assert found == [found[0]] * len(found)
+    if model != "varlen":
+        assert launches == [*(["arrange_sequences"] if POOLS[model][1] else []), "update_rules"]
+    elif op in ("kda", "gated_delta_rule2", "hgrn2"):  # of heads of 64, for which they have no dedicated kernels
+        operands = "diagonal_operands" if op == "hgrn2" else "layer_delta_operands"
+        assert (launches[0], launches[-1]) == (operands, "update_states")
+        assert "arrange_sequences" in launches
+    else:
+        steps = ["head_steps"] if op == "ssd" and ("limit" in how or "softplus" not in how) else []
+        gate = ["skip_gate_slots"] if "z" in case.parameters else []
+        assert launches == ["arrange_sequences", *steps, "head_decay_group_forward", "update_rules", *gate]
+
+
+@pytest.mark.parametrize(
+    ("op", "how", "forward"),
+    [
+        ("kda", "raw bias sigmoid norm", "channel_decay_group_forward"),
+        ("gated_delta_rule", "raw bias sigmoid norm", "head_decay_group_forward"),
+        ("ssd", "D bias softplus", "head_decay_group_forward"),
+    ],
+)
+def test_prompts_beside_decodes_are_three_launches(op, how, forward, on_gpu):
+    """Over the pool: the forward reads inputs, and reads and writes slots, beside the launch for short sequences."""
+    on_gpu.use("sm_90")
+    bounds = torch.tensor([0, 1, 2, 902, 2000])
+    sizes = (1, 2000, 16, 32, 128, 128 if op != "ssd" else 64)
+    case = derived_cases.make(op, how, sizes, torch.bfloat16, torch.float32, torch.float32, has_state=False)
+    pool = torch.zeros(6, 32, 128, sizes[-1]) if op != "ssd" else torch.zeros(6, 32, 64, 128)
+    slots = torch.tensor([5, 2, 0, 3])
+    for _ in range(2):
+        y = derived_cases.pooled(case, "varlen", pool, cu_seqlens=bounds, state_indices=slots)
+        arrange, chunks, few = on_gpu.take()
+        assert [x.template for x in (arrange, chunks, few)] == ["arrange_sequences", forward, "update_rules"]
+        assert arrange.stream == few.stream != chunks.stream
+        assert (chunks.grid[:2], few.grid[1]) == ((4, 32), 4)
+        assert (chunks.parameters["POOLED"], few.parameters["PACKED"]) == (True, True)
+        assert chunks.addresses["initial_state"] == chunks.addresses["final_state"] == pool.data_ptr()
+        assert chunks.named["slot_stride"] == pool.stride(0)
+        assert chunks.addresses["pieces"] == arrange.addresses["pieces"] == few.addresses["pieces"]
+        assert chunks.addresses["cu_seqlens"] == arrange.addresses["bounds"] == few.addresses["bounds"]
+        for launch in (chunks, few):
+            assert launch.addresses["y"] == y.data_ptr()
+            assert launch.addresses["v"] == case.inputs["x" if op == "ssd" else "v"].data_ptr()
+
+
+def test_one_long_prompt_is_shared_between_blocks(on_gpu):
+    on_gpu.use("sm_90")
+    sizes = (1, 16384, 16, 32, 128, 128)
+    case = derived_cases.make("gated_delta_rule", "norm", sizes, torch.bfloat16, torch.float32, has_state=False)
+    pool = torch.zeros(2, 32, 128, 128)
+    derived_cases.pooled(case, "varlen", pool, cu_seqlens=torch.tensor([0, 16384]))
+    arrange, walks, copy, forward, few = on_gpu.take()
+    assert [x.template for x in (walks, copy, few)] == ["head_decay_walks", "copy_states", "update_rules"]
+    assert forward.grid == (8, 32, 1)
+    assert copy.addresses["from"] == forward.addresses["final_state"] == pool.data_ptr()
+    assert copy.addresses["to"] == forward.addresses["initial_state"]
+    assert walks.addresses["cu_seqlens"] == arrange.addresses["bounds"]
+
+
+@pytest.mark.parametrize("longest", [None, 16384])
+def test_few_heads_of_long_prompts_go_in_segments_of_the_op_below(longest, on_gpu):
+    on_gpu.use("sm_90")
+    sizes = (1, 16384, 2, 2, 128, 128)
+    case = derived_cases.make("gated_delta_rule", "norm", sizes, torch.bfloat16, torch.float32, has_state=False)
+    bounds = torch.tensor([0, 16380, 16384])
+    derived_cases.pooled(case, "varlen", torch.zeros(2, 2, 128, 128), cu_seqlens=bounds, max_seqlen=longest)
+    templates = [x.template for x in on_gpu.take()]
+    assert ("wkv7_segment" in templates, "head_decay_group_forward" in templates) == (bool(longest), not longest)
 
 
 # What each op may have beside its inputs, by words: alone, and all together.

@@ -103,7 +103,7 @@ def test_switch_is_looked_at_in_every_call(on_gpu):
         rwkv_jit.set_batch_invariant(enabled)
         call("wkv6", (4, 2, 4, 64), grad=False)
         seen.append(kernels(on_gpu)[0][0])
-    assert seen == ["gla_recurrent_forward", "gla_scan"] * 2
+    assert seen == ["update_states", "gla_scan"] * 2
 
 
 def test_segments_that_are_asked_for_are_refused(on_gpu):
@@ -228,7 +228,7 @@ def test_torch_op_is_batch_invariant_by_its_own_argument(on_gpu):
         rwkv_jit.set_batch_invariant(not is_batch_invariant)
         of_torch_op("wkv6", given, False, is_batch_invariant)
         (taken,) = kernels(on_gpu)
-        assert taken[0] == ("gla_scan" if is_batch_invariant else "gla_recurrent_forward")
+        assert taken[0] == ("gla_scan" if is_batch_invariant else "update_states")
 
 
 def test_rows_that_autocast_makes_float16_stay_as_they_are(on_gpu):

@@ -20,6 +20,7 @@ from rwkv_jit.kernels.gpu import Gpu
 from rwkv_jit.schedules import delta_chunked, diagonal_chunked, directions, segments
 from rwkv_jit.schedules.problem import Problem
 from rwkv_jit.schedules.table import OPS
+from rwkv_jit.schedules.update import FEW_TOKENS
 
 DIAGONAL = [name for name, op in OPS.items() if op.family == "diagonal"]
 NOTHING_KNOWN = rule.Known((), lambda place: True)
@@ -375,10 +376,13 @@ def test_some_algorithm_takes_every_call(
     p = p._replace(gpu=gpu, decay_bound=decay_bound, chunk_len=chunk_len or 0, is_chosen=False)
     made = rule.resolved(p, lambda: NOTHING_KNOWN)
     assert chunk_len in (None, made.chunk_len)
+    assert directions.forward(made).launches
+    if made.backend == "update":
+        assert (training, tokens in range(1, FEW_TOKENS + 1)) == (False, True)
+        return
     if made.backend != "recurrent":
         lengths = directions.ALGORITHMS[OPS[op].family]["large" if "large" in made.backend else "chunked"].CHUNK_LENS
         assert made.chunk_len in lengths
-    assert directions.forward(made).launches
     assert directions.backward(made).launches
 
 

@@ -351,7 +351,7 @@ def test_the_kernel_gets_the_pool_and_its_strides(on_gpu, name, has_gaps):
         y = call(name, pool, inputs, state_indices=slots, null_index=0)
         (launch,) = on_gpu.take()
         passed = launch.named
-        assert passed["state"] == pool.data_ptr()
+        assert passed["initial_state"] == passed["final_state"] == pool.data_ptr()
         assert passed["slot_stride"] == H * K * V * (1 + has_gaps)
         assert (passed["slots"], passed["null_index"], passed["batch"], passed["tokens"]) == (len(pool), 0, B, T)
         assert (passed["state_indices"], passed["write_indices"], passed["seed"]) == (slots.data_ptr(), 0, 0)
@@ -376,7 +376,7 @@ def test_a_known_call_is_short(on_gpu):
     moved = torch.zeros(pool.numel() + 1)[1:].view(pool.shape)
     call("wkv7", moved, inputs, state_indices=slots, out=out)
     (launch,) = on_gpu.take()
-    assert (launch.named["state"], launch.parameters["VECTOR"]) == (moved.data_ptr(), 1)
+    assert (launch.named["initial_state"], launch.parameters["VECTOR"]) == (moved.data_ptr(), 1)
     for scale in (2.0, 2.0, 3.0):
         call("wkv7", pool, inputs, state_indices=slots, out=out, scale=scale)
         (launch,) = on_gpu.take()
