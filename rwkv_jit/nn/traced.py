@@ -280,15 +280,21 @@ def _backward(
     values: Sequence[Tensor], grads: Sequence[Tensor | None], name: str, wants: Sequence[bool]
 ) -> list[Tensor]:  # fmt: skip
     found = _list(name).recorded.backward([*values], grads, tuple(wants))
+    # No result of an op may share memory with others, and one launch copies all that do.
     seen = {x.untyped_storage()._cdata for x in (*values, *grads) if x is not None}
-    several = []
+    several, sharing = list[Tensor](), list[tuple[Tensor, Tensor]]()
     for x, form, is_wanted in zip(found, _list(name).recorded.forms, wants, strict=True):
         if is_wanted:
             assert form is not None
             x = _like(form.layout, values[0]).zero_() if x is None else x.contiguous()
-            x = x.clone() if x.untyped_storage()._cdata in seen else x
+            if x.untyped_storage()._cdata in seen:
+                sharing.append((torch.empty_like(x), x))
+                x = sharing[-1][0]
             seen.add(x.untyped_storage()._cdata)
             several.append(x)
+    if sharing:
+        copies, originals = zip(*sharing, strict=True)
+        torch._foreach_copy_(copies, originals)
     return several
 
 

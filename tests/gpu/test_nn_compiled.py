@@ -137,8 +137,8 @@ def test_a_compiled_layer_launches_no_more_than_eager(op, name):
     assert sum(ours.values()) >= 10
     assert {kernel: n for kernel, n in found.items() if kernel not in ("copy", "other")} == ours
     assert found["copy"] <= want["copy"]
-    # A long sum of torch's own is two kernels where the compiler makes it.
-    halves = sum(n for kernel, n in others.items() if re.match(r"triton_red_fused_\w*sum", kernel))
+    # One launch copies the gradients that share memory; a long sum of torch's own is two kernels where it is compiled.
+    halves = 1 + sum(n for kernel, n in others.items() if re.match(r"triton_red_fused_\w*sum", kernel))
     assert found.total() <= want.total() + halves, (others - known, known - others)
 
 
