@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import rwkv_jit
 from rwkv_jit import nn
@@ -571,10 +572,10 @@ def test_a_step_is_a_call_whose_states_are_in_a_pool(name, has_slots, dtype, cha
         for place in range(1, 5):
             want, state = layer(x[:, place : place + 1], state)
             found = layer.step(x[:, place], pool[0] if len(pool) == 1 else tuple(pool), slots)
-            assert torch.equal(found, want[:, 0])
+            close(found, want[:, 0], 2e-6)  # a CPU rounds rows with gaps in another way
     others = [i for i in range(6) if i not in rows]
     for own, each, kept in zip(pool, listed(state), before, strict=True):
-        assert torch.equal(own[rows], each)
+        close(own[rows], each, 2e-6)
         assert torch.equal(own[others], kept[others])
 
 
@@ -634,3 +635,52 @@ def test_a_step_that_does_not_fit_changes_nothing(given, message):
     given_state = () if arguments["state"] is None else arguments["state"]
     held = [each for each in (*given_state, *pool) if each is not None and not each.is_meta]
     assert not any(each.any() for each in held)
+
+
+class Launching(TorchDispatchMode):
+    """Notes the ops of torch that launch a kernel on a GPU: neither views nor memory, nor ours, which the driver has."""
+
+    FREE = {"empty", "empty_like", "empty_strided", "new_empty", "detach", "_unsafe_view", "promote_types"}
+    OURS = {"layer_step", "update_states", "gated_norm_fwd"}
+    PRODUCTS = {"mm", "addmm"}
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.names = []
+        norm = F.rms_norm
+        monkeypatch.setattr(F, "rms_norm", lambda *given: self.names.append("rms_norm") or self.unnoted(norm, *given))
+
+    def unnoted(self, norm, *given):
+        """One kernel on a GPU, and several here."""
+        before = len(self.names)
+        y = norm(*given)
+        del self.names[before:]
+        return y
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        is_view = any(x.alias_info and not x.alias_info.is_write for x in op._schema.returns)
+        name = op.__name__.partition(".")[0]
+        if not is_view and name not in self.FREE | self.OURS:
+            self.names.append(name)
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "sizes", "launches"),
+    [("KimiDeltaAttention", (2, 2, 8), 5), ("GatedDeltaNet", (2, 4, 8, 8), 6), ("Mamba2", (4, 8, 8), 6)],
+)
+def test_a_step_is_at_most_six_launches_beside_products(on_gpu, monkeypatch, dtype, name, sizes, launches):
+    layer, slots = getattr(nn, name)(WIDTH, *sizes, dtype=dtype), torch.tensor([1, 4, 2])
+    with torch.no_grad():
+        _, pool = layer(tokens(6, 2, dtype=dtype))
+    x = tokens(3, dtype=dtype)
+    layer.step(x, pool, slots, 0)
+    on_gpu.take()
+    with Launching(monkeypatch) as noted:
+        layer.step(x, pool, slots, 0)
+    ours = [launch.template for launch in on_gpu.take()]
+    others = [x for x in noted.names if x not in noted.PRODUCTS]
+    assert ours[:2] == ["layer_convolution_update", "update_rules"]
+    assert len(noted.names) - len(others) >= 2
+    assert len(ours) + len(others) == launches, (ours, others)
