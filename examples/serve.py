@@ -85,7 +85,7 @@ def check(model: nn.Module, requests: list[Request]) -> tuple[list[str], int]:
         piece = request.prompt
         for place, token in enumerate(request.tokens):
             logits = prefill(model, pool, [(slot, piece)])
-            (expected,) = choose(logits, [alone])
+            (expected,) = choose(logits, [alone]).tolist()
             if token != expected:
                 if is_exact or (logits[0, expected] - logits[0, token]) > TIE * logits.std():
                     problems.append(f"request {request.number}, token {place}: {token} served, {expected} alone")

@@ -95,7 +95,9 @@ def test_batch_is_each_text_alone(serve, model):
     untouched = pool.wkv[:, 1].fill_(7).clone()
     decoder = sys.modules["serving.scheduler"].Decoder(model, pool)
     found = [serve.prefill(model, pool, list(zip(slots, prompts, strict=True)))]
-    found += [decoder([token] * 5, slots).clone() for token in (65, 66)]
+    for token in (65, 66):
+        decoder.keep(slots, torch.full((5,), token))
+        found.append(decoder(slots).clone())
     assert torch.equal(pool.wkv[:, 1], untouched)
     for row, prompt in enumerate(prompts):
         alone = model.new_pool(1)
@@ -141,7 +143,8 @@ def test_models_of_other_layers(serve, kind):
     decoder = sys.modules["serving.scheduler"].Decoder(model, pool)
     for place in range(2):
         last = [text[cut + place] for text, cut in zip(several, (7, 2, 11), strict=True)]
-        rows.append(decoder(last, slots).clone())
+        decoder.keep(slots, torch.tensor(last))
+        rows.append(decoder(slots).clone())
     for row, (text, cut) in enumerate(zip(several, (7, 2, 11), strict=True)):
         for place, logits in enumerate(rows):
             alone = model.new_pool(1)
@@ -297,11 +300,11 @@ def test_drawn_text_does_not_depend_on_the_others(serve, model):
 def test_draws_have_the_chances_that_they_should(serve):
     chances = torch.tensor([0.1, 0.5, 0.05, 0.35])
     request = serve.Request(0, [0], 1, 0, 1.0, 0.8, "seed")
-    drawn = [serve.choose(chances.log()[None], [request])[0] for _ in range(800)]
+    drawn = [int(serve.choose(chances.log()[None], [request])) for _ in range(800)]
     assert set(drawn) == {1, 3}
     assert drawn.count(1) / 800 == pytest.approx(0.5 / 0.85, abs=0.05)
     cold = serve.Request(0, [0], 1, 0, 0.5, 1.0, "seed")  # squares the chances
-    drawn = [serve.choose(chances.log()[None], [cold])[0] for _ in range(800)]
+    drawn = [int(serve.choose(chances.log()[None], [cold])) for _ in range(800)]
     assert drawn.count(1) / 800 == pytest.approx(0.25 / 0.385, abs=0.05)
 
 
@@ -309,7 +312,7 @@ def test_greedy_and_drawn_texts_share_a_batch(serve):
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
     greedy, drawn = serve.Request(0, [0], 1), serve.Request(1, [0], 1, 0, 2.0, 1.0, "x")
     narrow = serve.Request(2, [0], 1, 0, 2.0, 1e-6, "y")
-    found = serve.choose(logits, [greedy, drawn, narrow])
+    found = serve.choose(logits, [greedy, drawn, narrow]).tolist()
     assert found[0] == int(logits[0].argmax())
     assert found[2] == int(logits[2].argmax())
     assert greedy.random.random() == random.Random("").random()  # none was taken
