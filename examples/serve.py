@@ -21,11 +21,10 @@ import json
 import math
 import os
 import random
-import signal
 import sys
 import time
 from collections import deque
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -35,7 +34,7 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
-from serving import models
+from serving import engine, models
 from serving.scheduler import Request, Server, choose, prefill
 from serving.vocabularies import TokenizerFile, Vocabulary, vocabulary_of
 from torch import nn
@@ -166,19 +165,6 @@ def serve(server: Server, requests: list[Request], show) -> float:
     return time.perf_counter() - begin
 
 
-def serve_http(server: Server, vocabulary: Vocabulary | TokenizerFile, options: argparse.Namespace, show) -> str | None:
-    """Serve clients of OpenAI's API until a signal comes; return what has failed."""
-    from serving.api import HTTPServer
-    from serving.engine import Engine
-
-    engine = Engine(server, options.queue, show)
-    name = options.checkpoint.stem if options.checkpoint else "random"
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # uvicorn raises its signal again when it has ended
-    with suppress(KeyboardInterrupt):
-        HTTPServer(engine, vocabulary, name, *options.http, options.max_tokens, options.grace).run()
-    return engine.failure
-
-
 def address(text: str) -> tuple[str, int]:
     """Return the host and the port of an address."""
     host, _, port = text.rpartition(":")
@@ -264,6 +250,8 @@ def main() -> int | str:
             return f"--http needs {error.name}: pip install starlette uvicorn"
     try:
         vocabulary = vocabulary_of(options.vocabulary, options.end_token)
+        if options.http:
+            connection, process = engine.start(options)
         if options.checkpoint:
             model = RWKV7.from_checkpoint(options.checkpoint, device=kind[0], dtype=kind[1])
         else:
@@ -296,7 +284,7 @@ def main() -> int | str:
 
         if options.http:
             begin = time.perf_counter()
-            failure = serve_http(server, vocabulary, options, show)
+            failure = engine.serve(server, connection, process, show)
             seconds = time.perf_counter() - begin
         else:
             seconds = serve(server, requests, show)

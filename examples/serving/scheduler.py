@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
@@ -34,12 +35,22 @@ class Request:
     cut: int = 0  # where the prompt leaves another one: the state there is kept too
     tokens: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)  # when each token was there
+    told: int = 0  # how many of them whoever waits for them knows
     is_finished: bool = False
 
     def __post_init__(self):
         if not self.prompt:
             raise ValueError("prompt: expected at least one token, got none")
-        self.random = random.Random(self.seed)  # its own, so that a text does not depend on other requests
+
+    @cached_property
+    def random(self) -> random.Random:
+        """Its own, so that a text does not depend on other requests."""
+        return random.Random(self.seed)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether there is something to tell."""
+        return self.is_finished or self.told < len(self.tokens)
 
 
 def moved(values: list, device: torch.device) -> Tensor:
@@ -181,7 +192,7 @@ class Server:
     """Gives slots to requests, reads their prompts piece by piece, and writes all texts side by side.
 
     On a GPU a step queues its work before the tokens of the step before are read: the GPU does not wait for the host.
-    So a text that has ended by its last token is written once more, for nobody.
+    So a text that has ended by its last token is written once or twice more, for nobody.
     """
 
     def __init__(self, model: nn.Module, slots: int, prefill_tokens: int, end: int | None = None, prefixes: int = 0):

@@ -638,7 +638,7 @@ def test_a_step_that_does_not_fit_changes_nothing(given, message):
 
 
 class Launching(TorchDispatchMode):
-    """Notes the ops of torch that launch a kernel on a GPU: neither views nor memory, nor ours, which the driver has."""
+    """Notes ops of torch that launch a kernel on a GPU: neither views nor memory, nor ours, which the driver has."""
 
     FREE = {"empty", "empty_like", "empty_strided", "new_empty", "detach", "_unsafe_view", "promote_types"}
     OURS = {"layer_step", "update_states", "gated_norm_fwd"}

@@ -239,6 +239,61 @@ def test_end_of_a_text_ends_its_request(serve, model):
     assert run(end) == tokens[: tokens.index(end) + 1]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_ahead_of_a_gpu_texts_are_the_same(serve, model, temperature):
+    """What is queued before the tokens of the step before are read, as on a GPU: slots change hands, texts do not."""
+    prompts = texts(5, 9, 1, 14, 3, 6, 2, 8, 4)
+
+    def run(is_ahead, end=None):
+        requests = [serve.Request(i, p, 1 + 2 * i, 0, temperature, 0.9, f"{i}") for i, p in enumerate(prompts)]
+        server = serve.Server(model, 3, 6, end, prefixes=2)
+        server.is_ahead = is_ahead
+        serve.serve(server, requests, lambda: None)
+        assert sorted(server.pool.allocated) == sorted(prefix.slot for prefix in server.prefixes.kept)
+        return [request.tokens for request in requests], server.spent["decode"][0]
+
+    want, count = run(False)
+    assert run(True) == (want, count)  # no more work: the last token of each is known before
+    end = want[-1][5]
+    cut, count = run(False, end)
+    assert [x[-1] == end for x in cut].count(True) >= 1
+    ahead, more = run(True, end)
+    assert ahead == cut
+    assert count < more <= count + 2 * len(prompts)  # tokens for nobody
+
+
+def test_ahead_of_a_gpu_tokens_are_read_after_the_next_step_is_queued(serve, model, monkeypatch):
+    server, seen = serve.Server(model, 2, 100), []
+    server.is_ahead = True
+    for name in ("read", "write", "collect"):
+        own = getattr(server, name)
+        monkeypatch.setattr(server, name, lambda *given, own=own, name=name: seen.append(name) or own(*given))
+    server.waiting.append(serve.Request(0, texts(4)[0], 3))
+    server.step()
+    assert (seen, server.finished, len(server.running[0].tokens)) == (["read", "write", "collect"], [], 0)
+    server.step()
+    assert (server.running, server.pool.allocated, server.finished) == ([], (), [])  # its last token is queued
+    (request,) = server.queued[-1].requests
+    assert (len(request.tokens), request.is_finished) == (2, False)
+    assert server.is_busy
+    server.step()
+    assert (len(request.tokens), request.is_finished, server.is_busy) == (3, True, False)
+    assert [len(request.times), server.finished_count] == [3, 1]
+
+
+def test_prompts_beside_decodes_are_few_calls(serve, model, monkeypatch):
+    """A step is one call for pieces of all prompts, and one for all tokens."""
+    calls, read, step = [], model.prefill, model.step
+    monkeypatch.setattr(model, "prefill", lambda *given: calls.append(("prefill", given[0].shape[1])) or read(*given))
+    server = serve.Server(model, 5, 12)
+    monkeypatch.setattr(model, "step", lambda *given: calls.append(("step", len(given[0]))) or step(*given))
+    server.waiting += [serve.Request(i, prompt, 20) for i, prompt in enumerate(texts(3, 4, 9, 8, 2))]
+    calls.clear()
+    for _ in range(3):
+        server.step()
+    assert calls == [("prefill", 12), ("step", 2), ("prefill", 12), ("step", 4), ("prefill", 2), ("step", 8)]
+
+
 def test_check_finds_a_wrong_token(serve, model):
     request = serve.Request(3, texts(5)[0], 5)
     served(serve, model, [request])
