@@ -6,9 +6,9 @@
                              [--top-p X] [--seed N] [--dtype TYPE] [--cpu] [--check] [--quiet] [--json]
     python examples/serve.py --http [HOST:]PORT [--queue N] [--prefixes N] [--max-tokens N] [--grace SECONDS] ...
 
-Requests arrive at random times. In each step the server gives free slots to those that wait, reads a piece of the
-prompts that are not read yet, and writes one token of every running sequence. On a GPU the model does the writing from
-CUDA graphs. A live table shows tokens per second and latencies, and below it one sequence as it grows. --check then
+Requests arrive at random times. In each step the server gives free slots to those that wait, reads pieces of all
+prompts that are not read yet in one call, and writes one token of every running sequence in another one. On a GPU the
+model does the writing from CUDA graphs, and the host reads tokens while the next step runs. A live table shows tokens per second and latencies, and below it one sequence as it grows. --check then
 decodes every request again alone, and exits with 1 if a token differs. The model is RWKV-7, that of arXiv:2503.14456.
 Without --checkpoint its weights are random and so is what it writes; --model can then be kimi, gated_delta_net or
 mamba2 too, with layers of these. --layers 24 --width 2048 --vocab 65536 is a model of 1.5
@@ -49,6 +49,7 @@ SMALL = 256  # the width up to which threads of a CPU wait for each other longer
 RANGES = {"w0": (-6, 1), "a0": (-1, 1), "v0": (-1, 1), "k_k": (0.7, 1), "k_a": (0.7, 1)}
 RANGES |= {"weight": (1, 1), "bias": (0, 0)}
 HTTP = {"queue": 256, "prefixes": 16, "max_tokens": 4096, "grace": 30}  # options of --http
+PREFILL = {"cpu": 256, "cuda": 4096}  # tokens of prompts in a step: fewer would not fill a GPU
 TIE = 0.3  # in 16 bits, how far a token may be from the best one, in standard deviations of the logits
 
 
@@ -190,7 +191,7 @@ def limited(kind: type, least: float, most: float = math.inf, above: bool = Fals
 
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    count, counts = limited(int, 1), {"requests": 64, "prompt_tokens": 64, "new_tokens": 64, "prefill_tokens": 256}
+    count, counts = limited(int, 1), {"requests": 64, "prompt_tokens": 64, "new_tokens": 64, "slots": 16}
     parser.add_argument("--checkpoint", metavar="FILE", type=Path, help="an RWKV-7 model, .pth or .safetensors")
     said = f"of random weights: {', '.join(models.MODELS)}, by default {models.MODELS[0]}"
     parser.add_argument("--model", choices=models.MODELS, metavar="KIND", help=said)
@@ -201,8 +202,10 @@ def read_options() -> argparse.Namespace:
     for name, default in MODEL.items():
         kind = limited(int, 256) if name == "vocab" else count
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=f"of random weights, by default {default}")
-    for name, default in (counts | {"slots": 16}).items():
+    for name, default in counts.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=count, default=default, help=f"by default {default}")
+    said = f"of prompts, read in a step; by default {PREFILL['cuda']} on a GPU, else {PREFILL['cpu']}"
+    parser.add_argument("--prefill-tokens", type=count, metavar="N", help=said)
     parser.add_argument("--rate", type=limited(float, 0, above=True), default=8.0, help="requests per second, or inf")
     parser.add_argument("--temperature", type=limited(float, 0), default=0.0, help="0, the default, is greedy")
     parser.add_argument("--top-p", type=limited(float, 0, 1, above=True), default=1.0, help="by default 1")
@@ -236,6 +239,7 @@ def read_options() -> argparse.Namespace:
     if options.device == "cpu" and options.width <= SMALL and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     options.dtype = options.dtype or ("float32" if options.device == "cpu" else "bfloat16")
+    options.prefill_tokens = options.prefill_tokens or PREFILL[options.device]
     return options
 
 
