@@ -8,12 +8,13 @@
 
 Requests arrive at random times. In each step the server gives free slots to those that wait, reads pieces of all
 prompts that are not read yet in one call, and writes one token of every running sequence in another one. On a GPU the
-model does the writing from CUDA graphs, and the host reads tokens while the next step runs. A live table shows tokens per second and latencies, and below it one sequence as it grows. --check then
-decodes every request again alone, and exits with 1 if a token differs. The model is RWKV-7, that of arXiv:2503.14456.
-Without --checkpoint its weights are random and so is what it writes; --model can then be kimi, gated_delta_net or
-mamba2 too, with layers of these. --layers 24 --width 2048 --vocab 65536 is a model of 1.5
-billion parameters. With --http requests come from clients of OpenAI's API: http://HOST:PORT/v1 has completions, chats
-and the model, until SIGINT or SIGTERM. The folder `serving` beside this file has the scheduler and the API.
+model does the writing from CUDA graphs, and the host reads tokens while the next step runs. A live table shows tokens
+per second and latencies, and below it one sequence as it grows. --check then decodes every request again alone, and
+exits with 1 if a token differs. The model is RWKV-7, that of arXiv:2503.14456. Without --checkpoint its weights are
+random and so is what it writes; --model can then be kimi, gated_delta_net or mamba2 too, with layers of these. --layers
+24 --width 2048 --vocab 65536 is a model of 1.5 billion parameters. With --http requests come from clients of OpenAI's
+API: http://HOST:PORT/v1 has completions, chats and the model, until SIGINT or SIGTERM. The folder `serving` beside this
+file has the scheduler and the API.
 """
 
 import argparse
