@@ -297,7 +297,8 @@ def check_both_states(
     if state is None:
         return None, None
     if isinstance(state, tuple) and all(isinstance(each, Pooled) for each in state):
-        for i, (each, shape) in enumerate(zip(state, (of_taps, of_text), strict=True)):
+        kept = max(of_taps[1], *state[0].pool.shape[2:3], 0)  # a slot may keep more tokens than are read
+        for i, (each, shape) in enumerate(zip(state, ((of_taps[0], kept), of_text), strict=True)):
             check_shape(f"state[{i}]", each.pool, (*each.pool.shape[:1], *shape))
             if not each.pool.is_floating_point():
                 raise TypeError(f"state[{i}]: expected floating-point numbers, got {each.pool.dtype}")
