@@ -39,24 +39,25 @@ class Layer(NamedTuple):
     norm: str
     called: str  # modules that are called
     read: str  # parameters
-    options: dict[str, Any] = {}  # noqa: RUF012  (nobody writes it)
+    has_norm_groups: bool = False
 
 
-_STATES = "conv1d.weight conv1d.bias"
+_TAPS = "conv1d.weight conv1d.bias"
+_MAMBA2 = Layer(
+    Mamba2, "hidden_size num_heads head_dim ssm_state_size n_groups", "norm", "in_proj out_proj",
+    f"{_TAPS} A_log dt_bias D norm.weight", has_norm_groups=True,
+)  # fmt: skip
 LAYERS = {
+    **dict.fromkeys(("Mamba2Mixer", "BambaMixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer"), _MAMBA2),
     "Qwen3NextGatedDeltaNet": Layer(
         GatedDeltaNet, "hidden_size num_k_heads num_v_heads head_k_dim head_v_dim", "norm",
-        "in_proj_qkvz in_proj_ba out_proj", f"{_STATES} A_log dt_bias norm.weight",
+        "in_proj_qkvz in_proj_ba out_proj", f"{_TAPS} A_log dt_bias norm.weight",
     ),
     "KimiLinearDeltaAttention": Layer(
         _Kimi, "hidden_size num_heads num_heads head_dim head_dim", "o_norm",
         "q_proj k_proj v_proj b_proj f_proj.0=forget_gate.f_a_proj f_proj.1=forget_gate.f_b_proj g_proj.0=g_a_proj "
         "g_proj.1=g_b_proj o_proj",
-        f"{_STATES} A_log=forget_gate.A_log dt_bias=forget_gate.dt_bias o_norm.weight",
-    ),
-    "Mamba2Mixer": Layer(
-        Mamba2, "hidden_size num_heads head_dim ssm_state_size n_groups", "norm", "in_proj out_proj",
-        f"{_STATES} A_log dt_bias D norm.weight", {"norm_groups": 1},
+        f"{_TAPS} A_log=forget_gate.A_log dt_bias=forget_gate.dt_bias o_norm.weight",
     ),
 }  # fmt: skip
 _twins: WeakKeyDictionary[nn.Module, common.Decoding] = WeakKeyDictionary()
@@ -102,8 +103,11 @@ def _twin(entry: Layer, theirs: Any) -> common.Decoding:
     twin = _twins.get(theirs)
     if twin is None:
         sizes = [getattr(theirs, name) for name in entry.sizes.split()]
-        more = {"conv_width": theirs.conv_kernel_size, "eps": getattr(theirs, entry.norm).variance_epsilon}
-        _twins[theirs] = twin = entry.kind(*sizes, **more, **entry.options, device="meta")  # type: ignore[call-arg]
+        norm = getattr(theirs, entry.norm)
+        more: dict[str, Any] = {"conv_width": theirs.conv_kernel_size, "eps": norm.variance_epsilon}
+        if entry.has_norm_groups:
+            more["norm_groups"] = norm.weight.numel() // getattr(norm, "group_size", norm.weight.numel())
+        _twins[theirs] = twin = entry.kind(*sizes, **more, device="meta")
     for names, is_read in ((entry.called, False), (entry.read, True)):
         for each in names.split():
             own, _, other = each.partition("=")
