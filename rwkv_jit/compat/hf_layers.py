@@ -88,14 +88,11 @@ def _states(
         return None
     if cache.is_recording_past(layer.layer_idx) or any(more.get(x) is not None for x in ("cu_seq_lens_q", "seq_idx")):
         return None
-    read = (
-        layer.conv1d,
-        getattr(layer, entry.norm),
-    )  # their parameters: with hooks, or where they are away, they are called
+    read = layer.conv1d, getattr(layer, entry.norm)  # parameters of these are read: they have no hooks, and lie here
     if not all(common.is_plain(each, type(each)) and each.weight.device == x.device for each in read):
         return None
-    states = (cache.get_conv_state(layer.layer_idx), cache.get_recurrent_state(layer.layer_idx))
-    return None if any(each is None for each in states) else states
+    states = cache.get_conv_state(layer.layer_idx), cache.get_recurrent_state(layer.layer_idx)
+    return None if any(each is None or each.device != x.device for each in states) else states
 
 
 def _twin(entry: Layer, theirs: Any) -> common.Decoding:

@@ -363,6 +363,27 @@ def test_draws_have_the_chances_that_they_should(serve):
     assert drawn.count(1) / 800 == pytest.approx(0.25 / 0.385, abs=0.05)
 
 
+def test_rows_with_top_p_do_not_change_others(serve):
+    """A row without top_p is drawn from all tokens in their order, whoever stands beside it."""
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1))
+
+    def drawn(seed, *others):
+        return serve.choose(logits, [serve.Request(0, [0], 1, 0, 1.5, 1.0, seed), *others]).tolist()
+
+    found = []
+    for seed in map(str, range(40)):
+        alone = drawn(seed, serve.Request(1, [0], 1))[0]
+        assert drawn(seed, serve.Request(1, [0], 1, 0, 1.5, 0.3, "y"))[0] == alone
+        found.append(alone)
+    assert len(set(found)) > 20
+
+
+def test_draws_at_the_end_take_the_last_token_that_has_a_chance(serve):
+    place = sys.modules["serving.scheduler"].place
+    chances = torch.tensor([[0.5, 0.0, 0.5, 0.0, 0.0]] * 4)
+    assert place(chances, torch.tensor([[0.0], [0.49], [0.5], [1.0]])).tolist() == [[0], [0], [2], [2]]
+
+
 def test_greedy_and_drawn_texts_share_a_batch(serve):
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
     greedy, drawn = serve.Request(0, [0], 1), serve.Request(1, [0], 1, 0, 2.0, 1.0, "x")
