@@ -22,7 +22,7 @@ def slots_of(
         if len(pool[name]) != layers:
             raise ValueError(f"pool: expected {name} of {layers} layers, got {len(pool[name])}")
     if slots is not None and not isinstance(slots, Tensor):
-        slots = _moved(arguments.listed("slots", slots), like)
+        slots = arguments.on_device(arguments.listed("slots", slots), like.device)
     rows = arguments.indices("slots", slots, count, like)
     if arguments.may_look_at([rows]):
         arguments.check_slots({"slots": rows}, len(pool), pool.reserved - 1)
@@ -40,13 +40,6 @@ def step(block: Any, *given: Any) -> tuple[Tensor, ...]:
     return tuple(x.squeeze(1) for x in made)
 
 
-def _moved(values: Sequence[int], like: Tensor) -> Tensor:
-    """Return integers, [count], where a tensor is. Nobody waits for a GPU."""
-    return torch.empty(len(values), dtype=torch.int64, device=like.device).copy_(
-        torch.tensor(values, dtype=torch.int64, device="cpu"), non_blocking=True
-    )
-
-
 def rows_of(slots: Tensor | None, null_index: int, count: int, listed: Any = None) -> tuple[Any, Any]:
     """Return the rows of a pool that sequences read, and those that they write, with the sequences that do.
 
@@ -56,7 +49,7 @@ def rows_of(slots: Tensor | None, null_index: int, count: int, listed: Any = Non
         return slice(count), slice(count)
     rows = slots.long()
     if isinstance(listed, (list, tuple)):
-        used = _moved([place for place, slot in enumerate(listed) if slot > null_index], rows)
+        used = arguments.on_device([place for place, slot in enumerate(listed) if slot > null_index], rows.device)
     else:
         used = (rows > null_index).nonzero().squeeze(1)  # which waits for the GPU
     return rows.clamp(min=0), (rows[used], used)
