@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import http.client
 import json
 import multiprocessing
@@ -31,7 +32,7 @@ pytest.importorskip("uvicorn")
 
 from serve import random_model  # noqa: E402
 from serving import api, fields  # noqa: E402
-from serving.engine import Engine, work  # noqa: E402
+from serving.engine import RECENT, Engine, work  # noqa: E402
 from serving.scheduler import Request, Server  # noqa: E402
 from serving.vocabularies import Vocabulary, vocabulary_of  # noqa: E402
 
@@ -262,6 +263,36 @@ def test_clients_that_are_killed_free_their_slots(model):
         assert served.server.finished_count == 0
         assert max(len(request.tokens) for request in requests) < MOST
         assert len(create(served, "d").choices[0].text) == 8
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
+def test_many_requests_leave_nothing(model):
+    """Slots, objects and files are as before, whether clients read to the end, break off or are refused."""
+
+    def left():
+        wait_for(lambda: is_idle(served))
+        gc.collect()
+        return sum(isinstance(x, Request) for x in gc.get_objects()), len(os.listdir("/proc/self/fd"))
+
+    def ask(number):
+        if number % 3 == 0:
+            stream = create(served, prompt_of(number % 40, 30), 400, stream=True)
+            next(stream)
+            stream.close()
+        elif number % 3 == 1:
+            assert len(create(served, prompt_of(number % 40, 20 + number % 9), 2).choices[0].text) == 2
+        else:
+            with pytest.raises(openai.BadRequestError):
+                create(served, "x", n=2)
+
+    with started(model, slots=8, prefixes=4) as served, ThreadPoolExecutor(8) as threads:
+        list(threads.map(ask, range(60)))
+        requests, files = left()
+        list(threads.map(ask, range(60, 240)))
+        assert left()[0] <= requests + RECENT
+        wait_for(lambda: left()[1] <= files + 1)
+        assert len(served.server.pool.allocated) == len(served.server.prefixes.kept) == 4
+        assert (served.engine.open, len(served.server.finished)) == ({}, RECENT)
 
 
 @pytest.mark.parametrize("is_ahead", [False, True])
