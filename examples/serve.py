@@ -6,14 +6,15 @@
                              [--top-p X] [--seed N] [--dtype TYPE] [--cpu] [--check] [--quiet] [--json]
     python examples/serve.py --http [HOST:]PORT [--queue N] [--prefixes N] [--max-tokens N] [--grace SECONDS] ...
 
-Requests arrive at random times. In each step the server gives free slots to those that wait, reads a piece of the
-prompts that are not read yet, and writes one token of every running sequence. On a GPU the model does the writing from
-CUDA graphs. A live table shows tokens per second and latencies, and below it one sequence as it grows. --check then
-decodes every request again alone, and exits with 1 if a token differs. The model is RWKV-7, that of arXiv:2503.14456.
-Without --checkpoint its weights are random and so is what it writes; --model can then be kimi, gated_delta_net or
-mamba2 too, with layers of these. --layers 24 --width 2048 --vocab 65536 is a model of 1.5
-billion parameters. With --http requests come from clients of OpenAI's API: http://HOST:PORT/v1 has completions, chats
-and the model, until SIGINT or SIGTERM. The folder `serving` beside this file has the scheduler and the API.
+Requests arrive at random times. In each step the server gives free slots to those that wait, reads pieces of all
+prompts that are not read yet in one call, and writes one token of every running sequence in another one. On a GPU the
+model does the writing from CUDA graphs, and the host reads tokens while the next step runs. A live table shows tokens
+per second and latencies, and below it one sequence as it grows. --check then decodes every request again alone, and
+exits with 1 if a token differs. The model is RWKV-7, that of arXiv:2503.14456. Without --checkpoint its weights are
+random and so is what it writes; --model can then be kimi, gated_delta_net or mamba2 too, with layers of these. --layers
+24 --width 2048 --vocab 65536 is a model of 1.5 billion parameters. With --http requests come from clients of OpenAI's
+API: http://HOST:PORT/v1 has completions, chats and the model, until SIGINT or SIGTERM. The folder `serving` beside this
+file has the scheduler and the API.
 """
 
 import argparse
@@ -21,11 +22,10 @@ import json
 import math
 import os
 import random
-import signal
 import sys
 import time
 from collections import deque
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -35,7 +35,7 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
-from serving import models
+from serving import engine, models
 from serving.scheduler import Request, Server, choose, prefill
 from serving.vocabularies import TokenizerFile, Vocabulary, vocabulary_of
 from torch import nn
@@ -50,6 +50,7 @@ SMALL = 256  # the width up to which threads of a CPU wait for each other longer
 RANGES = {"w0": (-6, 1), "a0": (-1, 1), "v0": (-1, 1), "k_k": (0.7, 1), "k_a": (0.7, 1)}
 RANGES |= {"weight": (1, 1), "bias": (0, 0)}
 HTTP = {"queue": 256, "prefixes": 16, "max_tokens": 4096, "grace": 30}  # options of --http
+PREFILL = {"cpu": 256, "cuda": 4096}  # tokens of prompts in a step: fewer would not fill a GPU
 TIE = 0.3  # in 16 bits, how far a token may be from the best one, in standard deviations of the logits
 
 
@@ -85,7 +86,7 @@ def check(model: nn.Module, requests: list[Request]) -> tuple[list[str], int]:
         piece = request.prompt
         for place, token in enumerate(request.tokens):
             logits = prefill(model, pool, [(slot, piece)])
-            (expected,) = choose(logits, [alone])
+            (expected,) = choose(logits, [alone]).tolist()
             if token != expected:
                 if is_exact or (logits[0, expected] - logits[0, token]) > TIE * logits.std():
                     problems.append(f"request {request.number}, token {place}: {token} served, {expected} alone")
@@ -166,19 +167,6 @@ def serve(server: Server, requests: list[Request], show) -> float:
     return time.perf_counter() - begin
 
 
-def serve_http(server: Server, vocabulary: Vocabulary | TokenizerFile, options: argparse.Namespace, show) -> str | None:
-    """Serve clients of OpenAI's API until a signal comes; return what has failed."""
-    from serving.api import HTTPServer
-    from serving.engine import Engine
-
-    engine = Engine(server, options.queue, show)
-    name = options.checkpoint.stem if options.checkpoint else "random"
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # uvicorn raises its signal again when it has ended
-    with suppress(KeyboardInterrupt):
-        HTTPServer(engine, vocabulary, name, *options.http, options.max_tokens, options.grace).run()
-    return engine.failure
-
-
 def address(text: str) -> tuple[str, int]:
     """Return the host and the port of an address."""
     host, _, port = text.rpartition(":")
@@ -204,7 +192,7 @@ def limited(kind: type, least: float, most: float = math.inf, above: bool = Fals
 
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    count, counts = limited(int, 1), {"requests": 64, "prompt_tokens": 64, "new_tokens": 64, "prefill_tokens": 256}
+    count, counts = limited(int, 1), {"requests": 64, "prompt_tokens": 64, "new_tokens": 64, "slots": 16}
     parser.add_argument("--checkpoint", metavar="FILE", type=Path, help="an RWKV-7 model, .pth or .safetensors")
     said = f"of random weights: {', '.join(models.MODELS)}, by default {models.MODELS[0]}"
     parser.add_argument("--model", choices=models.MODELS, metavar="KIND", help=said)
@@ -215,8 +203,10 @@ def read_options() -> argparse.Namespace:
     for name, default in MODEL.items():
         kind = limited(int, 256) if name == "vocab" else count
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=f"of random weights, by default {default}")
-    for name, default in (counts | {"slots": 16}).items():
+    for name, default in counts.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=count, default=default, help=f"by default {default}")
+    said = f"of prompts, read in a step; by default {PREFILL['cuda']} on a GPU, else {PREFILL['cpu']}"
+    parser.add_argument("--prefill-tokens", type=count, metavar="N", help=said)
     parser.add_argument("--rate", type=limited(float, 0, above=True), default=8.0, help="requests per second, or inf")
     parser.add_argument("--temperature", type=limited(float, 0), default=0.0, help="0, the default, is greedy")
     parser.add_argument("--top-p", type=limited(float, 0, 1, above=True), default=1.0, help="by default 1")
@@ -250,6 +240,7 @@ def read_options() -> argparse.Namespace:
     if options.device == "cpu" and options.width <= SMALL and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     options.dtype = options.dtype or ("float32" if options.device == "cpu" else "bfloat16")
+    options.prefill_tokens = options.prefill_tokens or PREFILL[options.device]
     return options
 
 
@@ -264,6 +255,8 @@ def main() -> int | str:
             return f"--http needs {error.name}: pip install starlette uvicorn"
     try:
         vocabulary = vocabulary_of(options.vocabulary, options.end_token)
+        if options.http:
+            connection, process = engine.start(options)
         if options.checkpoint:
             model = RWKV7.from_checkpoint(options.checkpoint, device=kind[0], dtype=kind[1])
         else:
@@ -296,7 +289,7 @@ def main() -> int | str:
 
         if options.http:
             begin = time.perf_counter()
-            failure = serve_http(server, vocabulary, options, show)
+            failure = engine.serve(server, connection, process, show)
             seconds = time.perf_counter() - begin
         else:
             seconds = serve(server, requests, show)

@@ -68,21 +68,28 @@ class Answer:
         self.queue = engine.submit(requests)
 
     async def texts(self) -> AsyncIterator[tuple[int, str, str | None]]:
-        """Yield the index of a prompt, what is written behind it, and why it ended."""
+        """Yield the index of a prompt, what is written behind it, and why it ended: all that has come meanwhile."""
         left = len(self.writers)
         while left:
-            item = await self.queue.get()
-            if isinstance(item, Refused):
-                raise item
-            index, token, is_last = item
-            writer = self.writers[index]
-            if writer.reason is None:
-                text = writer.add(token, is_last)
-                if writer.reason:
+            items = [await self.queue.get()]
+            while not self.queue.empty():
+                items.append(self.queue.get_nowait())
+            said: dict[int, str] = {}
+            for item in items:
+                if isinstance(item, Refused):
+                    raise item
+                index, tokens, is_finished = item
+                for place, token in enumerate(tokens, 1):
+                    if self.writers[index].reason is None:
+                        text = self.writers[index].add(token, is_finished and place == len(tokens))
+                        said[index] = said.get(index, "") + text
+            for index, text in said.items():
+                reason = self.writers[index].reason
+                if reason:
                     left -= 1
                     self.engine.leave([self.requests[index]])
-                if text or writer.reason:
-                    yield index, text, writer.reason
+                if text or reason:
+                    yield index, text, reason
 
     def usage(self) -> dict:
         """Return how many tokens were read and written."""
@@ -147,10 +154,10 @@ async def until_gone(http: HTTPRequest) -> None:
         pass
 
 
-def application(engine: Engine, vocabulary, model: str, most_tokens: int, ended) -> Starlette:
-    """Return the routes of a model; `ended` is called when the engine has ended."""
+def application(engine: Engine, vocabulary, known: int, model: str, most_tokens: int, ended) -> Starlette:
+    """Return the routes of a model of so many known tokens; `ended` is called when the engine has ended."""
     card = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "rwkv_jit"}
-    size, numbers = len(engine.server.model.emb.weight), count()
+    numbers = count()
 
     def tokens_of(prompt: str | list[int], name: str) -> list[int]:
         try:
@@ -166,15 +173,14 @@ def application(engine: Engine, vocabulary, model: str, most_tokens: int, ended)
         engine.leave(requests)
 
     async def complete(http: HTTPRequest, is_chat: bool) -> Response:
-        options = read_fields(await body_of(http), model, most_tokens, size, is_chat)
+        options = read_fields(await body_of(http), model, most_tokens, known, is_chat)
         name = "messages" if is_chat else "prompt"
         prompts = [await asyncio.to_thread(tokens_of, prompt, name) for prompt in options.prompts]
         # top_p=0 is greedy, as temperature=0 is.
         sampling = options.temperature if options.top_p else 0.0, options.top_p or 1.0
-        now, seeds = time.perf_counter(), [f"{options.seed} {index}" for index in range(len(prompts))]
         requests = [
-            Request(next(numbers), prompt, options.new_tokens, now, *sampling, seed)
-            for prompt, seed in zip(prompts, seeds, strict=True)
+            Request(next(numbers), prompt, options.new_tokens, 0.0, *sampling, f"{options.seed} {index}")
+            for index, prompt in enumerate(prompts)
         ]
         answer = Answer(engine, vocabulary, model, options, requests, is_chat)
         if options.is_stream:  # starlette ends it when the client is gone too, and then runs the task
@@ -238,8 +244,10 @@ def application(engine: Engine, vocabulary, model: str, most_tokens: int, ended)
 class HTTPServer(uvicorn.Server):
     """uvicorn's server, which tells the engine that it stops, and where it listens."""
 
-    def __init__(self, engine: Engine, vocabulary, model: str, host: str, port: int, most_tokens: int, grace: float):
-        app = application(engine, vocabulary, model, most_tokens, self.stop)
+    def __init__(
+        self, engine: Engine, vocabulary, known: int, model: str, host: str, port: int, most_tokens: int, grace: float
+    ):
+        app = application(engine, vocabulary, known, model, most_tokens, self.stop)
         limit = int(grace) + 5  # for clients that do not read
         super().__init__(uvicorn.Config(app, host, port, log_level="warning", timeout_graceful_shutdown=limit))
         self.engine, self.grace = engine, grace

@@ -84,7 +84,8 @@ class Model(nn.Module):
     @torch.no_grad()
     def prefill(self, tokens: Tensor, pool: rwkv_jit.StatePool, slots: list[int], cu_seqlens: Tensor) -> Tensor:
         """Read the next tokens of sequences, packed in [1, T], and return the logits behind each, [N, vocab]."""
-        rows = torch.tensor(slots, device=tokens.device)
+        rows = torch.empty(len(slots), dtype=torch.int64, device=tokens.device)
+        rows.copy_(torch.tensor(slots), non_blocking=True)  # nobody waits for a GPU
         last = cu_seqlens[1:] - 1
 
         def mix(layer: int, x: Tensor) -> Tensor:

@@ -85,8 +85,9 @@ def patch(target: ModuleType | nn.Module) -> list[str]:
     """Let models of transformers, and remote code of the Hub, call functions of rwkv_jit.
 
     The names are `rwkv5_linear_attention`, `rwkv6_linear_attention` and `rwkv7_recurrent`, and those of models with
-    short convolutions, KDA, the gated delta rule or Mamba-2: `torch_chunk_gated_delta_rule` and others. Calls that the
-    kernels cannot do still run the original functions. `rwkv_jit.compat.uninstall` restores these.
+    short convolutions, KDA, the gated delta rule or Mamba-2: `torch_chunk_gated_delta_rule` and others. A decoded token
+    of a layer of Qwen3-Next, Kimi Linear, Mamba-2, Bamba, Granite or Nemotron-H is a step of a layer of `rwkv_jit.nn`.
+    Calls that the kernels cannot do still run the original functions. `rwkv_jit.compat.uninstall` restores these.
 
     Parameters
     ----------
@@ -118,6 +119,7 @@ def patch(target: ModuleType | nn.Module) -> list[str]:
     transformers.models.kimi_linear.modeling_kimi_linear.recurrent_kimi_delta_attention
     transformers.models.kimi_linear.modeling_kimi_linear.causal_conv1d_fn
     transformers.models.kimi_linear.modeling_kimi_linear.causal_conv1d_update
+    transformers.models.kimi_linear.modeling_kimi_linear.KimiLinearDeltaAttention.forward
     """
     if isinstance(target, nn.Module):
         names = dict.fromkeys(type(part).__module__ for part in target.modules())

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rwkv_jit import compat
-from rwkv_jit.compat import replacing
+from rwkv_jit.compat import hf_layers, replacing
 from rwkv_jit.compat.falling_back import with_fallback
 from rwkv_jit.kernels.errors import UnsupportedConfigError
 
@@ -94,6 +94,12 @@ def put_into(owners: Iterable[tuple[str, Any]], put: Callable[[Any, str, Any], N
                 found.append(f"{where}.{called}")
                 if not replacing.has(owner, called):
                     put(owner, called, with_fallback(found[-1], find(_NAMES[called]), theirs))
+        for name in hf_layers.LAYERS:
+            layer = vars(owner).get(name)
+            if isinstance(layer, type) and issubclass(layer, torch.nn.Module):
+                found.append(f"{where}.{name}.forward")
+                if not replacing.has(layer, "forward"):
+                    put(layer, "forward", hf_layers.with_steps(name, layer.forward))
     return found
 
 

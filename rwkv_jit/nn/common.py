@@ -99,8 +99,9 @@ class Decoding(Sized):
         Notes
         -----
         Without gradients. The convolution and the recurrence are one launch each on a GPU, with norms of keys, gates
-        and rates inside, and states are read and written where they lie. With hooks, or other modules in the place of
-        convolutions, this is a call of the layer between copies of the states.
+        and rates inside, and states are read and written where they lie. Beside products there are up to 6 launches, 7
+        for norms of Mamba-2 in several groups. With hooks, or other modules in the place of convolutions, this is a
+        call of the layer between copies of the states.
         """
         if tensor_of("x", x).dim() != 2 or x.shape[-1] != self.width:
             raise ValueError(f"x: expected shape [batch, {self.width}], got {list(x.shape)}")
@@ -296,7 +297,8 @@ def check_both_states(
     if state is None:
         return None, None
     if isinstance(state, tuple) and all(isinstance(each, Pooled) for each in state):
-        for i, (each, shape) in enumerate(zip(state, (of_taps, of_text), strict=True)):
+        kept = max(of_taps[1], *state[0].pool.shape[2:3], 0)  # a slot may keep more tokens than are read
+        for i, (each, shape) in enumerate(zip(state, ((of_taps[0], kept), of_text), strict=True)):
             check_shape(f"state[{i}]", each.pool, (*each.pool.shape[:1], *shape))
             if not each.pool.is_floating_point():
                 raise TypeError(f"state[{i}]: expected floating-point numbers, got {each.pool.dtype}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -269,11 +270,17 @@ class GatedDeltaNet(_DeltaNet):
         shared = self.value_heads // self.key_heads
         sizes = [self.key_size, self.key_size, shared * self.value_size, shared * self.value_size]
         *made, z = self.in_proj_qkvz(x).unflatten(-1, (self.key_heads, sum(sizes))).split(sizes, -1)
-        b, a = self.in_proj_ba(x).unflatten(-1, (self.key_heads, 2 * shared)).split([shared, shared], -1)
-        mixed = torch.cat([each.flatten(2) for each in made], -1)
+        of_heads = self.in_proj_ba(x).unflatten(-1, (self.key_heads, 2 * shared)).split([shared, shared], -1)
+        mixed, (b, a) = self._joined(made, state_before), self._joined(of_heads, state_before).chunk(2, -1)
         mixed, last = common.convolve(self, mixed, self._taps(), before, cu_seqlens)
         y, final = common.recur(
-            gated_delta_rule, (*self._heads(mixed), a.flatten(2), b.flatten(2)), state_before, cu_seqlens,
-            A_log=self.A_log, dt_bias=self.dt_bias, qk_norm=True, beta_map="sigmoid",
+            gated_delta_rule, (*self._heads(mixed), a, b), state_before, cu_seqlens, A_log=self.A_log,
+            dt_bias=self.dt_bias, qk_norm=True, beta_map="sigmoid",
         )  # fmt: skip
         return self.out_proj(common.norm_heads(self.norm, nn.RMSNorm, y, z.flatten(2), "silu")), (last, final)
+
+    def _joined(self, parts: Sequence[Tensor], state: Any) -> Tensor:
+        """Return what the key heads have of each part, [B, T, G, size], one part behind another, [B, T, G sizes]."""
+        if isinstance(state, common.Pooled):  # one launch copies all of a token
+            return torch.cat([each for part in parts for each in part.unbind(2)], -1)
+        return torch.cat([part.flatten(2) for part in parts], -1)

@@ -275,7 +275,8 @@ class LanguageModel(InFiles):
         Notes
         -----
         As of `step`, graphs are kept of up to 8 kinds of calls: those that are not packed, of up to 1024 tokens in all,
-        whose sequences all have a slot. They share the memory of the largest.
+        whose sequences all have a slot. They share the memory of the largest. With slots as ints nothing waits for the
+        GPU; with a tensor of them the host looks which are reserved.
 
         Examples
         --------
@@ -286,10 +287,10 @@ class LanguageModel(InFiles):
         torch.Size([2, 256])
         """
         sampling.check_prompts(tokens, cu_seqlens)
-        count = len(tokens) if cu_seqlens is None else len(cu_seqlens) - 1
+        count, listed = len(tokens) if cu_seqlens is None else len(cu_seqlens) - 1, slots
         slots = pools.slots_of(pool, self._State._fields, len(self.blocks), slots, tokens, count)
         arguments.check_room("pool", pool[self._State._fields[0]][0], slots, count)
-        read, written = pools.rows_of(slots, pool.reserved - 1, count)
+        read, written = pools.rows_of(slots, pool.reserved - 1, count, listed)
         states = [pool[name] for name in self._State._fields]
         if slots is not None and len(written[0]) < count:  # a row is without a slot
             return self._prefilled(states, tokens, cu_seqlens, read, written)

@@ -140,19 +140,28 @@ class Mamba2(common.Decoding):
         keys = self.groups * self.state_size
         values, B, C = mixed.split([inner, keys, keys], -1)
         B, C = (each.unflatten(-1, (self.groups, self.state_size)) for each in (B, C))
-        rates = -self.A_log.to(torch.promote_types(self.A_log.dtype, torch.float32)).clamp(max=STRONGEST_RAW).exp()
+        values, z = (each.unflatten(-1, (self.heads, self.head_size)) for each in (values, z))
+        rates = self._rates(isinstance(state_before, common.Pooled))
         y, final = common.recur(
-            ssd, (values.unflatten(-1, (self.heads, self.head_size)), dt, rates, B, C), state_before, cu_seqlens,
-            D=self.D, dt_bias=self.dt_bias, dt_softplus=True, dt_limit=self.dt_limit,
+            ssd, (values, dt, rates, B, C), state_before, cu_seqlens, D=self.D, z=z, dt_bias=self.dt_bias,
+            dt_softplus=True, dt_limit=self.dt_limit,
         )  # fmt: skip
-        return self.out_proj(self._normed(y.flatten(2), z)), (last, final)
+        return self.out_proj(self._normed(y.flatten(2))), (last, final)
 
-    def _normed(self, y: Tensor, z: Tensor) -> Tensor:
-        """Return the norms of what is behind the gate. `gated_norm` has the gate behind the norm."""
-        wide = torch.promote_types(y.dtype, torch.float32)
-        gated = y.to(wide) * F.silu(z.to(wide))
-        if self.norm_groups == 1 and not common.is_plain_norm(self.norm, nn.RMSNorm, y.shape[-1]):
-            return self.norm(gated).to(y.dtype)  # type: ignore[no-any-return]
-        gated = gated.unflatten(-1, (self.norm_groups, -1))
-        normed = F.rms_norm(gated, gated.shape[-1:], None, self.norm.eps).flatten(2)
+    def _rates(self, is_step: bool) -> Tensor:
+        """Return -exp(A_log), [H], at least in float32."""
+        wide = torch.promote_types(self.A_log.dtype, torch.float32)
+        if not is_step:
+            return -self.A_log.to(wide).clamp(max=STRONGEST_RAW).exp()
+        # Without gradients one launch clamps and casts.
+        most = torch.tensor(STRONGEST_RAW, dtype=self.A_log.dtype, device="cpu")  # []
+        capped = torch.minimum(self.A_log, most, out=torch.empty_like(self.A_log, dtype=wide))  # [H]
+        return capped.exp_().neg_()
+
+    def _normed(self, y: Tensor) -> Tensor:
+        """Return the norms of what is behind the gate, [B, T, H V]. `gated_norm` has the gate behind the norm."""
+        if self.norm_groups == 1:
+            return self.norm(y).to(y.dtype)  # type: ignore[no-any-return]
+        grouped = y.unflatten(-1, (self.norm_groups, -1))  # [B, T, groups, H V / groups]
+        normed = F.rms_norm(grouped, grouped.shape[-1:], None, self.norm.eps).flatten(2)
         return (normed if self.norm.weight is None else normed * self.norm.weight).to(y.dtype)

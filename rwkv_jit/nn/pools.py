@@ -22,7 +22,7 @@ def slots_of(
         if len(pool[name]) != layers:
             raise ValueError(f"pool: expected {name} of {layers} layers, got {len(pool[name])}")
     if slots is not None and not isinstance(slots, Tensor):
-        slots = torch.tensor(arguments.listed("slots", slots), dtype=torch.int64, device=like.device)
+        slots = arguments.on_device(arguments.listed("slots", slots), like.device)
     rows = arguments.indices("slots", slots, count, like)
     if arguments.may_look_at([rows]):
         arguments.check_slots({"slots": rows}, len(pool), pool.reserved - 1)
@@ -40,12 +40,18 @@ def step(block: Any, *given: Any) -> tuple[Tensor, ...]:
     return tuple(x.squeeze(1) for x in made)
 
 
-def rows_of(slots: Tensor | None, null_index: int, count: int) -> tuple[Any, Any]:
-    """Return the rows of a pool that sequences read, and those that they write, with the sequences that do."""
+def rows_of(slots: Tensor | None, null_index: int, count: int, listed: Any = None) -> tuple[Any, Any]:
+    """Return the rows of a pool that sequences read, and those that they write, with the sequences that do.
+
+    `listed` are the slots where the host has them.
+    """
     if slots is None:
         return slice(count), slice(count)
     rows = slots.long()
-    used = (rows > null_index).nonzero().squeeze(1)  # which waits for the GPU
+    if isinstance(listed, (list, tuple)):
+        used = arguments.on_device([place for place, slot in enumerate(listed) if slot > null_index], rows.device)
+    else:
+        used = (rows > null_index).nonzero().squeeze(1)  # which waits for the GPU
     return rows.clamp(min=0), (rows[used], used)
 
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import re
 
 import pytest
 import torch
@@ -292,6 +293,28 @@ def test_steps_over_a_pool(op, name, dtype, counts):
             assert torch.equal(decode(x), found)
         equal(other, pool)
     assert counts == {"captured": 1, "replayed": 7}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("name", "launches"), [("KimiDeltaAttention", 5), ("GatedDeltaNet", 6), ("Mamba2", 6)]
+)  # fmt: skip
+def test_a_step_is_at_most_six_kernels_beside_products(op, name, launches, dtype):
+    """As tests/unit counts them, where one op of torch is one kernel."""
+    layer, inputs, state = begun(name, dtype)
+    slots = torch.tensor([5, 1, 2], device="cuda")
+    with torch.no_grad():
+        pool = tuple(torch.zeros(7, *x.shape[1:], device="cuda", dtype=x.dtype) for x in state)
+        for _ in range(3):
+            layer.step(inputs[0].squeeze(1), pool, slots)
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            layer.step(inputs[0].squeeze(1), pool, slots)
+            torch.cuda.synchronize()
+    names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    others = [x for x in names if not re.search("gemm|gemv|nvjet|cutlass|cublas|splitk|memset", x, re.IGNORECASE)]
+    assert len(names) > len(others) > 0
+    assert len(others) <= launches, others
 
 
 def test_streams_wait_for_each_other(op, counts):

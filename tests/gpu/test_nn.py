@@ -132,6 +132,25 @@ def test_step_in_a_graph(op):
         assert torch.equal(logits, model.step(each, eager, slots))
 
 
+def test_prompts_at_slots_as_ints_wait_for_nothing(op):
+    """Beside them tokens and bounds are on the GPU; a row of a reserved slot is padding."""
+    model, _ = pair("64")
+    tokens, bounds = make_tokens(model, 1, 60).cuda(), torch.tensor([0, 20, 21, 60], device="cuda")
+    pool, other = model.new_pool(8, reserved=1), model.new_pool(8, reserved=1)
+    want = model.prefill(tokens, other, torch.tensor([5, 0, 7], device="cuda"), bounds)
+    model.prefill(tokens, model.new_pool(8, reserved=1), [5, 0, 7], bounds)  # all is loaded
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = model.prefill(tokens, pool, [5, 0, 7], bounds)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(found[[0, 2]], want[[0, 2]])
+    for name in RWKV7State._fields:
+        assert torch.equal(pool[name], other[name])
+        assert not pool[name][:, 0].any()
+
+
 def test_generated_tokens_are_good_ones(op):
     """In 16 bits another token may win that is as good but for its rounding."""
     model, exact = pair("64")

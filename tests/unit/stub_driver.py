@@ -16,6 +16,8 @@ import pytest
 import torch
 import torch._dynamo  # which takes the functions of torch for those that it finds when it is imported
 from torch._subclasses import fake_tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import rwkv_jit
 from rwkv_jit.call import custom, tensors
@@ -389,6 +391,44 @@ def entered(function):
         patch.setattr(tensors, "likeness", lambda arrays: lambda *_: True)
         function()  # what later calls find is kept
         return called(function)
+
+
+class Launching(TorchDispatchMode):
+    """Notes ops of torch that launch a kernel on a GPU: neither views nor memory, nor ours, which the driver has."""
+
+    FREE = {"empty", "empty_like", "empty_strided", "new_empty", "detach", "_unsafe_view", "promote_types"}
+    OURS = {"layer_step", "update_states", "gated_norm_fwd"}
+    PRODUCTS = {"mm", "addmm"}
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.names = []
+        norm = F.rms_norm
+        monkeypatch.setattr(F, "rms_norm", lambda *given: self.names.append("rms_norm") or self.unnoted(norm, *given))
+
+    def unnoted(self, norm, *given):
+        """One kernel on a GPU, and several here."""
+        before = len(self.names)
+        y = norm(*given)
+        del self.names[before:]
+        return y
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        is_view = any(x.alias_info and not x.alias_info.is_write for x in op._schema.returns)
+        name = op.__name__.partition(".")[0]
+        if not is_view and name not in self.FREE | self.OURS:
+            self.names.append(name)
+        return op(*args, **(kwargs or {}))
+
+    @property
+    def others(self):
+        """All but products."""
+        return [name for name in self.names if name not in self.PRODUCTS]
+
+    @property
+    def products(self):
+        """How many products there are."""
+        return len(self.names) - len(self.others)
 
 
 def cuda_tensor(device=0, size=3):

@@ -11,12 +11,14 @@ import weakref
 
 import pytest
 import torch
+from stub_driver import Launching
 from torch import nn
 
 import rwkv_jit
 from rwkv_jit import compat
-from rwkv_jit.compat import hf, hf_models
+from rwkv_jit.compat import hf, hf_layers, hf_models
 from rwkv_jit.kernels.errors import UnsupportedConfigError
+from rwkv_jit.nn import common as nn_common
 
 transformers = pytest.importorskip("transformers")
 
@@ -144,9 +146,18 @@ def test_models_train_and_generate_the_same(monkeypatch, name, padded):
     calls = counted(monkeypatch)
     names = hf.patch(model)
     assert all(x.startswith(f"{file_of(name).__name__}.") for x in names)
-    assert len(names) == 4
+    steps = [x for x in names if x.endswith(".forward")]
+    assert len(steps) == (name not in ("qwen3_5", "olmo_hybrid", "falcon_h1"))
+    assert len(names) == 4 + len(steps)
+    ours, step = [], nn_common.Decoding.step
+    monkeypatch.setattr(nn_common.Decoding, "step", lambda *given: ours.append(given) or step(*given))
     found, generated = run(model, text, mask)
-    assert {f"{file_of(name).__name__}.{x}" for n in set(calls) for x in hf_models.FUNCTIONS[n].called} >= set(names)
+    ran = {f"{file_of(name).__name__}.{x}" for n in set(calls) for x in hf_models.FUNCTIONS[n].called}
+    updates = {x for x in names if "update" in x or "recurrent" in x}
+    if steps:  # all tokens but the first are steps, of each layer of the kind
+        assert len(ours) == 3 * [*map(type, model.modules())].count(getattr(file_of(name), steps[0].split(".")[-2]))
+        assert not ran & updates
+    assert ran >= set(names) - set(steps) - (updates if steps else set())
     assert generated == chosen
     for x, y in zip(found, want, strict=True):
         assert (x - y).norm() <= 1e-3 * y.norm() + 1e-6
@@ -195,6 +206,56 @@ def test_packed_texts_are_texts_alone(name, kind):
     assert (layer(x, **packed) - want).norm() <= 1e-4 * want.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "kind", "launches"),
+    [("qwen3_next", "GatedDeltaNet", 6), ("kimi_linear", "DeltaAttention", 4), ("mamba2", "Mixer", 6)],
+)
+def test_a_token_of_a_layer_is_at_most_six_launches_beside_products(
+    request, monkeypatch, name, kind, launches, dtype
+):  # fmt: skip
+    model = model_of(name).to(dtype)
+    (layer, *_) = (x for x in model.modules() if type(x).__name__.endswith(kind))
+    hf.patch(model)
+    ours = hf_layers._twin(hf_layers.LAYERS[type(layer).__name__], layer)
+    heads, size = (ours.heads, ours.head_size) if name == "mamba2" else (ours.value_heads, ours.key_size)
+    last = ours.state_size if name == "mamba2" else ours.value_size
+    states = torch.randn(2, layer.conv_dim, layer.conv_kernel_size).to(dtype), torch.randn(2, heads, size, last)
+    cache = types.SimpleNamespace(
+        get_conv_state=lambda i: states[0], get_recurrent_state=lambda i: states[1], is_recording_past=lambda i: False
+    )
+    on_gpu, x = request.getfixturevalue("on_gpu"), torch.randn(2, 1, model.config.hidden_size).to(dtype)
+    with torch.no_grad():
+        layer(x, cache_params=cache)
+        on_gpu.take()
+        with Launching(monkeypatch) as noted:
+            assert layer(x, cache_params=cache).shape == x.shape
+    templates = [launch.template for launch in on_gpu.take()]
+    assert templates[:2] == ["layer_convolution_update", "update_rules"]
+    assert len(templates) + len(noted.others) == launches, (templates, noted.others)
+
+
+def test_layers_with_hooks_or_masks_decode_by_their_code(monkeypatch):
+    """What a step would not call, or not read."""
+    model, text = model_of("mamba2").eval(), words(2, 5)
+    layer = model.backbone.layers[0].mixer
+    hf.patch(model)
+    monkeypatch.setattr(nn_common.Decoding, "step", lambda *given: pytest.fail("it is a step"))
+    for change in (lambda: layer.norm.register_forward_hook(lambda *given: None), None):
+        with torch.no_grad():
+            cache = model(text, use_cache=True).cache_params
+            handle = change() if change else None
+            x, more = torch.randn(2, 1, model.config.hidden_size), {} if change else {"seq_idx": torch.zeros(2, 1)}
+            if change:
+                assert layer(x, cache_params=cache, **more).shape == x.shape
+                handle.remove()
+            else:
+                assert hf_layers._states(hf_layers.LAYERS["Mamba2Mixer"], layer, x, cache, None, more) is None
+                assert hf_layers._states(hf_layers.LAYERS["Mamba2Mixer"], layer, x, cache, None, {}) is not None
+                mask = torch.ones(2, 6)
+                assert hf_layers._states(hf_layers.LAYERS["Mamba2Mixer"], layer, x, cache, mask, {}) is None
+
+
 def test_decoding_that_wants_gradients_stays_theirs(caplog):
     """Through a state that changes in place there are none."""
     model, text = model_of("mamba2").eval(), words(1, 5)
@@ -232,6 +293,7 @@ def test_patch_of_a_file_and_back():
         names = hf.patch(module)
         assert module.torch_chunk_gated_delta_rule.__wrapped__ is theirs
     called = "torch_chunk_gated_delta_rule torch_recurrent_gated_delta_rule causal_conv1d_fn causal_conv1d_update"
+    called += " Qwen3NextGatedDeltaNet.forward"
     assert names == [f"{module.__name__}.{x}" for x in called.split()]
     compat.uninstall()
     assert module.torch_chunk_gated_delta_rule is theirs

@@ -95,7 +95,9 @@ def test_batch_is_each_text_alone(serve, model):
     untouched = pool.wkv[:, 1].fill_(7).clone()
     decoder = sys.modules["serving.scheduler"].Decoder(model, pool)
     found = [serve.prefill(model, pool, list(zip(slots, prompts, strict=True)))]
-    found += [decoder([token] * 5, slots).clone() for token in (65, 66)]
+    for token in (65, 66):
+        decoder.keep(slots, torch.full((5,), token))
+        found.append(decoder(slots).clone())
     assert torch.equal(pool.wkv[:, 1], untouched)
     for row, prompt in enumerate(prompts):
         alone = model.new_pool(1)
@@ -141,7 +143,8 @@ def test_models_of_other_layers(serve, kind):
     decoder = sys.modules["serving.scheduler"].Decoder(model, pool)
     for place in range(2):
         last = [text[cut + place] for text, cut in zip(several, (7, 2, 11), strict=True)]
-        rows.append(decoder(last, slots).clone())
+        decoder.keep(slots, torch.tensor(last))
+        rows.append(decoder(slots).clone())
     for row, (text, cut) in enumerate(zip(several, (7, 2, 11), strict=True)):
         for place, logits in enumerate(rows):
             alone = model.new_pool(1)
@@ -236,6 +239,61 @@ def test_end_of_a_text_ends_its_request(serve, model):
     assert run(end) == tokens[: tokens.index(end) + 1]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_ahead_of_a_gpu_texts_are_the_same(serve, model, temperature):
+    """What is queued before the tokens of the step before are read, as on a GPU: slots change hands, texts do not."""
+    prompts = texts(5, 9, 1, 14, 3, 6, 2, 8, 4)
+
+    def run(is_ahead, end=None):
+        requests = [serve.Request(i, p, 1 + 2 * i, 0, temperature, 0.9, f"{i}") for i, p in enumerate(prompts)]
+        server = serve.Server(model, 3, 6, end, prefixes=2)
+        server.is_ahead = is_ahead
+        serve.serve(server, requests, lambda: None)
+        assert sorted(server.pool.allocated) == sorted(prefix.slot for prefix in server.prefixes.kept)
+        return [request.tokens for request in requests], server.spent["decode"][0]
+
+    want, count = run(False)
+    assert run(True) == (want, count)  # no more work: the last token of each is known before
+    end = want[-1][5]
+    cut, count = run(False, end)
+    assert [x[-1] == end for x in cut].count(True) >= 1
+    ahead, more = run(True, end)
+    assert ahead == cut
+    assert count < more <= count + 2 * len(prompts)  # tokens for nobody
+
+
+def test_ahead_of_a_gpu_tokens_are_read_after_the_next_step_is_queued(serve, model, monkeypatch):
+    server, seen = serve.Server(model, 2, 100), []
+    server.is_ahead = True
+    for name in ("read", "write", "collect"):
+        own = getattr(server, name)
+        monkeypatch.setattr(server, name, lambda *given, own=own, name=name: seen.append(name) or own(*given))
+    server.waiting.append(serve.Request(0, texts(4)[0], 3))
+    server.step()
+    assert (seen, server.finished, len(server.running[0].tokens)) == (["read", "write", "collect"], [], 0)
+    server.step()
+    assert (server.running, server.pool.allocated, server.finished) == ([], (), [])  # its last token is queued
+    (request,) = server.queued[-1].requests
+    assert (len(request.tokens), request.is_finished) == (2, False)
+    assert server.is_busy
+    server.step()
+    assert (len(request.tokens), request.is_finished, server.is_busy) == (3, True, False)
+    assert [len(request.times), server.finished_count] == [3, 1]
+
+
+def test_prompts_beside_decodes_are_few_calls(serve, model, monkeypatch):
+    """A step is one call for pieces of all prompts, and one for all tokens."""
+    calls, read, step = [], model.prefill, model.step
+    monkeypatch.setattr(model, "prefill", lambda *given: calls.append(("prefill", given[0].shape[1])) or read(*given))
+    server = serve.Server(model, 5, 12)
+    monkeypatch.setattr(model, "step", lambda *given: calls.append(("step", len(given[0]))) or step(*given))
+    server.waiting += [serve.Request(i, prompt, 20) for i, prompt in enumerate(texts(3, 4, 9, 8, 2))]
+    calls.clear()
+    for _ in range(3):
+        server.step()
+    assert calls == [("prefill", 12), ("step", 2), ("prefill", 12), ("step", 4), ("prefill", 2), ("step", 8)]
+
+
 def test_check_finds_a_wrong_token(serve, model):
     request = serve.Request(3, texts(5)[0], 5)
     served(serve, model, [request])
@@ -297,19 +355,40 @@ def test_drawn_text_does_not_depend_on_the_others(serve, model):
 def test_draws_have_the_chances_that_they_should(serve):
     chances = torch.tensor([0.1, 0.5, 0.05, 0.35])
     request = serve.Request(0, [0], 1, 0, 1.0, 0.8, "seed")
-    drawn = [serve.choose(chances.log()[None], [request])[0] for _ in range(800)]
+    drawn = [int(serve.choose(chances.log()[None], [request])) for _ in range(800)]
     assert set(drawn) == {1, 3}
     assert drawn.count(1) / 800 == pytest.approx(0.5 / 0.85, abs=0.05)
     cold = serve.Request(0, [0], 1, 0, 0.5, 1.0, "seed")  # squares the chances
-    drawn = [serve.choose(chances.log()[None], [cold])[0] for _ in range(800)]
+    drawn = [int(serve.choose(chances.log()[None], [cold])) for _ in range(800)]
     assert drawn.count(1) / 800 == pytest.approx(0.25 / 0.385, abs=0.05)
+
+
+def test_rows_with_top_p_do_not_change_others(serve):
+    """A row without top_p is drawn from all tokens in their order, whoever stands beside it."""
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1))
+
+    def drawn(seed, *others):
+        return serve.choose(logits, [serve.Request(0, [0], 1, 0, 1.5, 1.0, seed), *others]).tolist()
+
+    found = []
+    for seed in map(str, range(40)):
+        alone = drawn(seed, serve.Request(1, [0], 1))[0]
+        assert drawn(seed, serve.Request(1, [0], 1, 0, 1.5, 0.3, "y"))[0] == alone
+        found.append(alone)
+    assert len(set(found)) > 20
+
+
+def test_draws_at_the_end_take_the_last_token_that_has_a_chance(serve):
+    place = sys.modules["serving.scheduler"].place
+    chances = torch.tensor([[0.5, 0.0, 0.5, 0.0, 0.0]] * 4)
+    assert place(chances, torch.tensor([[0.0], [0.49], [0.5], [1.0]])).tolist() == [[0], [0], [2], [2]]
 
 
 def test_greedy_and_drawn_texts_share_a_batch(serve):
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
     greedy, drawn = serve.Request(0, [0], 1), serve.Request(1, [0], 1, 0, 2.0, 1.0, "x")
     narrow = serve.Request(2, [0], 1, 0, 2.0, 1e-6, "y")
-    found = serve.choose(logits, [greedy, drawn, narrow])
+    found = serve.choose(logits, [greedy, drawn, narrow]).tolist()
     assert found[0] == int(logits[0].argmax())
     assert found[2] == int(logits[2].argmax())
     assert greedy.random.random() == random.Random("").random()  # none was taken

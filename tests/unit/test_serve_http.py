@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import gc
 import http.client
 import json
+import multiprocessing
 import os
 import re
 import shlex
@@ -30,7 +32,7 @@ pytest.importorskip("uvicorn")
 
 from serve import random_model  # noqa: E402
 from serving import api, fields  # noqa: E402
-from serving.engine import Engine  # noqa: E402
+from serving.engine import RECENT, Engine, work  # noqa: E402
 from serving.scheduler import Request, Server  # noqa: E402
 from serving.vocabularies import Vocabulary, vocabulary_of  # noqa: E402
 
@@ -51,26 +53,40 @@ def model():
 
 
 @contextlib.contextmanager
-def started(model, slots=16, prefill_tokens=64, queue=64, prefixes=0, grace=20):
-    """A server in a thread, on a free port."""
+def started(model, slots=16, prefill_tokens=64, queue=64, prefixes=0, grace=20, is_ahead=False):
+    """A scheduler in a thread, and the API in another one, on a free port: what are two processes of the program."""
     server = Server(model, slots, prefill_tokens, None, prefixes)
-    engine = Engine(server, queue)
-    host = api.HTTPServer(engine, Vocabulary(None), "tiny", "127.0.0.1", 0, MOST, grace)
-    thread = threading.Thread(target=host.run)
-    thread.start()
+    server.is_ahead = is_ahead
+    ours, others = multiprocessing.Pipe()
+    engine = Engine(others, slots + queue)
+    host = api.HTTPServer(engine, Vocabulary(None), VOCAB, "tiny", "127.0.0.1", 0, MOST, grace)
+    failures = []
+    threads = [
+        threading.Thread(target=host.run), threading.Thread(target=lambda: failures.append(work(server, ours)))
+    ]  # fmt: skip
+    for thread in threads:
+        thread.start()
     try:
-        wait_for(lambda: host.started or not thread.is_alive())
+        wait_for(lambda: host.started or not threads[0].is_alive())
         client = openai.OpenAI(base_url=host.url, api_key="none", max_retries=0, timeout=60)
-        yield types.SimpleNamespace(server=server, engine=engine, http=host, thread=thread, client=client)
+        yield types.SimpleNamespace(
+            server=server, engine=engine, http=host, threads=threads, client=client, failures=failures
+        )
     finally:
         host.stop()
+        check_ended(threads)
+
+
+def check_ended(threads):
+    for thread in threads:
         thread.join(60)
         assert not thread.is_alive()
 
 
-@pytest.fixture(scope="module")
-def tiny(model):
-    with started(model) as tiny:
+@pytest.fixture(scope="module", params=[False, True], ids=["at once", "ahead"])
+def tiny(model, request):
+    """A server that reads its tokens at once, as on a CPU, or after the next step is queued, as on a GPU."""
+    with started(model, is_ahead=request.param) as tiny:
         yield tiny
 
 
@@ -82,7 +98,7 @@ def wait_for(condition, seconds=20):
 
 
 def is_idle(served):
-    return not (served.engine.open or served.engine.leaving or served.server.is_busy)
+    return not (served.engine.open or served.server.is_busy)
 
 
 def held(served, after=lambda: None):
@@ -235,10 +251,12 @@ def test_clients_that_are_killed_free_their_slots(model):
             body = {"model": "tiny", "prompt": prompt, "max_tokens": MOST}
             connections[-1].request("POST", "/v1/completions", json.dumps(body))
         wait_for(lambda: len(served.server.running) == 2 and len(served.server.waiting) == 1)
-        requests = list(served.engine.open)
+        numbers = list(served.engine.open)
+        requests = [*served.server.running, *served.server.waiting]
+        assert [request.number for request in requests] == numbers
         for connection in connections:
             connection.close()
-        wait_for(lambda: [*served.engine.open] == requests[:1] and served.server.running == requests[:1])
+        wait_for(lambda: [*served.engine.open] == numbers[:1] and served.server.running == requests[:1])
         stream.close()
         wait_for(lambda: is_idle(served))
         assert served.server.pool.allocated == ()
@@ -247,34 +265,62 @@ def test_clients_that_are_killed_free_their_slots(model):
         assert len(create(served, "d").choices[0].text) == 8
 
 
-def test_who_leaves_is_dropped_before_the_next_step(model):
-    server = Server(model, 2, 64)
-    engine, seen = Engine(server, 4), []
-    requests = [Request(number, [65], 50) for number in range(3)]
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
+def test_many_requests_leave_nothing(model):
+    """Slots, objects and files are as before, whether clients read to the end, break off or are refused."""
+
+    def left():
+        wait_for(lambda: is_idle(served))
+        gc.collect()
+        return sum(isinstance(x, Request) for x in gc.get_objects()), len(os.listdir("/proc/self/fd"))
+
+    def ask(number):
+        if number % 3 == 0:
+            stream = create(served, prompt_of(number % 40, 30), 400, stream=True)
+            next(stream)
+            stream.close()
+        elif number % 3 == 1:
+            assert len(create(served, prompt_of(number % 40, 20 + number % 9), 2).choices[0].text) == 2
+        else:
+            with pytest.raises(openai.BadRequestError):
+                create(served, "x", n=2)
+
+    with started(model, slots=8, prefixes=4) as served, ThreadPoolExecutor(8) as threads:
+        list(threads.map(ask, range(60)))
+        requests, files = left()
+        list(threads.map(ask, range(60, 240)))
+        assert left()[0] <= requests + RECENT
+        wait_for(lambda: left()[1] <= files + 1)
+        assert len(served.server.pool.allocated) == len(served.server.prefixes.kept) == 4
+        assert (served.engine.open, len(served.server.finished)) == ({}, RECENT)
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_who_leaves_is_dropped_before_the_next_step(model, is_ahead):
+    server, seen = Server(model, 2, 64), []
+    server.is_ahead = is_ahead
+    ours, others = multiprocessing.Pipe()
     step = server.step
 
     def count():
         step()
-        seen.append(set(server.running))
+        seen.append({request.number for request in server.running})
         if len(seen) == 3:
-            loop.call_soon_threadsafe(engine.leave, requests[:1])
-            time.sleep(0.05)  # this comes before the end of the step
+            others.send(("leave", [0, 7]))  # nobody has number 7
+        if len(seen) == 5:
+            others.send(("end", None))
 
     server.step = count
+    others.send(("submit", [Request(number, [65], 50) for number in range(3)]))
+    assert work(server, ours) is None
+    assert seen[2:4] == [{0, 1}, {1, 2}]
+    assert not any(0 in {number for number, *_ in told} for told in list(iter(lambda: received(others), None))[3:])
 
-    async def run():
-        nonlocal loop
-        loop, queue = asyncio.get_running_loop(), engine.submit(requests)
-        task = asyncio.create_task(engine.run())
-        while len(seen) < 5:
-            await queue.get()
-        engine.end()
-        await task
 
-    loop = None
-    asyncio.run(run())
-    assert seen[2] == set(requests[:2])
-    assert seen[3] == set(requests[1:])
+def received(connection):
+    """What comes next, None at the end."""
+    with contextlib.suppress(EOFError):
+        return connection.recv()
 
 
 def test_full_pool_lets_requests_wait(model):
@@ -494,8 +540,7 @@ def test_a_stop_lets_requests_end(model):
             text = answer.result().choices[0].text
             assert len(text) == 20
             check_greedy(model, prompt, text)
-        served.thread.join(20)
-        assert not served.thread.is_alive()
+        check_ended(served.threads)
         assert served.server.pool.allocated == ()
 
 
@@ -511,8 +556,7 @@ def test_requests_that_take_too_long_are_told(model):
         with pytest.raises(openai.InternalServerError, match="the server stops") as refused:
             whole.result()
         assert (refused.value.status_code, refused.value.code) == (503, "service_unavailable")
-        served.thread.join(20)
-        assert not served.thread.is_alive()
+        check_ended(served.threads)
         with pytest.raises(fields.Refused, match="the server stops"):
             served.engine.submit([Request(0, [1], 1)])
 
@@ -530,10 +574,9 @@ def test_a_step_that_fails_is_told_to_all_and_ends_the_server(model, capsys):
             with pytest.raises(openai.InternalServerError, match="the server has failed") as refused:
                 each.result()
             assert refused.value.status_code == 500
-        served.thread.join(20)
-        assert not served.thread.is_alive()
+        check_ended(served.threads)
         assert time.monotonic() - begin < 20  # nobody waits for the grace
-        assert served.engine.failure == "the server has failed: RuntimeError: out of memory"
+        assert [served.engine.failure] == served.failures == ["the server has failed: RuntimeError: out of memory"]
     assert "RuntimeError: out of memory" in capsys.readouterr().err
 
 
