@@ -7,6 +7,7 @@ import torch
 from problems import ROWS as OPS
 
 import rwkv_jit
+from rwkv_jit.schedules.table import ALL as ALL_OPS
 
 # How calls are made: what an op has beside its inputs, by words.
 WAYS = {
@@ -59,7 +60,8 @@ class Case(NamedTuple):
 
     def part(self, index):
         """The inputs and the parameters of some tokens, or of some rows."""
-        streamed = [name for name, dims in OPS[self.op].inputs.items() if "T" in dims]
+        op = ALL_OPS[self.op]
+        streamed = [name for name, dims in zip(op.public_names, op.inputs.values(), strict=True) if "T" in dims]
         streamed = [x for x in streamed if x != "g" or self.inputs["g"].dim() > 1]
         inputs = {name: x[index] if name in streamed else x for name, x in self.inputs.items()}
         more = {name: x[index] if name == "z" else x for name, x in self.parameters.items()}

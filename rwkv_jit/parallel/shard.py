@@ -159,6 +159,13 @@ class Shard:
                 known.clear()
             known.add((call, self._layout))
 
+    def run_part(self, *call: Any) -> tuple[Tensor, Tensor | None]:
+        """Run an op over this part, of which `torch_op.call` says this where its bounds would be."""
+        from rwkv_jit.parallel import recurrences
+
+        of, arrays, *rest = call
+        return recurrences.run(of, arrays, self, *rest)
+
     def gather(self, x: Tensor) -> Gathered:
         """Begin to fetch a tensor of the same shape from every process."""
         return Gathered(x, self)

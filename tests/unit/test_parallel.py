@@ -18,11 +18,13 @@ def check_parts(rank, size):
     for bounds, lengths in shared_sequences.LAYOUTS[size]:
         for name in shared_sequences.NAMES:
             shared_sequences.check(rank, size, name, bounds, lengths)
+        for name, how in shared_sequences.FAMILY:
+            shared_sequences.check(rank, size, name, bounds, lengths, how=how)
         if bounds is not None or 0 not in lengths:
             shared_sequences.check_shift(rank, size, bounds, lengths)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 3, 4])
 def test_parts_are_the_whole(size):
     groups.run(check_parts, size)
 
