@@ -157,6 +157,44 @@ def check_shift(rank, size, bounds, lengths, dtype=torch.float64):
     expect_close("token_shift", bounds, lengths, rank, "dmixes", grads[1], want[1], gate)
 
 
+def check_convolution(rank, size, bounds, lengths, width, activation, dtype=torch.float64):
+    """Check the convolution: of parts with fewer tokens than it sees, and with states before and behind."""
+    torch.manual_seed(4)
+    lengths = [24 // size] * size if lengths is None else lengths
+    batch, channels = (2 if bounds is None else 1), 5
+    count = batch if bounds is None else len(bounds) - 1
+    given = [torch.randn(shape).to(dtype) for shape in ((batch, 24, channels), (channels, width), (channels,))]
+    given.append(torch.randn(count, channels, width - 1).to(dtype))
+    leaves = [each.clone().requires_grad_() for each in given]
+    packing = None if bounds is None else torch.tensor(bounds)
+    options = {"activation": activation, "output_final_state": True}
+    y, final = rwkv_jit.causal_conv1d(*leaves[:3], initial_state=leaves[3], cu_seqlens=packing, **options)
+    begin = sum(lengths[:rank])
+    end = begin + lengths[rank]
+    shard = parallel.Shard() if bounds is None else parallel.Shard(None, packing, lengths)
+    texts = list(range(count)) if bounds is None else texts_of(bounds, begin, end, rank == size - 1)
+    own = [given[0][:, begin:end], *given[1:3], given[3][texts] if texts else given[3][:1]]
+    own = [x.clone().requires_grad_() for x in own]
+    part, states = parallel.causal_conv1d(*own[:3], initial_state=own[3], shard=shard, **options)
+    expect = functools.partial(expect_close, f"convolution {width} {activation}", bounds, lengths, rank, gate=1e-9)
+    expect("y", part, y[:, begin:end])
+    dy, grad_final = torch.randn_like(y), torch.randn_like(final)
+    grad_states = torch.zeros_like(states)
+    for place, text in enumerate(texts):
+        if not shard.is_to_be_continued or bounds is not None and place + 1 < len(texts):
+            expect("state", states[place], final[text])
+            grad_states[place] = grad_final[text]
+    whole = torch.autograd.grad([y, final], leaves, [dy, grad_final])
+    grads = [*torch.autograd.grad([part, states], own, [dy[:, begin:end], grad_states], allow_unused=True)]
+    expect("dx", grads[0], whole[0][:, begin:end])
+    for each, grad, want in zip(("dweight", "dbias"), grads[1:3], whole[1:3], strict=True):
+        dist.all_reduce(grad)
+        expect(each, grad, want)
+    for place, text in enumerate(texts):
+        if not shard.is_continued or place and bounds is not None:
+            expect("grad_initial_state", grads[3][place], whole[3][text])
+
+
 def check_model(rank, size, name, bounds, lengths):
     """Check the loss of a whole model and all gradients of its parameters, with states before the first tokens too."""
     torch.manual_seed(3)

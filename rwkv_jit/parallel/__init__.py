@@ -12,7 +12,7 @@ _MODULES = lazy.modules({
     ),
     "parallel.recurrences": "summary",
     "nn.tensor_parallel": "tensor_parallel",
-    "parallel.shifting": "token_shift",
+    "parallel.shifting": "causal_conv1d token_shift",
 })  # fmt: skip
 __all__ = sorted(_MODULES)
 __getattr__, __dir__ = lazy.members(globals())

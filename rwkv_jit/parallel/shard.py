@@ -75,7 +75,6 @@ class Shard:
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.bounds: tuple[int, ...] | None = None
         self.is_continued, self.is_to_be_continued = self.rank > 0, self.rank < self.size - 1
-        self.rank_before, self.rank_behind = self.rank - 1, self.rank + 1  # which have the tokens next to this part's
         self._layout = "no cu_seqlens"
         if cu_seqlens is not None:
             self._pack(_bounds(cu_seqlens), lengths)
@@ -99,10 +98,6 @@ class Shard:
         self._layout = f"lengths={lengths}, cu_seqlens={bounds}"
         end = list(accumulate(lengths))[self.rank]
         begin, texts = end - lengths[self.rank], list(zip(bounds, bounds[1:], strict=False))
-        if lengths[self.rank]:
-            has_tokens = [rank for rank, length in enumerate(lengths) if length]
-            place = has_tokens.index(self.rank)
-            self.rank_before, self.rank_behind = ([-1, *has_tokens, -1][place + step] for step in (0, 2))
         self.is_continued = any(first < begin < last for first, last in texts)
         self.is_to_be_continued = any(first < end < last for first, last in texts)
         # An empty text belongs to the part that begins with it, or to the last one.
@@ -131,6 +126,10 @@ class Shard:
             bounds = [place - self.bounds[begin] for place in self.bounds[begin:]]
             known = self._tensors[device, begin] = torch.tensor(bounds, device=device)
         return known
+
+    def packing(self, device: torch.device) -> Tensor | None:
+        """Return the bounds of this part's sequences as ops take them; None where no sequences are packed."""
+        return None if self.bounds is None else self.cu_seqlens(device)
 
     def check(self, name: str, x: Tensor) -> None:
         """Raise ValueError if the batch and the tokens of an input are not those of the part."""

@@ -20,8 +20,10 @@ def check_parts(rank, size):
             shared_sequences.check(rank, size, name, bounds, lengths)
         for name, how in shared_sequences.FAMILY:
             shared_sequences.check(rank, size, name, bounds, lengths, how=how)
-        if bounds is not None or 0 not in lengths:
-            shared_sequences.check_shift(rank, size, bounds, lengths)
+        shared_sequences.check_shift(rank, size, bounds, lengths)
+        for width in (2, 4, 8):
+            for activation in (None, "silu"):
+                shared_sequences.check_convolution(rank, size, bounds, lengths, width, activation)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -189,8 +191,27 @@ def test_calls_that_do_not_fit_send_nothing(as_rank, monkeypatch):
         parallel.wkv7(*inputs[:2], inputs[3], *inputs[3:], parallel.Shard())
     with pytest.raises(TypeError, match="unexpected keyword argument 'normalize'"):
         parallel.linear_attention(*inputs[:3], parallel.Shard(), normalize=True)
-    with pytest.raises(ValueError, match=r"x: expected at least one token in every part, got shape \[2, 0, 4\]"):
-        parallel.token_shift(torch.zeros(2, 0, 4), torch.zeros(1, 4), shard=parallel.Shard())
+    x = torch.zeros(1, 10, 4)
+    for given, message in (
+        ((x[:, 1:], x[0, :4]), r"x: expected a batch of 1 and the 10 tokens of rank 1's part, got \[1, 9\]"),
+        ((x, x[0, :4, :1]), r"weight: expected shape \[4, 2 to 8\], got \[4, 1\]"),
+        ((x, x[0, :4], x[0]), r"bias: expected shape \[4\], got \[10, 4\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            parallel.causal_conv1d(*given, shard=shard)
+    with pytest.raises(ValueError, match=r"initial_state: expected shape \[1, 4, 3\], got \[1, 10, 4\]"):
+        parallel.causal_conv1d(x, x[0, :4], shard=shard, initial_state=x)
+    with pytest.raises(ValueError, match="activation: expected one of silu, got 'relu'"):
+        parallel.causal_conv1d(x, x[0, :4], shard=shard, activation="relu")
+    with pytest.raises(TypeError, match=r"parallel.kda\(\) got an unexpected keyword argument 'zzzz'"):
+        parallel.kda(x, x, x, x, x, shard, zzzz=1)
+    q, g = torch.zeros(1, 10, 2, 4), torch.zeros(1, 10, 2)
+    with pytest.raises(ValueError, match="dt_bias: needs A_log too"):
+        parallel.gated_delta_rule(q, q, q, g, g, shard, dt_bias=g[0, 0])
+    with pytest.raises(ValueError, match=r"beta: expected shape \[1, 10, 2\] like q, got \[1, 9, 2\]"):
+        parallel.delta_rule(q, q, q, g[:, 1:], shard)
+    with pytest.raises(ValueError, match=r"dt_limit: expected a pair of numbers that does not fall, got \(2, 1\)"):
+        parallel.ssd(q, g, g[0, 0], q, q, shard, dt_limit=(2, 1))
     with pytest.raises(ValueError, match=r"x: expected shape \[batch, tokens, channels\], got \[4\]"):
         parallel.token_shift(torch.zeros(4), torch.zeros(1, 4), shard=parallel.Shard())
 
@@ -269,7 +290,7 @@ def test_summaries_that_do_not_fit():
         parallel.merge(torch.zeros(2, 5, 4), whole)
     with pytest.raises(ValueError, match=r"summary: expected shape \[..., V \+ K, K\], got \[2, 4, 4\]"):
         parallel.merge(torch.zeros(2, 4, 4), whole[:, :4])
-    with pytest.raises(ValueError, match="op: expected one of wkv5, wkv6, wkv7, gla, linear_attention, got 'wkv4'"):
+    with pytest.raises(ValueError, match="op: expected one of wkv5, wkv6, wkv7, gla, linear_attention, kda, .*, ssd, got 'wkv4'"):
         parallel.summary("wkv4", whole)
     with pytest.raises(TypeError, match="inputs: expected q, k, v, g of gla, got 1 of them"):
         parallel.summary("gla", whole)
