@@ -102,7 +102,17 @@ def _checked(of: TorchOp, arrays: Sequence[Any], options: Any, traits: Any) -> t
 
 
 # Compilers do not see messages.
-run: Callable[..., tuple[Tensor, Tensor | None]] = torch.compiler.disable(_run)
+_run_part: Callable[..., tuple[Tensor, Tensor | None]] = torch.compiler.disable(_run)
+
+
+class Part(NamedTuple):
+    """Stands where the bounds of sequences would in a call: others have the tokens around these."""
+
+    shard: Shard
+
+    def run_part(self, of: TorchOp, arrays: Sequence[Any], *call: Any) -> tuple[Tensor, Tensor | None]:
+        """Run the call."""
+        return _run_part(of, arrays, self.shard, *call)
 
 
 def _shared(
@@ -111,7 +121,7 @@ def _shared(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     checks.check_names(f"parallel.{op}", options, legal_names(ALL[op]))
     function = getattr(rwkv_jit, op)
-    y, final = function(*inputs, initial_state, output_final_state, shards.of(shard), **named, **options)
+    y, final = function(*inputs, initial_state, output_final_state, Part(shards.of(shard)), **named, **options)
     return y, final
 
 
@@ -119,7 +129,7 @@ shared: Callable[..., tuple[Tensor, Tensor | None]] = torch.compiler.disable(_sh
 
 
 class _Summarized:
-    """Stands where a shard would, and finds what its tokens do to any state."""
+    """Stands there too, and finds what the tokens do to any state."""
 
     def run_part(self, of: TorchOp, arrays: Sequence[Any], *call: Any) -> tuple[Tensor, Tensor]:
         """Return Q and P."""

@@ -82,6 +82,14 @@ class Shard:
             raise ValueError("lengths: expected none without cu_seqlens, as parts of a batch may have any length")
         self._tensors: dict[tuple[torch.device, int], Tensor] = {}
 
+    @classmethod
+    def of_bounds(cls, group: Any, cu_seqlens: Any, is_continued: bool, is_to_be_continued: bool) -> Shard:
+        """Return a shard whose own bounds are known, where those of the others are not."""
+        shard = cls(group)
+        shard.bounds, shard._layout = tuple(_bounds(cu_seqlens)), "bounds of each rank"
+        shard.is_continued, shard.is_to_be_continued = is_continued, is_to_be_continued
+        return shard
+
     def _pack(self, bounds: list[int], lengths: Sequence[int] | None) -> None:
         total = bounds[-1]
         if lengths is not None:
@@ -157,13 +165,6 @@ class Shard:
             if len(known) == _MOST_CALLS:  # on all ranks at once, as they make the same calls
                 known.clear()
             known.add((call, self._layout))
-
-    def run_part(self, *call: Any) -> tuple[Tensor, Tensor | None]:
-        """Run an op over this part, of which `torch_op.call` says this where its bounds would be."""
-        from rwkv_jit.parallel import recurrences
-
-        of, arrays, *rest = call
-        return recurrences.run(of, arrays, self, *rest)
 
     def gather(self, x: Tensor) -> Gathered:
         """Begin to fetch a tensor of the same shape from every process."""
