@@ -183,7 +183,7 @@ class _Calls:
             return bias, remaining(call.op, inputs, dict(call.traits), call.whole["decay"])
         # What becomes of unit states where no values are written.
         units = call.states(inputs, sequences, call.op.transition)
-        units += torch.eye(units.shape[-1], dtype=units.dtype, device=units.device)
+        units.diagonal(dim1=-2, dim2=-1).fill_(1.0)
         rows = zip(call.op.inputs.values(), inputs, strict=True)
         alone = [x.new_zeros(*x.shape[:-1], units.shape[-1]) if dims[-1] == "V" else x for dims, x in rows]
         _, transition, _ = call.forward(alone, units, None, call.options(alone, None), False)

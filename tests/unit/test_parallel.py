@@ -1,5 +1,8 @@
 """One sequence over many processes: parts agree with the whole, and what does not fit is said."""
 
+from types import SimpleNamespace
+
+import derived_cases
 import groups
 import pytest
 import shared_sequences
@@ -11,6 +14,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import rwkv_jit
 from rwkv_jit import parallel
+from rwkv_jit.compat.fla import family, functions
+from rwkv_jit.kernels.errors import UnsupportedConfigError
 from rwkv_jit.schedules.table import OPS
 
 
@@ -130,6 +135,57 @@ def test_processes_that_do_not_agree_all_say_so(size):
     groups.run(check_that_all_refuse, size)
 
 
+# ---- contexts of FLA ---------------------------------------------------------------------------------------------
+
+
+def check_contexts(rank, size):
+    """FLA's functions of the tokens of a rank are those of all tokens, with gradients."""
+    from fla.ops.cp import build_cp_context
+
+    torch.manual_seed(5)
+    heads, tokens = 2, 8 * size
+    begin, end = 8 * rank, 8 * rank + 8
+
+    def rows(*shape):
+        return torch.randn(1, tokens, heads, *shape, dtype=torch.float64) / 2
+
+    q, k, v, g, a, b = rows(4), rows(4), rows(6), -rows(4).abs(), rows(4), rows(4)
+    rate, write = rows().sigmoid(), rows(6).sigmoid()
+    gate = {"A_log": torch.randn(heads, dtype=torch.float64), "use_gate_in_kernel": True}
+    norm = {"use_qk_l2norm_in_kernel": True}
+    for bounds in ([0, tokens], [0, 3, 11, tokens], [0, 8, tokens]):
+        bounds = torch.tensor(bounds)
+        context = build_cp_context(bounds, group=dist.group.WORLD)
+        for function, given, options in (
+            (family.chunk_kda, (q, k, v, rows(4), rate), {**gate, **norm}),
+            (family.chunk_gated_delta_rule, (q, k, v, g[..., 0], rate), norm),
+            (family.chunk_gdn2, (q, k, v, g, b.sigmoid(), write), norm),
+            (functions.chunk_rwkv7, (q, g, k, v, a, b), {"scale": 1.0}),
+            (functions.chunk_dplr_delta_rule, (q, k, v, a, b, g), {}),
+        ):
+            whole = [x.clone().requires_grad_() for x in given]
+            y, _ = function(*whole, cu_seqlens=bounds, **options)
+            dy = torch.randn_like(y)
+            own = [x[:, begin:end].clone().requires_grad_() for x in given]
+            part, none = function(*own, cp_context=context, **options)
+            assert none is None
+            torch.testing.assert_close(part, y[:, begin:end])
+            wanted = torch.autograd.grad(y, whole, dy)
+            for x, want in zip(torch.autograd.grad(part, own, dy[:, begin:end]), wanted, strict=True):
+                torch.testing.assert_close(x, want[:, begin:end])
+        with pytest.raises(UnsupportedConfigError, match="cp_context is not supported"):
+            family.chunk_kda(q, k, v, g, rate, cp_context=context, return_intermediate_states=True)
+    zigzag = build_cp_context(torch.tensor([0, tokens]), group=dist.group.WORLD, layout="zigzag")
+    with pytest.raises(UnsupportedConfigError, match="cp_context of FLACPContext is not supported"):
+        family.chunk_kda(q, k, v, g, rate, cp_context=zigzag)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_contexts_of_fla(size):
+    pytest.importorskip("fla", exc_type=ImportError)
+    groups.run(check_contexts, size)
+
+
 # ---- without messages --------------------------------------------------------------------------------------------
 
 
@@ -150,6 +206,56 @@ def as_rank():
 def test_needs_a_process_group():
     with pytest.raises(RuntimeError, match="group: there is no process group; call torch.distributed.init_process"):
         parallel.Shard()
+
+
+@pytest.mark.parametrize("packing", [None, [0, 344, 600, 768]])
+@pytest.mark.parametrize(
+    ("op", "how", "stem"),
+    [
+        ("kda", "raw bias sigmoid norm", "channel_decay"), ("gated_delta_rule", "raw bias sigmoid norm", "head_decay"),
+        ("delta_rule", "norm", "head_decay"), ("simple_gla", "", "head_decay"), ("ssd", "D z bias softplus", "head_decay"),
+    ],
+)  # fmt: skip
+def test_parts_run_on_the_kernels_of_the_op(op, how, stem, packing, as_rank, on_gpu, monkeypatch):
+    """A part in the middle launches what a call of its tokens launches, and nothing of the op below."""
+    as_rank(1, 3)
+    on_gpu.use("sm_90")
+    told = []
+
+    def gather(shard, x):
+        told.append(x.numel())
+        return SimpleNamespace(wait=lambda: torch.stack([x] * shard.size))
+
+    monkeypatch.setattr(parallel.Shard, "gather", gather)
+    monkeypatch.setattr(parallel.Shard, "agree", lambda *_: None)
+    heads, texts = 32, 1 if packing is None else 2
+    case = derived_cases.make(
+        op, how, (1, 256, heads, heads, 128, 128), torch.bfloat16, torch.float32, torch.float32,
+        bounds=None if packing is None else [0, 344 - 256, 256],
+    )  # fmt: skip
+    shard = parallel.Shard(None, packing)
+
+    def of_part(*given, **more):
+        *inputs, state, wants_final, _ = given
+        return getattr(parallel, op)(*inputs, shard, state, wants_final, **more)
+
+    def kernels(function=None):
+        leaves = shared_sequences.leaves_of(case)
+        results = leaves.run(function)
+        forward = [launch.template for launch in on_gpu.take()]
+        torch.autograd.grad(results, [*leaves.tensors.values()], [*map(torch.ones_like, results)], allow_unused=True)
+        return forward, [launch.template for launch in on_gpu.take()]
+
+    (forward, backward), (of_part_forward, of_part_backward) = kernels(), kernels(of_part)
+    names = {name for name in of_part_forward if not name.startswith(("fill", "sum"))}
+    assert any(name.startswith(stem) for name in names)
+    assert names <= {*forward}
+    assert {*of_part_backward} <= {*backward}
+    is_delta = op in derived_cases.DELTA
+    runs = [name for name in of_part_forward if name.endswith("_forward")]
+    assert len(runs) == (2 + is_delta if packing is None else texts)
+    # P is a matrix of a head where there is a delta term, else one number.
+    assert told == [heads * (128 * 128 + (128 * 128 if is_delta else 1)), heads * 128 * 128]
 
 
 @pytest.mark.parametrize(
