@@ -102,7 +102,7 @@ def way_of(call: Call, inputs: Sequence[Tensor], wants: Sequence[bool]) -> Way:
 def _problem(call: Call, inputs: Sequence[Tensor], training: bool) -> Problem | None:
     """Return the problem of kernels that pause, None where a call takes others."""
     problem = call.problem(inputs, None) if tensors.is_eager() and tensors.are_plain(inputs) else None
-    if problem is None or not segments.takes_shard(problem):
+    if problem is None or not segments.takes_shard(directions.running(problem)):
         return None
     return problem._replace(backend="segments", is_shard=True, training=training)
 
@@ -162,8 +162,8 @@ class _Kernels:
 
         plan = self._plan(tensors.signature([dy]), lambda: prepared.plan_backward(self.problem, given))
         *grads, _ = plan.run(given, fill)
-        found, wanted = iter(grads), self.problem.wanted
-        return [next(found) if not wanted or name in wanted else None for name in (*self.problem.op.names, STATE)]
+        found, wanted = iter(grads), self.problem.wanted or (*self.problem.types, STATE)
+        return [next(found) if name in wanted else None for name in (*self.problem.op.names, STATE)]
 
 
 # ---- the op itself -----------------------------------------------------------------------------------------------
