@@ -87,11 +87,14 @@ class Call(NamedTuple):
         return tuple(name for name, is_wanted in zip((*self.op.names, STATE), wants, strict=True) if is_wanted)
 
 
-def way_of(call: Call, inputs: Sequence[Tensor], wants: Sequence[bool]) -> Way:
-    """Return how calls of this signature run; `wants` says which inputs need gradients, and last if the state does."""
+def way_of(call: Call, inputs: Sequence[Tensor], wants: Sequence[bool], needs_transition: bool = True) -> Way:
+    """Return how calls of this signature run; `wants` says which inputs need gradients, and last if the state does.
+
+    Calls that run more than once leave P out, as zeros, where it is not needed.
+    """
     problem = _problem(call, inputs, any(wants))
     if problem is None:
-        return _Calls(call, inputs, wants)
+        return _Calls(call, inputs, wants, needs_transition)
     wanted = prepared.wanted(call.op, wants, (*inputs, True)) if problem.training else ()
     return _Kernels(problem._replace(wanted=wanted))
 
@@ -172,8 +175,8 @@ class _Kernels:
 class _Calls:
     """A call that runs more than once."""
 
-    def __init__(self, call: Call, like: Sequence[Tensor], wants: Sequence[bool]):
-        self.call, self.wanted = call, call.wanted(wants)
+    def __init__(self, call: Call, like: Sequence[Tensor], wants: Sequence[bool], needs_transition: bool):
+        self.call, self.wanted, self.needs_transition = call, call.wanted(wants), needs_transition
         self.options = call.options(like, None)  # the switches of precision may be others when gradients are made
 
     def summary(self, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -181,8 +184,10 @@ class _Calls:
         _, bias, _ = call.forward(inputs, call.states(inputs, sequences), None, self.options, False)
         if call.op.transition[0] == "1":
             return bias, remaining(call.op, inputs, dict(call.traits), call.whole["decay"])
-        # What becomes of unit states where no values are written.
         units = call.states(inputs, sequences, call.op.transition)
+        if not self.needs_transition:
+            return bias, units
+        # What becomes of unit states where no values are written.
         units.diagonal(dim1=-2, dim2=-1).fill_(1.0)
         rows = zip(call.op.inputs.values(), inputs, strict=True)
         alone = [x.new_zeros(*x.shape[:-1], units.shape[-1]) if dims[-1] == "V" else x for dims, x in rows]

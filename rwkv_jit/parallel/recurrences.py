@@ -43,14 +43,15 @@ def _run(
             return _run(of, cast, shard, initial_state, output_final_state, options, traits)
     records = torch.is_grad_enabled()
     wants = tuple([records and getattr(x, "requires_grad", False) for x in (*arrays, initial_state)])
-    asked = op.name, options, traits, output_final_state, switches.current(), wants, shard.texts
+    needs_transition = shard.is_passed or output_final_state or initial_state is not None
+    asked = op.name, options, traits, switches.current(), wants, shard.texts, needs_transition
     key = (_run, *asked, tensors.signature((*arrays, initial_state)))
     known: _Prepared | None = None
     with contextlib.suppress(TypeError):  # of an option that cannot be one and has no hash
         known = prepared.calls.get(key) if key[-1] is not None else None
     inputs = arrays
     if known is None:
-        inputs, initial_state, known = _prepare(of, arrays, shard, initial_state, options, traits, wants)
+        inputs, initial_state, known = _prepare(of, arrays, shard, initial_state, options, traits, wants, needs_transition)
         if key[-1] is not None and all(x is y for x, y in zip(inputs, arrays, strict=True)):
             prepared.calls.keep(key, known)
     shard.check(op.public_names[op.lead], inputs[op.lead])
@@ -78,7 +79,7 @@ def _run(
 
 def _prepare(
     of: TorchOp, arrays: Sequence[Any], shard: Shard, initial_state: Any, options: Any, traits: Any,
-    wants: tuple[bool, ...],
+    wants: tuple[bool, ...], needs_transition: bool,
 ) -> tuple[list[Tensor], Tensor | None, _Prepared]:  # fmt: skip
     """Check a call, and return its arrays as tensors and what is prepared for it."""
     inputs, call = _checked(of, arrays, options, traits)
@@ -89,7 +90,7 @@ def _prepare(
         shape = tuple(like.mT.shape if whole["state_layout"] == "kv" else like.shape)
         wide = not checks.is_for_kernels(whole["backend"], lead)
         checks.check_state(of.op, "initial_state", initial_state, (shape, shape[1:]), lead, wide)
-    way = paused.way_of(call, inputs, wants) if shard.texts == 1 else None
+    way = paused.way_of(call, inputs, wants, needs_transition) if shard.texts == 1 else None
     return inputs, initial_state, _Prepared(call, way)
 
 
