@@ -50,7 +50,8 @@ def make_case(name, how, batch, tokens, sizes, dtype, bounds):
     count = batch if bounds is None else len(bounds) - 1
     state = torch.randn(count, HEADS, *(sizes["KV".index(letter)] for letter in OPS[name].state_layout.upper()))
     packing = None if bounds is None else torch.tensor(bounds)
-    return derived_cases.Case(name, dict(zip(OPS[name].public_names, inputs, strict=True)), {}, {}, state.to(wide), packing)
+    named = dict(zip(OPS[name].public_names, inputs, strict=True))
+    return derived_cases.Case(name, named, {}, {}, state.to(wide), packing)
 
 
 def leaves_of(case):

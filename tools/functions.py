@@ -353,9 +353,7 @@ def docstring_over_processes(op: Op, source: Source) -> Iterator[str]:
     yield from wrapped(", ".join([*source.names, "**options"]))
     yield f"    As `rwkv_jit.{op.name}` takes them, of this process's tokens."
     state = ", ".join(("H", *op.state_layout.upper()))
-    yield from SHARED.format(
-        op=op.name, states=f"N, {state}", state=state, numbers=NUMBERS[op.transition]
-    ).splitlines()
+    yield from SHARED.format(op=op.name, states=f"N, {state}", state=state, numbers=NUMBERS[op.transition]).splitlines()
     yield from ("", "References", "----------", source.references)
     yield from ("", "Examples", "--------")
     required = ", ".join(x.name for x in source.arguments if x.default is Parameter.empty)

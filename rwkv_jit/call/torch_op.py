@@ -76,10 +76,10 @@ def call(
     given = *arrays, initial_state, cu_seqlens
     known = prepared.latest(asked, given, op.lead, cu_seqlens) if tensors.is_eager() else None
     if known is None and hasattr(cu_seqlens, "run_part"):  # a shard: other processes have the tokens around these
-        result: tuple[Tensor, Tensor | None] = cu_seqlens.run_part(
+        of_part: tuple[Tensor, Tensor | None] = cu_seqlens.run_part(
             torch_op, arrays, initial_state, output_final_state, options, traits
         )  # fmt: skip
-        return result
+        return of_part
     if known is None:
         known, training = prepared.find(asked, arrays, initial_state, cu_seqlens, op.lead)
     else:

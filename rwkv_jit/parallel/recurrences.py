@@ -51,7 +51,8 @@ def _run(
         known = prepared.calls.get(key) if key[-1] is not None else None
     inputs = arrays
     if known is None:
-        inputs, initial_state, known = _prepare(of, arrays, shard, initial_state, options, traits, wants, needs_transition)
+        given = arrays, shard, initial_state, options, traits, wants, needs_transition
+        inputs, initial_state, known = _prepare(of, *given)
         if key[-1] is not None and all(x is y for x, y in zip(inputs, arrays, strict=True)):
             prepared.calls.keep(key, known)
     shard.check(op.public_names[op.lead], inputs[op.lead])

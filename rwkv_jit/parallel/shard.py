@@ -60,9 +60,27 @@ class Shard:
     Sequences of a batch are shared alike: each process has tokens [B, T'] of all of them, with the same B. T' may
     differ between processes. Creating a shard sends no message to other processes.
 
-    Processes first compare their calls: the op, dtype, batch, heads, sizes, scale, decay, `cu_seqlens` and `lengths`.
-    Where these are not the same, all of them raise a ValueError that says what two of them have. On GPUs the host waits
-    for that, so it is done for the first call of each kind alone.
+    All processes of the group call an op, forwards and backwards, in the same order with other calls of theirs. A part
+    takes a state S to S P + Q, with a matrix P for each head of a delta rule, a row of decays of channels, or one
+    number where heads decay. Each direction has one all-gather of these, in float32, which processes
+    join in float64. The part at whose begin all sequences begin does not wait for the forward's, the last one not for
+    the backward's. Gradients of inputs without tokens are those of this part: the sum over the processes is the whole.
+    `torch.compile` leaves the calls out of its graphs.
+
+    A part of one sequence, or of a batch, runs once where wkv7 or gla, or ops that go through them, take the tensor
+    cores for heads that a block holds and T is a multiple of 64. Their kernels find P and Q, wait, and go on. Other
+    parts of one sequence, those in dedicated kernels among them, run once for Q, once from unit states for a matrix P
+    that others need, and once from the state, whose gradient has two runs. A part with the end of a sequence and the
+    beginning of another runs once: what begins there first, and the rest when its state is there.
+
+    Processes first compare their calls: the op, dtype, batch, heads, sizes, scale, decay, switches, `cu_seqlens` and
+    `lengths`. Where these are not the same, all of them raise a ValueError that says what two of them have. On GPUs the
+    host waits for that, so it is done for the first call of each kind alone.
+
+    References
+    ----------
+    That parts of a sequence are joined by what they do to a state is the scan of Blelloch, Prefix Sums and Their
+    Applications, 1990.
 
     Examples
     --------

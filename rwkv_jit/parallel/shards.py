@@ -31,10 +31,11 @@ class _Exchange:
             bias_of_text = summaries.after(initial, bias, transition)
         else:
             bias_of_text = bias
-        self._forward = shard.gather(torch.cat([
-            (bias_of_text if shard.is_to_be_continued else torch.zeros_like(bias)).flatten(-2),
-            (transition if shard.is_passed else torch.zeros_like(transition)).flatten(-2),
-        ], -1))  # [N, H, numbers of Q and of P]
+        of_text = bias_of_text if shard.is_to_be_continued else torch.zeros_like(bias)
+        passed = transition if shard.is_passed else torch.zeros_like(transition)
+        self._forward = shard.gather(
+            torch.cat([of_text.flatten(-2), passed.flatten(-2)], -1)
+        )  # [N, H, numbers of both]
         if shard.is_continued:
             return summaries.joined(self._parts(bias)[: shard.rank])
         return torch.zeros_like(bias) if initial is None else initial.to(bias.dtype)
@@ -55,7 +56,8 @@ class _Exchange:
 
     def _parts(self, bias: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return Q and P of every process, from the forward."""
-        assert self._forward is not None and self._transition is not None
+        assert self._forward is not None
+        assert self._transition is not None
         like = bias, self._transition
         told = self._forward.wait().split([x.shape[-2:].numel() for x in like], -1)
         return list(zip(*(x.unflatten(-1, y.shape[-2:]) for x, y in zip(told, like, strict=True)), strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -99,14 +100,13 @@ def causal_conv1d(
     """
     x, shard = _checked(x, shard)
     packing = shard.packing(x.device)
-    _, weight, bias, initial_state, _ = convolution.KIND.check(
-        (x, weight, bias, initial_state, packing), (), activation
-    ).inputs  # fmt: skip
-    count = weight.shape[1] - 1
-    x, last = with_last(x, count)
+    given: Sequence[Any] = x, weight, bias, initial_state, packing
+    _, taps, bias, first, _ = convolution.KIND.check(given, (), activation).inputs  # before anything is sent
+    x, last = with_last(x, taps.shape[1] - 1)
+    before = tokens_before(last, shard, first, taps.shape[1] - 1)
     return convolution.causal_conv1d(
-        x, weight, bias, initial_state=tokens_before(last, shard, initial_state, count), cu_seqlens=packing,
-        output_final_state=output_final_state, activation=activation,
+        x, taps, bias, initial_state=before, output_final_state=output_final_state, cu_seqlens=packing,
+        activation=activation,
     )  # fmt: skip
 
 

@@ -156,17 +156,17 @@ def check_contexts(rank, size):
     for bounds in ([0, tokens], [0, 3, 11, tokens], [0, 8, tokens]):
         bounds = torch.tensor(bounds)
         context = build_cp_context(bounds, group=dist.group.WORLD)
-        for function, given, options in (
+        for function, inputs, options in (
             (family.chunk_kda, (q, k, v, rows(4), rate), {**gate, **norm}),
             (family.chunk_gated_delta_rule, (q, k, v, g[..., 0], rate), norm),
             (family.chunk_gdn2, (q, k, v, g, b.sigmoid(), write), norm),
             (functions.chunk_rwkv7, (q, g, k, v, a, b), {"scale": 1.0}),
             (functions.chunk_dplr_delta_rule, (q, k, v, a, b, g), {}),
         ):
-            whole = [x.clone().requires_grad_() for x in given]
+            whole = [x.clone().requires_grad_() for x in inputs]
             y, _ = function(*whole, cu_seqlens=bounds, **options)
             dy = torch.randn_like(y)
-            own = [x[:, begin:end].clone().requires_grad_() for x in given]
+            own = [x[:, begin:end].clone().requires_grad_() for x in inputs]
             part, none = function(*own, cp_context=context, **options)
             assert none is None
             torch.testing.assert_close(part, y[:, begin:end])
@@ -213,7 +213,8 @@ def test_needs_a_process_group():
     ("op", "how", "stem"),
     [
         ("kda", "raw bias sigmoid norm", "channel_decay"), ("gated_delta_rule", "raw bias sigmoid norm", "head_decay"),
-        ("delta_rule", "norm", "head_decay"), ("simple_gla", "", "head_decay"), ("ssd", "D z bias softplus", "head_decay"),
+        ("delta_rule", "norm", "head_decay"), ("simple_gla", "", "head_decay"),
+        ("ssd", "D z bias softplus", "head_decay"),
     ],
 )  # fmt: skip
 def test_parts_run_on_the_kernels_of_the_op(op, how, stem, packing, as_rank, on_gpu, monkeypatch):
@@ -298,13 +299,13 @@ def test_calls_that_do_not_fit_send_nothing(as_rank, monkeypatch):
     with pytest.raises(TypeError, match="unexpected keyword argument 'normalize'"):
         parallel.linear_attention(*inputs[:3], parallel.Shard(), normalize=True)
     x = torch.zeros(1, 10, 4)
-    for given, message in (
+    for call, message in (
         ((x[:, 1:], x[0, :4]), r"x: expected a batch of 1 and the 10 tokens of rank 1's part, got \[1, 9\]"),
         ((x, x[0, :4, :1]), r"weight: expected shape \[4, 2 to 8\], got \[4, 1\]"),
         ((x, x[0, :4], x[0]), r"bias: expected shape \[4\], got \[10, 4\]"),
     ):
         with pytest.raises(ValueError, match=message):
-            parallel.causal_conv1d(*given, shard=shard)
+            parallel.causal_conv1d(*call, shard=shard)
     with pytest.raises(ValueError, match=r"initial_state: expected shape \[1, 4, 3\], got \[1, 10, 4\]"):
         parallel.causal_conv1d(x, x[0, :4], shard=shard, initial_state=x)
     with pytest.raises(ValueError, match="activation: expected one of silu, got 'relu'"):
@@ -396,7 +397,7 @@ def test_summaries_that_do_not_fit():
         parallel.merge(torch.zeros(2, 5, 4), whole)
     with pytest.raises(ValueError, match=r"summary: expected shape \[..., V \+ K, K\], got \[2, 4, 4\]"):
         parallel.merge(torch.zeros(2, 4, 4), whole[:, :4])
-    with pytest.raises(ValueError, match="op: expected one of wkv5, wkv6, wkv7, gla, linear_attention, kda, .*, ssd, got 'wkv4'"):
+    with pytest.raises(ValueError, match="op: expected one of wkv5, wkv6, wkv7, gla, .*, hgrn2, ssd, got 'wkv4'"):
         parallel.summary("wkv4", whole)
     with pytest.raises(TypeError, match="inputs: expected q, k, v, g of gla, got 1 of them"):
         parallel.summary("gla", whole)
