@@ -69,7 +69,7 @@ def causal_conv1d(
 
     Parameters
     ----------
-    x, weight, bias, activation : x a torch.Tensor, shape (B, T, C)
+    x, weight, bias : x a torch.Tensor, shape (B, T, C)
         As `rwkv_jit.causal_conv1d` takes them; of x this part.
     shard : Shard, ProcessGroup or DeviceMesh
         Which part it is.
@@ -78,6 +78,8 @@ def causal_conv1d(
         have no gradient.
     output_final_state : bool, default False
         Also return the last tokens of each sequence in this part.
+    activation : {"silu"}, optional
+        The function of the sum.
 
     Returns
     -------
