@@ -232,8 +232,8 @@ def in_two_phases(case, pauses):
     (bias, transition), (bias_of_gradient,) = told
     assert torch.equal(alone[0], bias)
     assert torch.equal(alone[1], transition)
-    assert relative(summaries.after(state, bias, transition), final) < 1e-2
-    assert relative(summaries.after(grad_final, bias_of_gradient, transition, backward=True), of_state) < 1e-2
+    assert relative(summaries.after(state, bias, transition), final) < 2e-2
+    assert relative(summaries.after(grad_final, bias_of_gradient, transition, backward=True), of_state) < 2e-2
     final, of_state, grad_final = (x.mT if turned else x for x in (final, of_state, grad_final))
     made = dict(zip((*op.public_names, "initial_state"), (*grads, of_state), strict=True))
     return (y, final), {name: made[name] for name in case.tensors}, (dy, grad_final)

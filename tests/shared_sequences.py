@@ -158,7 +158,7 @@ def check_shift(rank, size, bounds, lengths, dtype=torch.float64):
     expect_close("token_shift", bounds, lengths, rank, "dmixes", grads[1], want[1], gate)
 
 
-def check_convolution(rank, size, bounds, lengths, width, activation, dtype=torch.float64):
+def check_convolution(rank, size, bounds, lengths, width, activation, dtype=torch.float64, gate=1e-9):
     """Check the convolution: of parts with fewer tokens than it sees, and with states before and behind."""
     torch.manual_seed(4)
     lengths = [24 // size] * size if lengths is None else lengths
@@ -177,7 +177,7 @@ def check_convolution(rank, size, bounds, lengths, width, activation, dtype=torc
     own = [given[0][:, begin:end], *given[1:3], given[3][texts] if texts else given[3][:1]]
     own = [x.clone().requires_grad_() for x in own]
     part, states = parallel.causal_conv1d(*own[:3], initial_state=own[3], shard=shard, **options)
-    expect = functools.partial(expect_close, f"convolution {width} {activation}", bounds, lengths, rank, gate=1e-9)
+    expect = functools.partial(expect_close, f"convolution {width} {activation}", bounds, lengths, rank, gate=gate)
     expect("y", part, y[:, begin:end])
     dy, grad_final = torch.randn_like(y), torch.randn_like(final)
     grad_states = torch.zeros_like(states)

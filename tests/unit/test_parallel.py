@@ -16,6 +16,7 @@ import rwkv_jit
 from rwkv_jit import parallel
 from rwkv_jit.compat.fla import family, functions
 from rwkv_jit.kernels.errors import UnsupportedConfigError
+from rwkv_jit.schedules.table import ALL as OPS_OF_ALL
 from rwkv_jit.schedules.table import OPS
 
 
@@ -378,6 +379,23 @@ def test_summaries_say_what_tokens_do_to_any_state(name):
     torch.testing.assert_close(whole, parallel.summary(name, *inputs))
     torch.testing.assert_close(parallel.merge(state, whole), final)
     torch.testing.assert_close(parallel.compose(neutral, whole), whole)
+
+
+@pytest.mark.parametrize(("name", "how"), shared_sequences.FAMILY)
+def test_summaries_of_other_ops(name, how):
+    case = derived_cases.make(name, how, (2, 9, 1, 2, 4, 6))
+    final = case.run()[1]
+    state, final = (x.mT if OPS_OF_ALL[name].state_layout == "kv" else x for x in (case.state, final))
+
+    def summary(index):
+        part = case.part((slice(None), index))
+        return parallel.summary(name, *part.inputs.values(), **part.parameters, **part.options)
+
+    first, none, second = (summary(slice(*each)) for each in ((0, 4), (4, 4), (4, 9)))
+    torch.testing.assert_close(none, parallel.neutral(2, 2, head_size=4, value_size=6, dtype=torch.float64))
+    whole = parallel.compose(first, none, second)
+    torch.testing.assert_close(whole, summary(slice(None)))
+    torch.testing.assert_close(parallel.merge(state, whole), final)
 
 
 def test_summaries_of_a_head_size_of_one():
