@@ -103,9 +103,10 @@ def remaining(op: Op, arrays: Sequence[Any], traits: Mapping[str, Any], decay: s
         w = _steps(named, traits) * wide(named["a_log"])
     elif w is None:
         w = v.new_zeros(v.shape[2])
-    each = wide(w) if decay == "direct" else log_decays(wide(w), "log" if decay == "none" else decay)
+    each = log_decays(wide(w), decay) if decay in ("raw", "sigmoid") else w  # else factors, or logarithms
     each = each.expand(*v.shape[:3], *each.shape[each.dim() - (op.transition[1] == "K") :])  # [B, T, H] or [B, T, H, K]
-    whole = each.prod(1) if decay == "direct" else each.sum(1).exp()
+    dtype = torch.promote_types(each.dtype, torch.float32)
+    whole = each.prod(1, dtype=dtype) if decay == "direct" else each.sum(1, dtype=dtype).exp()
     return whole.view(*whole.shape[:2], 1, -1)
 
 
