@@ -125,16 +125,18 @@ SIZES = {"H": 4, "G": 2, "K": 64, "V": 64}
 SLOTS = 'torch.tensor([5, 2, 11], dtype=torch.int32, device="cuda")'
 RANDOM = {"g": "-torch.rand", "A": "-torch.rand", **dict.fromkeys(("beta", "dt", "write_gate"), "torch.rand")}
 
-# What a function over many processes says behind the inputs, which are those of one part.
-SHARED = """shard : Shard, ProcessGroup or DeviceMesh
+# What a function over many processes says behind the inputs, which are those of one part: the first one, and others.
+OF_PART = """shard : Shard, ProcessGroup or DeviceMesh
     Which part of the sequences this process has, and whether sequences are packed. N sequences have tokens in it:
     B, or the packed sequences of this part.
-initial_state : torch.Tensor, shape ({states}) or ({state}), optional
+initial_state : torch.Tensor, shape (N, H, V, K) or (H, V, K), optional
     State before the first token of each sequence; zeros by default. Where a sequence began in another part, this
     state does not count and has no gradient.
 output_final_state : bool, default False
-    Whether to return the states after the last token of each sequence in this part.
-
+    Whether to return the states after the last token of each sequence in this part."""
+AS_FIRST = """shard, initial_state, output_final_state
+    As `rwkv_jit.parallel.{first}` takes them; states are those of `rwkv_jit.{op}`."""
+RETURNS = """
 Returns
 -------
 y, final_state
@@ -143,12 +145,7 @@ y, final_state
 Raises
 ------
 TypeError, ValueError, RuntimeError, RwkvJitError
-    As `rwkv_jit.{op}`, and where the processes do not make the same call. Nothing has been sent.
-
-Notes
------
-A process tells the others {numbers} numbers in the forward and N H V K in the backward. `Shard` has more."""
-NUMBERS = {("K", "K"): "N H (V + K) K", ("1", "K"): "N H (V + 1) K", ("1", "1"): "N H (V K + 1)"}
+    As `rwkv_jit.{op}`, and where the processes do not make the same call. Nothing has been sent."""
 STATES = ["shard: Shard", "initial_state: Array | None = None", "output_final_state: bool = False"]
 
 
@@ -352,8 +349,8 @@ def docstring_over_processes(op: Op, source: Source) -> Iterator[str]:
     yield from ("", "Parameters", "----------")
     yield from wrapped(", ".join([*source.names, "**options"]))
     yield f"    As `rwkv_jit.{op.name}` takes them, of this process's tokens."
-    state = ", ".join(("H", *op.state_layout.upper()))
-    yield from SHARED.format(op=op.name, states=f"N, {state}", state=state, numbers=NUMBERS[op.transition]).splitlines()
+    for text in (OF_PART if op.name == WITH_STATES[0] else AS_FIRST, RETURNS):
+        yield from text.format(op=op.name, first=WITH_STATES[0]).splitlines()
     yield from ("", "References", "----------", source.references)
     yield from ("", "Examples", "--------")
     required = ", ".join(x.name for x in source.arguments if x.default is Parameter.empty)

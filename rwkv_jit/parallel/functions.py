@@ -54,10 +54,6 @@ def wkv5(
     TypeError, ValueError, RuntimeError, RwkvJitError
         As `rwkv_jit.wkv5`, and where the processes do not make the same call. Nothing has been sent.
 
-    Notes
-    -----
-    A process tells the others N H (V + 1) K numbers in the forward and N H V K in the backward. `Shard` has more.
-
     References
     ----------
     Peng et al., Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence, arXiv:2404.05892.
@@ -84,14 +80,8 @@ def wkv6(
     ----------
     r, k, v, w, u, **options
         As `rwkv_jit.wkv6` takes them, of this process's tokens.
-    shard : Shard, ProcessGroup or DeviceMesh
-        Which part of the sequences this process has, and whether sequences are packed. N sequences have tokens in it:
-        B, or the packed sequences of this part.
-    initial_state : torch.Tensor, shape (N, H, V, K) or (H, V, K), optional
-        State before the first token of each sequence; zeros by default. Where a sequence began in another part, this
-        state does not count and has no gradient.
-    output_final_state : bool, default False
-        Whether to return the states after the last token of each sequence in this part.
+    shard, initial_state, output_final_state
+        As `rwkv_jit.parallel.wkv5` takes them; states are those of `rwkv_jit.wkv6`.
 
     Returns
     -------
@@ -102,10 +92,6 @@ def wkv6(
     ------
     TypeError, ValueError, RuntimeError, RwkvJitError
         As `rwkv_jit.wkv6`, and where the processes do not make the same call. Nothing has been sent.
-
-    Notes
-    -----
-    A process tells the others N H (V + 1) K numbers in the forward and N H V K in the backward. `Shard` has more.
 
     References
     ----------
@@ -133,14 +119,8 @@ def wkv7(
     ----------
     r, w, k, v, a, b, **options
         As `rwkv_jit.wkv7` takes them, of this process's tokens.
-    shard : Shard, ProcessGroup or DeviceMesh
-        Which part of the sequences this process has, and whether sequences are packed. N sequences have tokens in it:
-        B, or the packed sequences of this part.
-    initial_state : torch.Tensor, shape (N, H, V, K) or (H, V, K), optional
-        State before the first token of each sequence; zeros by default. Where a sequence began in another part, this
-        state does not count and has no gradient.
-    output_final_state : bool, default False
-        Whether to return the states after the last token of each sequence in this part.
+    shard, initial_state, output_final_state
+        As `rwkv_jit.parallel.wkv5` takes them; states are those of `rwkv_jit.wkv7`.
 
     Returns
     -------
@@ -151,10 +131,6 @@ def wkv7(
     ------
     TypeError, ValueError, RuntimeError, RwkvJitError
         As `rwkv_jit.wkv7`, and where the processes do not make the same call. Nothing has been sent.
-
-    Notes
-    -----
-    A process tells the others N H (V + K) K numbers in the forward and N H V K in the backward. `Shard` has more.
 
     References
     ----------
@@ -182,14 +158,8 @@ def gla(
     ----------
     q, k, v, g, **options
         As `rwkv_jit.gla` takes them, of this process's tokens.
-    shard : Shard, ProcessGroup or DeviceMesh
-        Which part of the sequences this process has, and whether sequences are packed. N sequences have tokens in it:
-        B, or the packed sequences of this part.
-    initial_state : torch.Tensor, shape (N, H, K, V) or (H, K, V), optional
-        State before the first token of each sequence; zeros by default. Where a sequence began in another part, this
-        state does not count and has no gradient.
-    output_final_state : bool, default False
-        Whether to return the states after the last token of each sequence in this part.
+    shard, initial_state, output_final_state
+        As `rwkv_jit.parallel.wkv5` takes them; states are those of `rwkv_jit.gla`.
 
     Returns
     -------
@@ -200,10 +170,6 @@ def gla(
     ------
     TypeError, ValueError, RuntimeError, RwkvJitError
         As `rwkv_jit.gla`, and where the processes do not make the same call. Nothing has been sent.
-
-    Notes
-    -----
-    A process tells the others N H (V + 1) K numbers in the forward and N H V K in the backward. `Shard` has more.
 
     References
     ----------
@@ -231,14 +197,8 @@ def linear_attention(
     ----------
     q, k, v, **options
         As `rwkv_jit.linear_attention` takes them, of this process's tokens.
-    shard : Shard, ProcessGroup or DeviceMesh
-        Which part of the sequences this process has, and whether sequences are packed. N sequences have tokens in it:
-        B, or the packed sequences of this part.
-    initial_state : torch.Tensor, shape (N, H, K, V) or (H, K, V), optional
-        State before the first token of each sequence; zeros by default. Where a sequence began in another part, this
-        state does not count and has no gradient.
-    output_final_state : bool, default False
-        Whether to return the states after the last token of each sequence in this part.
+    shard, initial_state, output_final_state
+        As `rwkv_jit.parallel.wkv5` takes them; states are those of `rwkv_jit.linear_attention`.
 
     Returns
     -------
@@ -249,10 +209,6 @@ def linear_attention(
     ------
     TypeError, ValueError, RuntimeError, RwkvJitError
         As `rwkv_jit.linear_attention`, and where the processes do not make the same call. Nothing has been sent.
-
-    Notes
-    -----
-    A process tells the others N H (V K + 1) numbers in the forward and N H V K in the backward. `Shard` has more.
 
     References
     ----------
@@ -283,14 +239,8 @@ def kda(
     ----------
     q, k, v, g, beta, A_log, dt_bias, lower_bound, qk_norm, beta_map, **options
         As `rwkv_jit.kda` takes them, of this process's tokens.
-    shard : Shard, ProcessGroup or DeviceMesh
-        Which part of the sequences this process has, and whether sequences are packed. N sequences have tokens in it:
-        B, or the packed sequences of this part.
-    initial_state : torch.Tensor, shape (N, H, K, V) or (H, K, V), optional
-        State before the first token of each sequence; zeros by default. Where a sequence began in another part, this
-        state does not count and has no gradient.
-    output_final_state : bool, default False
-        Whether to return the states after the last token of each sequence in this part.
+    shard, initial_state, output_final_state
+        As `rwkv_jit.parallel.wkv5` takes them; states are those of `rwkv_jit.kda`.
 
     Returns
     -------
@@ -301,10 +251,6 @@ def kda(
     ------
     TypeError, ValueError, RuntimeError, RwkvJitError
         As `rwkv_jit.kda`, and where the processes do not make the same call. Nothing has been sent.
-
-    Notes
-    -----
-    A process tells the others N H (V + K) K numbers in the forward and N H V K in the backward. `Shard` has more.
 
     References
     ----------
@@ -336,14 +282,8 @@ def gated_delta_rule(
     ----------
     q, k, v, g, beta, A_log, dt_bias, qk_norm, beta_map, **options
         As `rwkv_jit.gated_delta_rule` takes them, of this process's tokens.
-    shard : Shard, ProcessGroup or DeviceMesh
-        Which part of the sequences this process has, and whether sequences are packed. N sequences have tokens in it:
-        B, or the packed sequences of this part.
-    initial_state : torch.Tensor, shape (N, H, K, V) or (H, K, V), optional
-        State before the first token of each sequence; zeros by default. Where a sequence began in another part, this
-        state does not count and has no gradient.
-    output_final_state : bool, default False
-        Whether to return the states after the last token of each sequence in this part.
+    shard, initial_state, output_final_state
+        As `rwkv_jit.parallel.wkv5` takes them; states are those of `rwkv_jit.gated_delta_rule`.
 
     Returns
     -------
@@ -354,10 +294,6 @@ def gated_delta_rule(
     ------
     TypeError, ValueError, RuntimeError, RwkvJitError
         As `rwkv_jit.gated_delta_rule`, and where the processes do not make the same call. Nothing has been sent.
-
-    Notes
-    -----
-    A process tells the others N H (V + K) K numbers in the forward and N H V K in the backward. `Shard` has more.
 
     References
     ----------
@@ -389,14 +325,8 @@ def delta_rule(
     ----------
     q, k, v, beta, qk_norm, beta_map, **options
         As `rwkv_jit.delta_rule` takes them, of this process's tokens.
-    shard : Shard, ProcessGroup or DeviceMesh
-        Which part of the sequences this process has, and whether sequences are packed. N sequences have tokens in it:
-        B, or the packed sequences of this part.
-    initial_state : torch.Tensor, shape (N, H, K, V) or (H, K, V), optional
-        State before the first token of each sequence; zeros by default. Where a sequence began in another part, this
-        state does not count and has no gradient.
-    output_final_state : bool, default False
-        Whether to return the states after the last token of each sequence in this part.
+    shard, initial_state, output_final_state
+        As `rwkv_jit.parallel.wkv5` takes them; states are those of `rwkv_jit.delta_rule`.
 
     Returns
     -------
@@ -407,10 +337,6 @@ def delta_rule(
     ------
     TypeError, ValueError, RuntimeError, RwkvJitError
         As `rwkv_jit.delta_rule`, and where the processes do not make the same call. Nothing has been sent.
-
-    Notes
-    -----
-    A process tells the others N H (V + K) K numbers in the forward and N H V K in the backward. `Shard` has more.
 
     References
     ----------
@@ -443,14 +369,8 @@ def gated_delta_rule2(
     ----------
     q, k, v, g, beta, write_gate, A_log, dt_bias, lower_bound, qk_norm, **options
         As `rwkv_jit.gated_delta_rule2` takes them, of this process's tokens.
-    shard : Shard, ProcessGroup or DeviceMesh
-        Which part of the sequences this process has, and whether sequences are packed. N sequences have tokens in it:
-        B, or the packed sequences of this part.
-    initial_state : torch.Tensor, shape (N, H, K, V) or (H, K, V), optional
-        State before the first token of each sequence; zeros by default. Where a sequence began in another part, this
-        state does not count and has no gradient.
-    output_final_state : bool, default False
-        Whether to return the states after the last token of each sequence in this part.
+    shard, initial_state, output_final_state
+        As `rwkv_jit.parallel.wkv5` takes them; states are those of `rwkv_jit.gated_delta_rule2`.
 
     Returns
     -------
@@ -461,10 +381,6 @@ def gated_delta_rule2(
     ------
     TypeError, ValueError, RuntimeError, RwkvJitError
         As `rwkv_jit.gated_delta_rule2`, and where the processes do not make the same call. Nothing has been sent.
-
-    Notes
-    -----
-    A process tells the others N H (V + K) K numbers in the forward and N H V K in the backward. `Shard` has more.
 
     References
     ----------
@@ -496,14 +412,8 @@ def simple_gla(
     ----------
     q, k, v, g, **options
         As `rwkv_jit.simple_gla` takes them, of this process's tokens.
-    shard : Shard, ProcessGroup or DeviceMesh
-        Which part of the sequences this process has, and whether sequences are packed. N sequences have tokens in it:
-        B, or the packed sequences of this part.
-    initial_state : torch.Tensor, shape (N, H, K, V) or (H, K, V), optional
-        State before the first token of each sequence; zeros by default. Where a sequence began in another part, this
-        state does not count and has no gradient.
-    output_final_state : bool, default False
-        Whether to return the states after the last token of each sequence in this part.
+    shard, initial_state, output_final_state
+        As `rwkv_jit.parallel.wkv5` takes them; states are those of `rwkv_jit.simple_gla`.
 
     Returns
     -------
@@ -514,10 +424,6 @@ def simple_gla(
     ------
     TypeError, ValueError, RuntimeError, RwkvJitError
         As `rwkv_jit.simple_gla`, and where the processes do not make the same call. Nothing has been sent.
-
-    Notes
-    -----
-    A process tells the others N H (V K + 1) numbers in the forward and N H V K in the backward. `Shard` has more.
 
     References
     ----------
@@ -546,14 +452,8 @@ def hgrn2(
     ----------
     q, g, v, **options
         As `rwkv_jit.hgrn2` takes them, of this process's tokens.
-    shard : Shard, ProcessGroup or DeviceMesh
-        Which part of the sequences this process has, and whether sequences are packed. N sequences have tokens in it:
-        B, or the packed sequences of this part.
-    initial_state : torch.Tensor, shape (N, H, K, V) or (H, K, V), optional
-        State before the first token of each sequence; zeros by default. Where a sequence began in another part, this
-        state does not count and has no gradient.
-    output_final_state : bool, default False
-        Whether to return the states after the last token of each sequence in this part.
+    shard, initial_state, output_final_state
+        As `rwkv_jit.parallel.wkv5` takes them; states are those of `rwkv_jit.hgrn2`.
 
     Returns
     -------
@@ -564,10 +464,6 @@ def hgrn2(
     ------
     TypeError, ValueError, RuntimeError, RwkvJitError
         As `rwkv_jit.hgrn2`, and where the processes do not make the same call. Nothing has been sent.
-
-    Notes
-    -----
-    A process tells the others N H (V + 1) K numbers in the forward and N H V K in the backward. `Shard` has more.
 
     References
     ----------
@@ -596,14 +492,8 @@ def ssd(
     ----------
     x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit, **options
         As `rwkv_jit.ssd` takes them, of this process's tokens.
-    shard : Shard, ProcessGroup or DeviceMesh
-        Which part of the sequences this process has, and whether sequences are packed. N sequences have tokens in it:
-        B, or the packed sequences of this part.
-    initial_state : torch.Tensor, shape (N, H, V, K) or (H, V, K), optional
-        State before the first token of each sequence; zeros by default. Where a sequence began in another part, this
-        state does not count and has no gradient.
-    output_final_state : bool, default False
-        Whether to return the states after the last token of each sequence in this part.
+    shard, initial_state, output_final_state
+        As `rwkv_jit.parallel.wkv5` takes them; states are those of `rwkv_jit.ssd`.
 
     Returns
     -------
@@ -614,10 +504,6 @@ def ssd(
     ------
     TypeError, ValueError, RuntimeError, RwkvJitError
         As `rwkv_jit.ssd`, and where the processes do not make the same call. Nothing has been sent.
-
-    Notes
-    -----
-    A process tells the others N H (V K + 1) numbers in the forward and N H V K in the backward. `Shard` has more.
 
     References
     ----------

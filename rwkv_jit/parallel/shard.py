@@ -62,10 +62,11 @@ class Shard:
 
     All processes of the group call an op, forwards and backwards, in the same order with other calls of theirs. A part
     takes a state S to S P + Q, with a matrix P for each head of a delta rule, a row of decays of channels, or one
-    number where heads decay. Each direction has one all-gather of these, in float32, which processes
-    join in float64. The part at whose begin all sequences begin does not wait for the forward's, the last one not for
-    the backward's. Gradients of inputs without tokens are those of this part: the sum over the processes is the whole.
-    `torch.compile` leaves the calls out of its graphs.
+    number where heads decay. A process tells the others N H (V + K) K, N H (V + 1) K or N H (V K + 1) numbers in the
+    forward, and N H V K in the backward: in float32, by one all-gather, and they join them in float64. The part at
+    whose begin all sequences begin does not wait for the forward's, the last one not for the backward's. Gradients of
+    inputs without tokens are those of this part: the sum over the processes is the whole. `torch.compile` leaves the
+    calls out of its graphs.
 
     A part of one sequence, or of a batch, runs once where wkv7 or gla, or ops that go through them, take the tensor
     cores for heads that a block holds and T is a multiple of 64. Their kernels find P and Q, wait, and go on. Other

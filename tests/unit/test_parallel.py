@@ -69,6 +69,12 @@ def check_alone(rank, size):
         whole, _ = rwkv_jit.wkv7(*inputs)
     assert y.dtype == torch.bfloat16
     torch.testing.assert_close(y, whole)
+    case = derived_cases.make("ssd", "D z bias softplus", (1, 8, 1, 2, 4, 6), torch.float32, has_state=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, _ = parallel.ssd(*case.inputs.values(), group, **case.parameters, **case.options)
+        whole, _ = case.run()
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y, whole)
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1, size), mesh_dim_names=("dp", "cp"))
     assert parallel.Shard(mesh["cp"]).size == size
     with pytest.raises(ValueError, match=r"group: expected a mesh of one dimension, .* mesh\['cp'\]"):
