@@ -7,6 +7,10 @@ import torch
 from problems import ROWS as OPS
 
 import rwkv_jit
+from rwkv_jit.call import torch_op
+from rwkv_jit.call.options import complete
+from rwkv_jit.parallel import paused, summaries
+from rwkv_jit.schedules.table import ALL as ALL_OPS
 
 # How calls are made: what an op has beside its inputs, by words.
 WAYS = {
@@ -59,7 +63,8 @@ class Case(NamedTuple):
 
     def part(self, index):
         """The inputs and the parameters of some tokens, or of some rows."""
-        streamed = [name for name, dims in OPS[self.op].inputs.items() if "T" in dims]
+        op = ALL_OPS[self.op]
+        streamed = [name for name, dims in zip(op.public_names, op.inputs.values(), strict=True) if "T" in dims]
         streamed = [x for x in streamed if x != "g" or self.inputs["g"].dim() > 1]
         inputs = {name: x[index] if name in streamed else x for name, x in self.inputs.items()}
         more = {name: x[index] if name == "z" else x for name, x in self.parameters.items()}
@@ -200,6 +205,43 @@ def differentiate(case, function=None, weights=None, of=(0, 1), **options):
     counting = [(y, final)[place] for place in of], [*leaves.values()], [of_results[place] for place in of]
     found = torch.autograd.grad(*counting, allow_unused=True, materialize_grads=True)
     return (y.detach(), final.detach()), dict(zip(leaves, found, strict=True)), of_results
+
+
+def in_two_phases(case, pauses):
+    """Results, gradients and weights of a part that is told the state before it, and the gradient of that behind it.
+
+    What the part says that it does to any state is what it does to these; `pauses` is whether its kernels wait.
+    """
+    op, turned = ALL_OPS[case.op], (case.options.get("state_layout") or OPS[case.op].state_layout) == "kv"
+    options = {name: x for name, x in case.options.items() if name not in op.traits}
+    named = case.inputs | case.parameters
+    inputs = [named.get(name) for name in op.public_names]
+    call = paused.Call(op, complete(op, options, inputs[0]), torch_op.traits_of(op, case.options))
+    way = paused.way_of(call, inputs, [x is not None for x in (*inputs, case.state)])
+    assert isinstance(way, paused._Kernels) == pauses
+    state, told = case.state.mT if turned else case.state, []
+
+    def at_summary(*summary):
+        told.append([x.clone() for x in summary])
+        return grad_final if len(summary) == 1 else state
+
+    y, final, saved = way.forward(inputs, at_summary)
+    dy, grad_final = torch.randn_like(y), torch.randn_like(final)
+    *grads, of_state = way.backward(saved, dy, at_summary)
+    alone = way.summary(inputs)
+    (bias, transition), (bias_of_gradient,) = told
+    assert torch.equal(alone[0], bias)
+    assert torch.equal(alone[1], transition)
+    assert relative(summaries.after(state, bias, transition), final) < 2e-2
+    assert relative(summaries.after(grad_final, bias_of_gradient, transition, backward=True), of_state) < 2e-2
+    final, of_state, grad_final = (x.mT if turned else x for x in (final, of_state, grad_final))
+    made = dict(zip((*op.public_names, "initial_state"), (*grads, of_state), strict=True))
+    return (y, final), {name: made[name] for name in case.tensors}, (dy, grad_final)
+
+
+def relative(x, want):
+    """The norm of the error beside that of what is right."""
+    return float((x.double() - want.double()).norm() / want.double().norm())
 
 
 def exactly(case, weights, of=(0, 1)):

@@ -60,6 +60,7 @@ tools/functions.py has written this, from the functions over sequences and their
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -67,6 +68,7 @@ from torch import Tensor
 from rwkv_jit.call.tensors import Array
 from rwkv_jit.parallel.recurrences import shared
 from rwkv_jit.parallel.shard import Shard
+from rwkv_jit.schedules.legal import BetaMap
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -92,7 +94,7 @@ class Verb(NamedTuple):
 
 
 WITH_STATES = tuple(name for name, op in ALL.items() if "H" in op.state)
-SEVERAL = tuple(name for name in WITH_STATES if name in OPS)  # those that rings hold and processes share
+SEVERAL = tuple(name for name in WITH_STATES if name in OPS)  # those that rings hold
 VERBS = (
     Verb(
         "update", "update.KIND", WITH_STATES,
@@ -123,49 +125,28 @@ SIZES = {"H": 4, "G": 2, "K": 64, "V": 64}
 SLOTS = 'torch.tensor([5, 2, 11], dtype=torch.int32, device="cuda")'
 RANDOM = {"g": "-torch.rand", "A": "-torch.rand", **dict.fromkeys(("beta", "dt", "write_gate"), "torch.rand")}
 
-# What a function over many processes says behind the inputs, which are those of one part.
-SHARED = """shard : Shard, ProcessGroup or DeviceMesh
+# What a function over many processes says behind the inputs, which are those of one part: the first one, and others.
+OF_PART = """shard : Shard, ProcessGroup or DeviceMesh
     Which part of the sequences this process has, and whether sequences are packed. N sequences have tokens in it:
     B, or the packed sequences of this part.
-initial_state : torch.Tensor, shape ({states}) or ({state}), optional
+initial_state : torch.Tensor, shape (N, H, V, K) or (H, V, K), optional
     State before the first token of each sequence; zeros by default. Where a sequence began in another part, this
     state does not count and has no gradient.
 output_final_state : bool, default False
-    Whether to return the states.
-**options
-    By name, as `rwkv_jit.{op}` takes them.
-
+    Whether to return the states after the last token of each sequence in this part."""
+AS_FIRST = """shard, initial_state, output_final_state
+    As `rwkv_jit.parallel.{first}` takes them; states are those of `rwkv_jit.{op}`."""
+RETURNS = """
 Returns
 -------
-y : torch.Tensor, shape (B, T, H, V), dtype of v
-final_state : torch.Tensor, shape ({states}), or None
-    State after the last token of each sequence in this part.
+y, final_state
+    As `rwkv_jit.{op}` returns them, of this part.
 
 Raises
 ------
-TypeError, ValueError, RuntimeError
-    An argument does not fit; the message has its name, what was expected and what came. Nothing has been sent.
-RwkvJitError
-    As `rwkv_jit.{op}`.
-
-Notes
------
-All processes of the group call it, forwards and backwards, in the same order with other calls of theirs: each
-direction has one all-gather. A process tells the others {numbers} numbers in the forward and N H V K in the
-backward. The part at whose begin all sequences begin does not wait for the forward's, the last one not for the
-backward's.
-
-A part of one sequence, or of a batch, runs once where `rwkv_jit.{op}` takes the tensor cores
-for heads that a block holds and T is a multiple of 64. Its kernels find what the part does to any state, wait, and
-go on. Other parts of one sequence run three times in the forward, and twice in the backward. A part with the end of
-a sequence and the beginning of another runs once: what begins there first, and the rest when its state is there.
-
-Numbers that are exchanged are float32, and joined in float64. Gradients of inputs without tokens are those of this
-part: the sum over the processes is the whole. `torch.compile` leaves the call out of its graphs."""
-JOINED = (
-    "That parts of a sequence are joined by what they do to a state is the scan of Blelloch, Prefix Sums and Their "
-    "Applications, 1990."
-)
+TypeError, ValueError, RuntimeError, RwkvJitError
+    As `rwkv_jit.{op}`, and where the processes do not make the same call. Nothing has been sent."""
+STATES = ["shard: Shard", "initial_state: Array | None = None", "output_final_state: bool = False"]
 
 
 class Entry(NamedTuple):
@@ -212,15 +193,25 @@ def wrapped(text: str, indent: str = "") -> list[str]:
     return textwrap.wrap(text, WIDTH - 4, initial_indent=indent, subsequent_indent=indent)
 
 
+def word(x: Parameter) -> str:
+    """Return an argument as a definition has it."""
+    default = "" if x.default is Parameter.empty else f" = {x.default!r}"
+    return f"{x.name}: {x.annotation}{default}".replace("'", '"').replace("inf", "math.inf")
+
+
 def function(name: str, words: list[str], result: str, doc: list[str], body: list[str]) -> str:
     """Return the source of a function."""
     line = f"def {name}({', '.join(words)}) -> {result}:"
-    head = [line] if len(line) <= WIDTH else [f"def {name}("]
+    head = [line]
     if len(line) > WIDTH:
+        whole = [each.replace(" ", "\N{NO-BREAK SPACE}") for each in words]  # no line ends within an argument
         inside = f"    {', '.join(words)}"
         is_short = len(inside) <= WIDTH and "*" not in words
-        head += [inside] if is_short else [f"    {word}," for word in words]
-        head.append(f") -> {result}:")
+        several = [inside] if is_short else textwrap.wrap(
+            ", ".join(whole) + ",", WIDTH, initial_indent="    ", subsequent_indent="    "
+        )  # fmt: skip
+        head = [f"def {name}(", *(each.replace("\N{NO-BREAK SPACE}", " ") for each in several)]
+        head.append(f") -> {result}:{'' if is_short else '  # fmt: skip'}")
     said = textwrap.indent("\n".join(['r"""' + doc[0], *doc[1:], '"""']), "    ")
     return "\n".join([*head, said, *(f"    {statement}" for statement in body)])
 
@@ -238,8 +229,7 @@ def over_pool(verb: Verb, op: Op) -> str:
         if x.kind is Parameter.KEYWORD_ONLY and not is_named:
             words.append("*")
             is_named = True
-        default = "" if x.default is Parameter.empty else f" = {x.default!r}"
-        words.append(f"{x.name}: {x.annotation}{default}".replace("'", '"').replace("inf", "math.inf"))
+        words.append(word(x))
     words.append(f"**options: Unpack[{options}]")
     doc = list(docstring_over_pool(verb, op, source, options))
     return function(f"{op.name}_{verb.name}", words, "Tensor", doc, list(body(verb, op, source)))
@@ -334,30 +324,38 @@ def body(verb: Verb, op: Op, source: Source) -> Iterator[str]:
 def over_processes(op: Op) -> str:
     """Return the source of a function over sequences that many processes share."""
     source = Source(op)
-    words = [f"{name}: Array" for name in source.names]
-    words += ["shard: Shard", "initial_state: Array | None = None", "output_final_state: bool = False"]
+    inputs, words, named, is_named = list[str](), list[str](), list[str](), False
+    for x in source.arguments:
+        if x.kind is Parameter.KEYWORD_ONLY and not is_named:
+            words += [*STATES, "*"]
+            is_named = True
+        (named if is_named else inputs).append(x.name)
+        words.append(word(x))
+    words += [*([] if is_named else STATES), f"**options: {source.options}"]
     doc = list(docstring_over_processes(op, source))
-    arrays = ", ".join(source.names)
-    call = f'return shared("{op.name}", ({arrays}), shard, initial_state, output_final_state, dict(options))'
-    result = "tuple[Tensor, Tensor | None]"
-    return function(op.name, [*words, f"**options: {source.options}"], result, doc, [call])
+    call = ["shard", "initial_state", "output_final_state", "options", *(f"{name}={name}" for name in named)]
+    arrays = f'return shared("{op.name}", ({", ".join(inputs)}), '
+    line = f"{arrays}{', '.join(call)})"
+    body = [line]
+    if len(line) > WIDTH - 4:
+        body = ["return shared(", *wrapped(f"{line.partition('(')[2][:-1]},", "    "), ")  # fmt: skip"]
+    return function(op.name, words, "tuple[Tensor, Tensor | None]", doc, body)
 
 
 def docstring_over_processes(op: Op, source: Source) -> Iterator[str]:
     """Yield the lines of a docstring."""
     yield from (f"{source.title} over sequences that many processes share, with gradients.", "", source.recurrence, "")
-    yield from wrapped(
-        "per head and token, with S [V, K]. B is the batch, T the tokens of this process's part, H the heads, K and V "
-        "the head sizes of keys and values."
-    )
-    yield from ("", "Parameters", "----------", *source.described(lambda head: head))
-    state = ", ".join(("H", *op.state_layout.upper()))
-    numbers = "N H (V + K) K" if op.family == "delta" else "N H (V + 1) K"  # decays alone are one row of a matrix
-    yield from SHARED.format(op=op.name, states=f"N, {state}", state=state, numbers=numbers).splitlines()
-    yield from ("", "References", "----------", source.references, *wrapped(JOINED))
+    yield "per head and token, with S [V, K]."
+    yield from ("", "Parameters", "----------")
+    yield from wrapped(", ".join([*source.names, "**options"]))
+    yield f"    As `rwkv_jit.{op.name}` takes them, of this process's tokens."
+    for text in (OF_PART if op.name == WITH_STATES[0] else AS_FIRST, RETURNS):
+        yield from text.format(op=op.name, first=WITH_STATES[0]).splitlines()
+    yield from ("", "References", "----------", source.references)
     yield from ("", "Examples", "--------")
+    required = ", ".join(x.name for x in source.arguments if x.default is Parameter.empty)
     yield ">>> shard = rwkv_jit.parallel.Shard()  # in each process that torchrun started"
-    yield f">>> y, _ = rwkv_jit.parallel.{op.name}({', '.join(source.names)}, shard)  # of this process's tokens"
+    yield f">>> y, _ = rwkv_jit.parallel.{op.name}({required}, shard)  # of this process's tokens"
 
 
 # ---- the files ---------------------------------------------------------------------------------------------------
@@ -367,7 +365,7 @@ def files() -> dict[Path, str]:
     """Return what each file is."""
     several = {
         ROOT / "pool" / "functions.py": [OVER_POOL, *(over_pool(verb, ALL[op]) for verb in VERBS for op in verb.ops)],
-        ROOT / "parallel" / "functions.py": [OVER_PROCESSES, *(over_processes(OPS[op]) for op in SEVERAL)],
+        ROOT / "parallel" / "functions.py": [OVER_PROCESSES, *(over_processes(ALL[op]) for op in WITH_STATES)],
     }
     return {path: "\n\n\n".join(part.rstrip("\n") for part in parts) + "\n" for path, parts in several.items()}
 

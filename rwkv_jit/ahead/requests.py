@@ -113,10 +113,8 @@ def call_requests(calls: Calls) -> list[kernel.Request]:
         return _requests_without_heads(calls, types)
     if calls.head_size is None:
         raise TypeError(f"head_sizes: {op} needs some, got None")
-    if entry.through is not None and (calls.shards or calls.rings):
-        name = "shards" if calls.shards else "rings"
-        of = "over parts of sequences" if calls.shards else "over a ring of tokens"
-        raise ValueError(f"{name}: {op} has no calls {of}")
+    if entry.through is not None and calls.rings:
+        raise ValueError(f"rings: {op} has no calls over a ring of tokens")
     w_type, requests = types.get("w", "fp32"), list[kernel.Request]()
     for stand_in in [_stand_in(calls, types, state_type, traits) for traits in several]:
         if direction == UPDATE:

@@ -91,12 +91,19 @@ def pooled_problems(stand_in: Problem, knowing: Sequence[Knowing]) -> list[Probl
 
 def shard_problems(stand_in: Problem, direction: str, knowing: Sequence[Knowing]) -> list[Problem]:
     """Return the problems that stand for calls over parts of sequences, whose kernels pause for other parts."""
-    several = _in_parts(stand_in._replace(T=LONG, state_type="fp32", state_layout="vk"))
-    resolved = [p for p in _resolved(several, knowing, True) if segments.takes_shard(p)]
+    stand_in = stand_in._replace(state_type="fp32", state_layout="vk")
+    several = _in_parts(stand_in._replace(T=LONG))
+    resolved = [p for p in _resolved(several, knowing, True) if segments.takes_shard(directions.running(p))]
     purposes = (True, False) if direction == "forward" else (True,)
-    return [
+    pausing = [
         p._replace(backend="segments", is_shard=True, training=training) for p, training in product(resolved, purposes)
     ]
+    # Others have states in this layout too, and of a delta term what becomes of unit states.
+    values = (stand_in.V, *((stand_in.K,) if stand_in.op.transition[0] == "K" else ())) if stand_in.op.through else ()
+    others = [p for V in dict.fromkeys(values) for p in problems(stand_in._replace(V=V), direction, knowing)]
+    if direction == "forward":
+        others += [p._replace(training=False) for p in others]
+    return pausing + others
 
 
 def _in_parts(p: Problem) -> list[Problem]:

@@ -198,8 +198,8 @@ def warm(
         v; the pool of last tokens has that dtype or `state_dtype`. In updates of RWKV-7, rate and v_gate have the dtype
         of w; a0 is there, with v0 where there is v_first, or neither is.
     shards : bool, default False
-        Also the kernels of `rwkv_jit.parallel`, which wkv5, wkv6, wkv7, gla and linear_attention have. Parts that
-        cannot be cut into equal segments take the kernels of other calls.
+        Also the kernels of `rwkv_jit.parallel`, which ops with heads have. Parts of wkv5, wkv6, wkv7, gla and
+        linear_attention that cannot be cut into equal segments take the kernels of other calls.
     heads : int, optional
         H, of ops such as kda, and of functions over heads: kernels of their inputs depend on it. By default that of
         many heads.

@@ -85,15 +85,22 @@ class DecayOptions(CallOptions, total=False):
     decay_bound: float | None
 
 
-def complete(op: Op, options: Mapping[str, Any], first: Any, package: str = "") -> DecayOptions:
-    """Return all options of a call, with its first input's scale; TypeError for one that the function lacks."""
-    defaults: dict[str, Any] = {
+def _defaults(op: Op) -> dict[str, Any]:
+    return {
         "scale": op.scale, "decay": op.decay, "decay_bound": None, "state_layout": op.state_layout,
         "checkpoint_interval": 64, "chunk_len": None, "num_threads": None, "backend": "auto",
     }  # fmt: skip
-    legal = [name for name in defaults if op.decay != "none" or "decay" not in name]
-    checks.check_names(f"{package}{op.name}", options, legal)
-    whole = {**defaults, **options}
+
+
+def legal_names(op: Op) -> list[str]:
+    """Return the names of the options that calls of an op take."""
+    return [name for name in _defaults(op) if op.decay != "none" or "decay" not in name]
+
+
+def complete(op: Op, options: Mapping[str, Any], first: Any) -> DecayOptions:
+    """Return all options of a call, with its first input's scale; TypeError for one that the function lacks."""
+    checks.check_names(op.name, options, legal_names(op))
+    whole = {**_defaults(op), **options}
     if whole["scale"] is None and op.scale is None:
         # An input without a head size is left for the checks to refuse.
         sizes = tensors.from_any(op.public_names[0], first).shape

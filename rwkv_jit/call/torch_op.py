@@ -75,15 +75,17 @@ def call(
     asked = (op.name, output_final_state, options, traits, switches, torch.is_grad_enabled())
     given = *arrays, initial_state, cu_seqlens
     known = prepared.latest(asked, given, op.lead, cu_seqlens) if tensors.is_eager() else None
+    if known is None and hasattr(cu_seqlens, "run_part"):  # a shard: other processes have the tokens around these
+        of_part: tuple[Tensor, Tensor | None] = cu_seqlens.run_part(
+            torch_op, arrays, initial_state, output_final_state, options, traits
+        )  # fmt: skip
+        return of_part
     if known is None:
         known, training = prepared.find(asked, arrays, initial_state, cu_seqlens, op.lead)
     else:
         training = known.problem.training
     if known is None:
-        torch_op.refuse(arrays, dict(traits))
-        whole = complete(op, dict(options), arrays[0])
-        if whole["decay_bound"] is None and (bound := dict(traits).get("lower_bound")) is not None:
-            whole["decay_bound"] = bound
+        whole = whole_options(torch_op, arrays, options, traits)
         if sharding.any_distributed((*arrays, initial_state, cu_seqlens)):
             return _distributed(torch_op, arrays, initial_state, output_final_state, cu_seqlens, options, traits)
         cast = under_autocast(op, arrays)
@@ -124,6 +126,15 @@ def call(
         return prepared.record(known, *arrays, initial_state, cu_seqlens)
     results = known.run((*arrays, initial_state, cu_seqlens))
     return results[0], results[1] if output_final_state else None
+
+
+def whole_options(torch_op: TorchOp, arrays: Sequence[Any], options: Any, traits: Any) -> DecayOptions:
+    """Return all options of a call, once its switches are checked."""
+    torch_op.refuse(arrays, dict(traits))
+    whole = complete(torch_op.op, dict(options), arrays[0])
+    if whole["decay_bound"] is None and (bound := dict(traits).get("lower_bound")) is not None:
+        whole["decay_bound"] = bound
+    return whole
 
 
 def _distributed(

@@ -35,7 +35,7 @@ def gated_delta_rule(
     TypeError, ValueError
         An argument does not fit; the message has its name, what was expected and what came. Nothing has been launched.
     UnsupportedConfigError
-        `cp_context` is given, or dtypes or sizes are beyond the kernels.
+        Parts of a `cp_context` are in another order than the ranks, or dtypes or sizes are beyond the kernels.
 
     Examples
     --------
@@ -64,7 +64,7 @@ def patch(target: nn.Module) -> list[str]:
     """Let the layers of a model of Megatron-core run our gated delta rules.
 
     Each layer that has a function `gated_delta_rule` is given ours, with its own behind it for what the kernels cannot
-    do: chunks of a sequence on several ranks (`cp_context`). `rwkv_jit.compat.uninstall` takes them away again.
+    do: a `cp_context` of parts in another order than the ranks. `rwkv_jit.compat.uninstall` takes them away again.
 
     Parameters
     ----------

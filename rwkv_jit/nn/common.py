@@ -371,7 +371,7 @@ def bounds_of(x: Tensor, cu_seqlens: Tensor | None, shard: Any) -> Tensor | None
     if not isinstance(shard, Shard):
         raise TypeError(f"shard: expected a rwkv_jit.parallel.Shard, got {type(shard).__name__}")
     shard.check("x", x)
-    return None if shard.bounds is None else shard.cu_seqlens(x.device)
+    return shard.packing(x.device)
 
 
 def recur(

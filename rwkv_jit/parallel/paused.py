@@ -18,6 +18,7 @@ from rwkv_jit.call.options import DecayOptions
 from rwkv_jit.call.plan import Plan
 from rwkv_jit.call.torch_op import Options
 from rwkv_jit.kernels.signatures import forget_with
+from rwkv_jit.plain.operands import remaining
 from rwkv_jit.schedules import directions, segments
 from rwkv_jit.schedules.problem import STATE, Op, Problem
 from rwkv_jit.schedules.schedule import without
@@ -27,10 +28,11 @@ ForGradient = Callable[[Tensor], Tensor]  # from Q of gradients to the gradient 
 
 
 class Call(NamedTuple):
-    """What is called: an op, and its options, complete."""
+    """What is called: an op, its options, complete, and all its switches."""
 
     op: Op
     whole: DecayOptions
+    traits: tuple[tuple[str, Any], ...] = ()
 
     def problem(self, inputs: Sequence[Tensor], cu_seqlens: Tensor | None) -> Problem | None:
         """Return the problem of a call with gradients on a GPU, with its algorithm; states are [V, K] here."""
@@ -39,7 +41,7 @@ class Call(NamedTuple):
         is_direct = tensors.is_eager() and tensors.are_plain(inputs)
         problem = torch_op.problem_of(
             self.op, inputs, self.states(inputs, 0), cu_seqlens, self._open_options(inputs), True, True,
-            self.whole["decay_bound"], is_direct=is_direct,
+            self.whole["decay_bound"], self.traits, is_direct,
         )  # fmt: skip
         return torch_op.resolved(problem, inputs, is_direct)
 
@@ -59,7 +61,7 @@ class Call(NamedTuple):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return y, the states behind all sequences, and what the backward takes."""
         run = registry.find(f"{self.op.name}_fwd")
-        y, final, kept = run(*inputs, state, cu_seqlens, *options, True, training)
+        y, final, kept = run(*inputs, state, cu_seqlens, *options, True, training, **dict(self.traits))
         return y, final, kept
 
     def backward(
@@ -70,26 +72,29 @@ class Call(NamedTuple):
         run, names = registry.find(f"{self.op.name}_bwd"), (*self.op.names, STATE)
         if not wanted:
             return [None] * len(names)
-        made = run(*saved, dy, grad_final, *options, wanted=" ".join(wanted))
+        made = run(*saved, dy, grad_final, *options, wanted=" ".join(wanted), **dict(self.traits))
         return [x if name in wanted else None for name, x in zip(names, made, strict=True)]
 
-    def states(self, inputs: Sequence[Tensor], sequences: int, rows: int | None = None) -> Tensor:
-        """Return states of zeros; by default with as many rows as those of the call."""
-        sizes = torch_op.sizes_of(self.op, inputs)
+    def states(self, inputs: Sequence[Tensor], sequences: int, dims: Sequence[str] = ("V", "K")) -> Tensor:
+        """Return zeros for the heads of sequences: states, or what has other dimensions."""
+        sizes = {"1": 1, **torch_op.sizes_of(self.op, inputs)}
         lead = inputs[self.op.lead]
-        dtype = torch.float64 if lead.dtype == torch.float64 else torch.float32
-        return lead.new_zeros(sequences, sizes["H"], sizes["V"] if rows is None else rows, sizes["K"], dtype=dtype)
+        dtype = torch.promote_types(lead.dtype, torch.float32)
+        return lead.new_zeros(sequences, sizes["H"], *(sizes[dim] for dim in dims), dtype=dtype)
 
     def wanted(self, wants: Sequence[bool]) -> tuple[str, ...]:
         """Return the names of those whose gradients are needed: inputs, and last the state."""
         return tuple(name for name, is_wanted in zip((*self.op.names, STATE), wants, strict=True) if is_wanted)
 
 
-def way_of(call: Call, inputs: Sequence[Tensor], wants: Sequence[bool]) -> Way:
-    """Return how calls of this signature run; `wants` says which inputs need gradients, and last if the state does."""
+def way_of(call: Call, inputs: Sequence[Tensor], wants: Sequence[bool], needs_transition: bool = True) -> Way:
+    """Return how calls of this signature run; `wants` says which inputs need gradients, and last if the state does.
+
+    Calls that run more than once leave P out, as zeros, where it is not needed.
+    """
     problem = _problem(call, inputs, any(wants))
     if problem is None:
-        return _Calls(call, inputs, wants)
+        return _Calls(call, inputs, wants, needs_transition)
     wanted = prepared.wanted(call.op, wants, (*inputs, True)) if problem.training else ()
     return _Kernels(problem._replace(wanted=wanted))
 
@@ -100,7 +105,7 @@ def way_of(call: Call, inputs: Sequence[Tensor], wants: Sequence[bool]) -> Way:
 def _problem(call: Call, inputs: Sequence[Tensor], training: bool) -> Problem | None:
     """Return the problem of kernels that pause, None where a call takes others."""
     problem = call.problem(inputs, None) if tensors.is_eager() and tensors.are_plain(inputs) else None
-    if problem is None or not segments.takes_shard(problem):
+    if problem is None or not segments.takes_shard(directions.running(problem)):
         return None
     return problem._replace(backend="segments", is_shard=True, training=training)
 
@@ -160,8 +165,8 @@ class _Kernels:
 
         plan = self._plan(tensors.signature([dy]), lambda: prepared.plan_backward(self.problem, given))
         *grads, _ = plan.run(given, fill)
-        found, wanted = iter(grads), self.problem.wanted
-        return [next(found) if not wanted or name in wanted else None for name in (*self.problem.op.names, STATE)]
+        found, wanted = iter(grads), self.problem.wanted or (*self.problem.types, STATE)
+        return [next(found) if name in wanted else None for name in (*self.problem.op.names, STATE)]
 
 
 # ---- the op itself -----------------------------------------------------------------------------------------------
@@ -170,20 +175,23 @@ class _Kernels:
 class _Calls:
     """A call that runs more than once."""
 
-    def __init__(self, call: Call, like: Sequence[Tensor], wants: Sequence[bool]):
-        self.call, self.wanted = call, call.wanted(wants)
+    def __init__(self, call: Call, like: Sequence[Tensor], wants: Sequence[bool], needs_transition: bool):
+        self.call, self.wanted, self.needs_transition = call, call.wanted(wants), needs_transition
         self.options = call.options(like, None)  # the switches of precision may be others when gradients are made
 
     def summary(self, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        call, values = self.call, self.call.op.names.index("v")
-        v, sequences = inputs[values], inputs[call.op.lead].shape[0]
-        zeros = call.states(inputs, sequences)
-        rows = zeros.shape[-1] if call.op.family == "delta" else 1
-        units = call.states(inputs, sequences, rows)
-        units += torch.eye(rows, dtype=units.dtype, device=units.device) if rows > 1 else 1
-        alone = [*inputs[:values], v.new_zeros(*v.shape[:-1], rows), *inputs[values + 1 :]]
+        call, sequences = self.call, inputs[self.call.op.lead].shape[0]
+        _, bias, _ = call.forward(inputs, call.states(inputs, sequences), None, self.options, False)
+        if call.op.transition[0] == "1":
+            return bias, remaining(call.op, inputs, dict(call.traits), call.whole["decay"])
+        units = call.states(inputs, sequences, call.op.transition)
+        if not self.needs_transition:
+            return bias, units
+        # What becomes of unit states where no values are written.
+        units.diagonal(dim1=-2, dim2=-1).fill_(1.0)
+        rows = zip(call.op.inputs.values(), inputs, strict=True)
+        alone = [x.new_zeros(*x.shape[:-1], units.shape[-1]) if dims[-1] == "V" else x for dims, x in rows]
         _, transition, _ = call.forward(alone, units, None, call.options(alone, None), False)
-        _, bias, _ = call.forward(inputs, zeros, None, self.options, False)
         return bias, transition
 
     def forward(self, inputs: Sequence[Tensor], at_summary: ForState) -> tuple[Tensor, Tensor, Sequence[Tensor]]:

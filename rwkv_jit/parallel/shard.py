@@ -60,9 +60,28 @@ class Shard:
     Sequences of a batch are shared alike: each process has tokens [B, T'] of all of them, with the same B. T' may
     differ between processes. Creating a shard sends no message to other processes.
 
-    Processes first compare their calls: the op, dtype, batch, heads, sizes, scale, decay, `cu_seqlens` and `lengths`.
-    Where these are not the same, all of them raise a ValueError that says what two of them have. On GPUs the host waits
-    for that, so it is done for the first call of each kind alone.
+    All processes of the group call an op, forwards and backwards, in the same order with other calls of theirs. A part
+    takes a state S to S P + Q, with a matrix P for each head of a delta rule, a row of decays of channels, or one
+    number where heads decay. A process tells the others N H (V + K) K, N H (V + 1) K or N H (V K + 1) numbers in the
+    forward, and N H V K in the backward: in float32, by one all-gather, and they join them in float64. The part at
+    whose begin all sequences begin does not wait for the forward's, the last one not for the backward's. Gradients of
+    inputs without tokens are those of this part: the sum over the processes is the whole. `torch.compile` leaves the
+    calls out of its graphs.
+
+    A part of one sequence, or of a batch, runs once where wkv7 or gla, or ops that go through them, take the tensor
+    cores for heads that a block holds and T is a multiple of 64. Their kernels find P and Q, wait, and go on. Other
+    parts of one sequence, those in dedicated kernels among them, run once for Q, once from unit states for a matrix P
+    that others need, and once from the state, whose gradient has two runs. A part with the end of a sequence and the
+    beginning of another runs once: what begins there first, and the rest when its state is there.
+
+    Processes first compare their calls: the op, dtype, batch, heads, sizes, scale, decay, switches, `cu_seqlens` and
+    `lengths`. Where these are not the same, all of them raise a ValueError that says what two of them have. On GPUs the
+    host waits for that, so it is done for the first call of each kind alone.
+
+    References
+    ----------
+    That parts of a sequence are joined by what they do to a state is the scan of Blelloch, Prefix Sums and Their
+    Applications, 1990.
 
     Examples
     --------
@@ -75,13 +94,20 @@ class Shard:
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.bounds: tuple[int, ...] | None = None
         self.is_continued, self.is_to_be_continued = self.rank > 0, self.rank < self.size - 1
-        self.rank_before, self.rank_behind = self.rank - 1, self.rank + 1  # which have the tokens next to this part's
         self._layout = "no cu_seqlens"
         if cu_seqlens is not None:
             self._pack(_bounds(cu_seqlens), lengths)
         elif lengths is not None:
             raise ValueError("lengths: expected none without cu_seqlens, as parts of a batch may have any length")
         self._tensors: dict[tuple[torch.device, int], Tensor] = {}
+
+    @classmethod
+    def of_bounds(cls, group: Any, cu_seqlens: Any, is_continued: bool, is_to_be_continued: bool) -> Shard:
+        """Return a shard whose own bounds are known, where those of the others are not."""
+        shard = cls(group)
+        shard.bounds, shard._layout = tuple(_bounds(cu_seqlens)), "bounds of each rank"
+        shard.is_continued, shard.is_to_be_continued = is_continued, is_to_be_continued
+        return shard
 
     def _pack(self, bounds: list[int], lengths: Sequence[int] | None) -> None:
         total = bounds[-1]
@@ -99,10 +125,6 @@ class Shard:
         self._layout = f"lengths={lengths}, cu_seqlens={bounds}"
         end = list(accumulate(lengths))[self.rank]
         begin, texts = end - lengths[self.rank], list(zip(bounds, bounds[1:], strict=False))
-        if lengths[self.rank]:
-            has_tokens = [rank for rank, length in enumerate(lengths) if length]
-            place = has_tokens.index(self.rank)
-            self.rank_before, self.rank_behind = ([-1, *has_tokens, -1][place + step] for step in (0, 2))
         self.is_continued = any(first < begin < last for first, last in texts)
         self.is_to_be_continued = any(first < end < last for first, last in texts)
         # An empty text belongs to the part that begins with it, or to the last one.
@@ -131,6 +153,10 @@ class Shard:
             bounds = [place - self.bounds[begin] for place in self.bounds[begin:]]
             known = self._tensors[device, begin] = torch.tensor(bounds, device=device)
         return known
+
+    def packing(self, device: torch.device) -> Tensor | None:
+        """Return the bounds of this part's sequences as ops take them; None where no sequences are packed."""
+        return None if self.bounds is None else self.cu_seqlens(device)
 
     def check(self, name: str, x: Tensor) -> None:
         """Raise ValueError if the batch and the tokens of an input are not those of the part."""

@@ -31,10 +31,11 @@ class _Exchange:
             bias_of_text = summaries.after(initial, bias, transition)
         else:
             bias_of_text = bias
-        self._forward = shard.gather(torch.cat([
-            bias_of_text if shard.is_to_be_continued else torch.zeros_like(bias),
-            transition if shard.is_passed else torch.zeros_like(transition),
-        ], -2))  # fmt: skip
+        of_text = bias_of_text if shard.is_to_be_continued else torch.zeros_like(bias)
+        passed = transition if shard.is_passed else torch.zeros_like(transition)
+        self._forward = shard.gather(
+            torch.cat([of_text.flatten(-2), passed.flatten(-2)], -1)
+        )  # [N, H, numbers of both]
         if shard.is_continued:
             return summaries.joined(self._parts(bias)[: shard.rank])
         return torch.zeros_like(bias) if initial is None else initial.to(bias.dtype)
@@ -56,9 +57,10 @@ class _Exchange:
     def _parts(self, bias: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return Q and P of every process, from the forward."""
         assert self._forward is not None
-        told = self._forward.wait()
-        rows = bias.shape[-2]
-        return list(zip(told[..., :rows, :], told[..., rows:, :], strict=True))
+        assert self._transition is not None
+        like = bias, self._transition
+        told = self._forward.wait().split([x.shape[-2:].numel() for x in like], -1)
+        return list(zip(*(x.unflatten(-1, y.shape[-2:]) for x, y in zip(told, like, strict=True)), strict=True))
 
     def finish(self) -> None:
         """Let what comes later wait for messages that this process did not need."""
@@ -112,9 +114,8 @@ class _Texts(torch.autograd.Function):
         # The switches of precision may be others when gradients are made.
         ctx.options, ctx.options_of_rest = call.options(new, bounds), call.options(rest, None) if first else None
         y, final, kept = call.forward(new, states, bounds, ctx.options, training)
-        exchange, bias = _Exchange(shard), final[-1:]
-        rows = bias.shape[-1] if call.op.family == "delta" else 1
-        before = exchange.state(bias, bias.new_zeros(1, bias.shape[1], rows, bias.shape[-1]), None)
+        exchange = _Exchange(shard)
+        before = exchange.state(final[-1:], call.states(inputs, 1, call.op.transition), None)
         kept_of_rest = None
         if first:
             y_of_rest, final_of_rest, kept_of_rest = call.forward(rest, before, None, ctx.options_of_rest, training)
@@ -161,7 +162,8 @@ of_texts: Callable[..., tuple[Tensor, Tensor]] = _Texts.apply
 
 def _tokens(op: Op, inputs: Sequence[Tensor], part: slice) -> list[Tensor]:
     """Return some tokens of all inputs that have any."""
-    return [x[:, part] if "T" in dims else x for dims, x in zip(op.inputs.values(), inputs, strict=True)]
+    rows = zip(op.inputs.values(), inputs, strict=True)
+    return [x[:, part] if x is not None and "T" in dims else x for dims, x in rows]
 
 
 def _joined(dims: str, first: Tensor, second: Tensor) -> Tensor:

@@ -101,13 +101,13 @@ def _values(name: str, summary: Tensor) -> int:
     return values
 
 
-# ---- Q and P apart, where P may be a row: the diagonal of one ----------------------------------------------------
+# ---- Q and P apart, where P may be a row, the diagonal of one, or a number -----------------------------------------
 
 
 def after(state: Tensor, bias: Tensor, transition: Tensor, backward: bool = False) -> Tensor:
     """Return S P + Q, or backwards E P^T + Q; rows of the state behind those of Q get none of it."""
     wide = state.to(torch.float64)
-    if transition.shape[-2] == 1 < transition.shape[-1]:
+    if transition.shape[-2] == 1:
         product = wide * transition
     else:
         transition = transition.to(torch.float64)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rwkv_jit.plain.layers import wide
-from rwkv_jit.plain.reference import gated_log_decays
+from rwkv_jit.plain.reference import gated_log_decays, log_decays
 from rwkv_jit.schedules import delta_operands
 from rwkv_jit.schedules.problem import Op
 
@@ -93,6 +93,21 @@ def _of_delta_rule(op: Op, named: Mapping[str, Tensor], traits: Mapping[str, Any
     if "write_gate" in named:
         v = v * named["write_gate"]
     return r, w, written.to(storage), v, erased.to(storage), -written.to(storage)
+
+
+def remaining(op: Op, arrays: Sequence[Any], traits: Mapping[str, Any], decay: str) -> Tensor:
+    """Return what all tokens leave of a state without a delta term, [B, H, 1, K], or [B, H, 1, 1] where heads decay."""
+    named = {name: x for name, x in zip(op.names, arrays, strict=True) if x is not None}
+    v, w = named["v"], named.get("w")
+    if "a_log" in named:
+        w = _steps(named, traits) * wide(named["a_log"])
+    elif w is None:
+        w = v.new_zeros(v.shape[2])
+    each = log_decays(wide(w), decay) if decay in ("raw", "sigmoid") else w  # else factors, or logarithms
+    each = each.expand(*v.shape[:3], *each.shape[each.dim() - (op.transition[1] == "K") :])  # [B, T, H] or [B, T, H, K]
+    dtype = torch.promote_types(each.dtype, torch.float32)
+    whole = each.prod(1, dtype=dtype) if decay == "direct" else each.sum(1, dtype=dtype).exp()
+    return whole.view(*whole.shape[:2], 1, -1)
 
 
 def _steps(named: Mapping[str, Tensor], traits: Mapping[str, Any]) -> Tensor:

@@ -43,13 +43,16 @@ def documented(title: str, recurrence: str = "", returns: str = "y, final_state"
 
 def decay_factor(w: Tensor, decay: str) -> Tensor:
     """Return the per-step factor d(w) that multiplies the state."""
+    return w if decay == "direct" else torch.exp(log_decays(w, decay))
+
+
+def log_decays(w: Tensor, decay: str) -> Tensor:
+    """Return the logarithms of the factors d(w), of a map that has no factors below 0."""
     if decay == "raw":
-        return torch.exp(-torch.exp(w.clamp(max=STRONGEST_RAW)))
+        return -torch.exp(w.clamp(max=STRONGEST_RAW))
     if decay == "sigmoid":
-        return torch.exp(-SIGMOID_RATE * torch.sigmoid(w))
+        return -SIGMOID_RATE * torch.sigmoid(w)
     if decay == "log":
-        return torch.exp(w)
-    if decay == "direct":
         return w
     raise ValueError(f"decay: expected raw, sigmoid, log or direct, got {decay!r}")
 

@@ -240,20 +240,10 @@ def linear_attention_update(state: Array, q: Array, k: Array, v: Array, **option
 
 
 def kda_update(
-    state: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    g: Array,
-    beta: Array,
-    *,
-    A_log: Array | None = None,
-    dt_bias: Array | None = None,
-    lower_bound: float | None = None,
-    qk_norm: bool = False,
-    beta_map: BetaMap = "identity",
-    **options: Unpack[UpdateOptions],
-) -> Tensor:
+    state: Array, q: Array, k: Array, v: Array, g: Array, beta: Array, *, A_log: Array | None = None,
+    dt_bias: Array | None = None, lower_bound: float | None = None, qk_norm: bool = False,
+    beta_map: BetaMap = "identity", **options: Unpack[UpdateOptions],
+) -> Tensor:  # fmt: skip
     r"""Kimi Delta Attention of one or a few tokens, which changes states of a pool in place: for decoding.
 
         S <- S diag(e^g);   u = beta (v - S k);   S <- S + u k^T;   y = scale S q
@@ -313,19 +303,10 @@ def kda_update(
 
 
 def gated_delta_rule_update(
-    state: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    g: Array,
-    beta: Array,
-    *,
-    A_log: Array | None = None,
-    dt_bias: Array | None = None,
-    qk_norm: bool = False,
-    beta_map: BetaMap = "identity",
+    state: Array, q: Array, k: Array, v: Array, g: Array, beta: Array, *, A_log: Array | None = None,
+    dt_bias: Array | None = None, qk_norm: bool = False, beta_map: BetaMap = "identity",
     **options: Unpack[UpdateOptions],
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     r"""The gated delta rule of one or a few tokens, which changes states of a pool in place: for decoding.
 
         S <- e^g S;   u = beta (v - S k);   S <- S + u k^T;   y = scale S q
@@ -378,16 +359,9 @@ def gated_delta_rule_update(
 
 
 def delta_rule_update(
-    state: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    beta: Array,
-    *,
-    qk_norm: bool = False,
-    beta_map: BetaMap = "identity",
+    state: Array, q: Array, k: Array, v: Array, beta: Array, *, qk_norm: bool = False, beta_map: BetaMap = "identity",
     **options: Unpack[UpdateOptions],
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     r"""The delta rule of one or a few tokens, which changes states of a pool in place: for decoding.
 
         u = beta (v - S k);   S <- S + u k^T;   y = scale S q
@@ -435,20 +409,10 @@ def delta_rule_update(
 
 
 def gated_delta_rule2_update(
-    state: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    g: Array,
-    beta: Array,
-    write_gate: Array,
-    *,
-    A_log: Array | None = None,
-    dt_bias: Array | None = None,
-    lower_bound: float | None = None,
-    qk_norm: bool = False,
+    state: Array, q: Array, k: Array, v: Array, g: Array, beta: Array, write_gate: Array, *, A_log: Array | None = None,
+    dt_bias: Array | None = None, lower_bound: float | None = None, qk_norm: bool = False,
     **options: Unpack[UpdateOptions],
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     r"""The gated delta rule by channels of one or a few tokens, which changes states of a pool in place: for decoding.
 
         S <- S diag(e^g);   u = write_gate v - S (beta k);   S <- S + u k^T;   y = scale S q
@@ -584,20 +548,10 @@ def hgrn2_update(state: Array, q: Array, g: Array, v: Array, **options: Unpack[U
 
 
 def ssd_update(
-    state: Array,
-    x: Array,
-    dt: Array,
-    A: Array,
-    B: Array,
-    C: Array,
-    *,
-    D: Array | None = None,
-    z: Array | None = None,
-    dt_bias: Array | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, math.inf),
+    state: Array, x: Array, dt: Array, A: Array, B: Array, C: Array, *, D: Array | None = None, z: Array | None = None,
+    dt_bias: Array | None = None, dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, math.inf),
     **options: Unpack[UpdateOptions],
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     r"""The state space of Mamba-2 of one or a few tokens, which changes states of a pool in place: for decoding.
 
         S <- e^(dt A) S + dt x B^T;   y = (S C + D x) silu(z)
@@ -871,20 +825,10 @@ def linear_attention_varlen(state: Array, q: Array, k: Array, v: Array, **option
 
 
 def kda_varlen(
-    state: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    g: Array,
-    beta: Array,
-    *,
-    A_log: Array | None = None,
-    dt_bias: Array | None = None,
-    lower_bound: float | None = None,
-    qk_norm: bool = False,
-    beta_map: BetaMap = "identity",
-    **options: Unpack[VarlenOptions],
-) -> Tensor:
+    state: Array, q: Array, k: Array, v: Array, g: Array, beta: Array, *, A_log: Array | None = None,
+    dt_bias: Array | None = None, lower_bound: float | None = None, qk_norm: bool = False,
+    beta_map: BetaMap = "identity", **options: Unpack[VarlenOptions],
+) -> Tensor:  # fmt: skip
     r"""Kimi Delta Attention of sequences of any lengths, which changes states of a pool in place.
 
         S <- S diag(e^g);   u = beta (v - S k);   S <- S + u k^T;   y = scale S q
@@ -945,19 +889,10 @@ def kda_varlen(
 
 
 def gated_delta_rule_varlen(
-    state: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    g: Array,
-    beta: Array,
-    *,
-    A_log: Array | None = None,
-    dt_bias: Array | None = None,
-    qk_norm: bool = False,
-    beta_map: BetaMap = "identity",
+    state: Array, q: Array, k: Array, v: Array, g: Array, beta: Array, *, A_log: Array | None = None,
+    dt_bias: Array | None = None, qk_norm: bool = False, beta_map: BetaMap = "identity",
     **options: Unpack[VarlenOptions],
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     r"""The gated delta rule of sequences of any lengths, which changes states of a pool in place.
 
         S <- e^g S;   u = beta (v - S k);   S <- S + u k^T;   y = scale S q
@@ -1011,16 +946,9 @@ def gated_delta_rule_varlen(
 
 
 def delta_rule_varlen(
-    state: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    beta: Array,
-    *,
-    qk_norm: bool = False,
-    beta_map: BetaMap = "identity",
+    state: Array, q: Array, k: Array, v: Array, beta: Array, *, qk_norm: bool = False, beta_map: BetaMap = "identity",
     **options: Unpack[VarlenOptions],
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     r"""The delta rule of sequences of any lengths, which changes states of a pool in place.
 
         u = beta (v - S k);   S <- S + u k^T;   y = scale S q
@@ -1069,20 +997,10 @@ def delta_rule_varlen(
 
 
 def gated_delta_rule2_varlen(
-    state: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    g: Array,
-    beta: Array,
-    write_gate: Array,
-    *,
-    A_log: Array | None = None,
-    dt_bias: Array | None = None,
-    lower_bound: float | None = None,
-    qk_norm: bool = False,
+    state: Array, q: Array, k: Array, v: Array, g: Array, beta: Array, write_gate: Array, *, A_log: Array | None = None,
+    dt_bias: Array | None = None, lower_bound: float | None = None, qk_norm: bool = False,
     **options: Unpack[VarlenOptions],
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     r"""The gated delta rule by channels of sequences of any lengths, which changes states of a pool in place.
 
         S <- S diag(e^g);   u = write_gate v - S (beta k);   S <- S + u k^T;   y = scale S q
@@ -1221,20 +1139,10 @@ def hgrn2_varlen(state: Array, q: Array, g: Array, v: Array, **options: Unpack[V
 
 
 def ssd_varlen(
-    state: Array,
-    x: Array,
-    dt: Array,
-    A: Array,
-    B: Array,
-    C: Array,
-    *,
-    D: Array | None = None,
-    z: Array | None = None,
-    dt_bias: Array | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, math.inf),
+    state: Array, x: Array, dt: Array, A: Array, B: Array, C: Array, *, D: Array | None = None, z: Array | None = None,
+    dt_bias: Array | None = None, dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, math.inf),
     **options: Unpack[VarlenOptions],
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     r"""The state space of Mamba-2 of sequences of any lengths, which changes states of a pool in place.
 
         S <- e^(dt A) S + dt x B^T;   y = (S C + D x) silu(z)
@@ -1393,16 +1301,9 @@ def wkv6_replay(
 
 
 def wkv7_replay(
-    state: Array,
-    ring: ReplayRing,
-    r: Array,
-    w: Array,
-    k: Array,
-    v: Array,
-    a: Array,
-    b: Array,
+    state: Array, ring: ReplayRing, r: Array, w: Array, k: Array, v: Array, a: Array, b: Array,
     **options: Unpack[ReplayOptions],
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     r"""RWKV-7 time mixing of one or a few tokens, which reads states and writes them once in a while.
 
         sa = S a;   S <- S diag(d(w)) + sa b^T + v k^T;   y = scale S r
@@ -1619,16 +1520,9 @@ def wkv6_verify(
 
 
 def wkv7_verify(
-    state: Array,
-    ring: ReplayRing,
-    r: Array,
-    w: Array,
-    k: Array,
-    v: Array,
-    a: Array,
-    b: Array,
+    state: Array, ring: ReplayRing, r: Array, w: Array, k: Array, v: Array, a: Array, b: Array,
     **options: Unpack[ReplayOptions],
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     r"""RWKV-7 time mixing of drafted tokens, none of which counts until `replay_commit`.
 
         sa = S a;   S <- S diag(d(w)) + sa b^T + v k^T;   y = scale S r

@@ -96,6 +96,16 @@ class Op:
                 types[name] = several.get(public) or usual
         return types
 
+    @property
+    def transition(self) -> tuple[str, str]:
+        """Return the sizes of what tokens make of a state beside what they add: a number, a row or a matrix, of a head.
+
+        The sizes are dimensions of inputs, or "1".
+        """
+        if (self.through or self).family == "delta":
+            return "K", "K"
+        return "1", "K" if "K" in self.inputs.get("w", "") else "1"
+
     def state_dims(self, layout: str) -> str:
         """Return the dimensions of a state in a layout, which goes for states of keys and values alone."""
         return self.state[:-2] + layout.upper() if self.state.endswith(("VK", "KV")) else self.state

@@ -8,7 +8,7 @@ from typing import Any
 from rwkv_jit.schedules import common, delta_operands, diagonal_operands, operands
 from rwkv_jit.schedules.operands import Around, Slots
 from rwkv_jit.schedules.problem import STATE, Problem
-from rwkv_jit.schedules.schedule import Schedule, Step, renamed
+from rwkv_jit.schedules.schedule import Result, Schedule, Step, renamed
 
 # The backends of kernels that take the inputs of an op as they are: those that it has for itself, those of updates.
 DEDICATED, UPDATE = "dedicated", "update"
@@ -46,14 +46,21 @@ def kept(p: Problem, inner: dict[str, Any]) -> dict[str, Any]:
 def forward(p: Problem, inner: Schedule) -> Schedule:
     """Return the forward, around that of the op below."""
     pieces, schedule = _module(p).kept(p), _around(p, inner, _module(p).forward(p, inner))
+    results = {**common.forward_results(p), **_of_shard(inner)}
     if p.training:
-        return replace(schedule, results=common.forward_results(p), kept={**pieces, **inner.kept})
-    return replace(schedule, results=common.forward_results(p), scratch={**schedule.scratch, **pieces})
+        return replace(schedule, results=results, kept={**pieces, **inner.kept})
+    return replace(schedule, results=results, scratch={**schedule.scratch, **pieces})
 
 
 def backward(p: Problem, inner: Schedule) -> Schedule:
     """Return the backward, around that of the op below."""
-    return replace(_around(p, inner, _module(p).backward(p, inner)), results=common.backward_results(p))
+    results = {**common.backward_results(p), **_of_shard(inner)}
+    return replace(_around(p, inner, _module(p).backward(p, inner)), results=results)
+
+
+def _of_shard(inner: Schedule) -> dict[str, Result]:
+    """Return what a shard does to any state, which its kernels find before a pause."""
+    return {name: inner.results[name] for name in ("bias", "transition") if name in inner.results}
 
 
 def _around(p: Problem, inner: Schedule, around: Around) -> Schedule:

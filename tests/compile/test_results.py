@@ -120,6 +120,16 @@ def are_close(case, results, grads, weights):
     is_close({i: relative(*pair) for i, pair in enumerate(zip(results, wanted, strict=True))}, LIMITS[dtype])
 
 
+def derived_shard(name, how, sizes, dtype=BF16, of_own=False):
+    """A part of a text, whose kernels wait for the state before it if they are those of the op below."""
+    case = derived_cases.make(name, how, sizes, dtype, FP32, FP32)
+    with pytest.MonkeyPatch.context() as patch:
+        if of_own:
+            patch.setattr(head_decay, "LEAST_BLOCKS", 0)
+            patch.setattr(channel_decay, "LEAST_BLOCKS", 0)
+        are_close(case, *derived_cases.in_two_phases(case, pauses=not of_own))
+
+
 def around(name, words, sizes, **options):
     """What stands before a recurrence or behind it, alone."""
     operand_cases.check(name, words, sizes, **options)
@@ -478,6 +488,28 @@ CASES = [
         in_segments, "gla", (1, 200, 2, 16, 16), bounds=[0, 0, 30, 200], chunk_len=16,
     ),
     case("sm_80", "unit_states wkv7_segment wkv7_join", shard, "wkv7", (1, 64, 1, 16, 16)),
+    case(
+        "sm_80", "layer_delta_operands layer_delta_operands_backward layer_gated unit_states wkv7_segment wkv7_join "
+        "wkv7_chunked_forward wkv7_chunked_backward sum_buffers",
+        derived_shard, "gated_delta_rule2", "raw bias", (1, 64, 1, 2, 16, 16),
+    ),
+    case(
+        "sm_80", "diagonal_operands diagonal_operands_backward unit_states gla_segment gla_join gla_scan "
+        "gla_chunked_backward", derived_shard, "hgrn2", "", (1, 64, 2, 2, 16, 24),
+    ),
+    case(
+        "sm_80", "diagonal_operands diagonal_operands_backward unit_states gla_segment gla_join gla_scan "
+        "gla_chunked_backward skip_gate skip_gate_backward sum_buffers",
+        derived_shard, "ssd", "wide z bias softplus", (1, 64, 1, 2, 16, 24),
+    ),
+    case(
+        "sm_80", "head_decay_forward head_decay_backward head_decay_key_gradients sum_buffers", derived_shard,
+        "gated_delta_rule", "raw bias sigmoid norm", (1, 40, 1, 2, 16, 24), of_own=True,
+    ),
+    case(
+        "sm_80", "head_decay_forward head_decay_backward head_decay_key_gradients", derived_shard, "simple_gla", "",
+        (1, 40, 1, 2, 16, 24), of_own=True,
+    ),
     # One decay for a head.
     case(
         "sm_80", "head_decay_walks head_decay_forward head_decay_backward head_decay_key_gradients",

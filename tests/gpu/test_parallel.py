@@ -1,6 +1,7 @@
 """One sequence in parts, as several processes would have them: here one after another, on one GPU."""
 
 import comparing
+import derived_cases
 import pytest
 import torch
 
@@ -169,6 +170,29 @@ def test_summaries_join(op, name):
     state = torch.randn(2, 3, 64, 64, device="cuda")
     _, final = getattr(rwkv_jit, name)(*inputs, state, True, state_layout="vk", **options)
     assert comparing.relative(rwkv_jit.parallel.merge(state, whole), final) < 5e-3
+
+
+@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize(("name", "how", "sizes", "pauses"), [
+    ("kda", "raw bias sigmoid norm", (2, 200, 32, 32, 128, 128), False),
+    ("kda", "norm", (2, 192, 2, 4, 64, 64), True),
+    ("gated_delta_rule", "raw bias sigmoid norm", (2, 200, 16, 32, 128, 128), False),
+    ("gated_delta_rule", "norm", (2, 192, 2, 4, 64, 64), True),
+    ("delta_rule", "norm sigmoid", (2, 200, 32, 32, 64, 128), False),
+    ("gated_delta_rule2", "raw bias", (2, 192, 4, 4, 64, 64), True),
+    ("simple_gla", "", (2, 200, 32, 32, 128, 64), False), ("hgrn2", "", (2, 192, 8, 8, 64, 64), True),
+    ("ssd", "wide z bias softplus", (2, 200, 4, 32, 128, 64), False),
+])  # fmt: skip
+@pytest.mark.parametrize("op", ["parallel"])
+def test_parts_of_other_ops(op, name, how, sizes, pauses):
+    case = derived_cases.make(name, how, sizes, torch.bfloat16, torch.float32, torch.float32, device="cuda")
+    results, grads, weights = derived_cases.in_two_phases(case, pauses)
+    wanted, wanted_grads = derived_cases.exactly(case, weights)
+    for found, want in zip(results, wanted, strict=True):
+        assert comparing.relative(found, want) < 1e-2
+    for each, grad in grads.items():
+        error = derived_cases.error_of(case, each, grad, wanted_grads[each])
+        assert error <= derived_cases.limit_of(case, each, "bf16"), each
 
 
 @pytest.mark.parametrize("op", ["parallel"])

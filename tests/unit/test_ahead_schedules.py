@@ -19,7 +19,7 @@ from rwkv_jit.kernels.gpu import Gpu
 from rwkv_jit.ops import wide_keys
 from rwkv_jit.parallel import paused
 from rwkv_jit.schedules import directions
-from rwkv_jit.schedules.table import OPS
+from rwkv_jit.schedules.table import ALL, OPS
 
 DTYPES = {name: dtype for dtype, name in tensors.STORAGE.items()}
 WITH_HEADS = [name for name, op in OPS.items() if op.has_heads]
@@ -255,6 +255,40 @@ def check_part(call):
         )  # fmt: skip
     assert keys(asked) <= listed
     return True
+
+
+@pytest.mark.parametrize("multiprocessors", [FEW, 132])
+@pytest.mark.parametrize("tokens", [40, 192, 2048])
+@pytest.mark.parametrize("op", [name for name, op in ALL.items() if op.through])
+def test_kernels_of_parts_of_other_ops(op, tokens, multiprocessors):
+    """Those that find what a part does to any state are among them: of values, and of units where that is a matrix."""
+    entry = ALL[op]
+    sizes = {"B": 1, "T": tokens, "G": 32, "H": 32, "K": 64, "V": 128}
+    arrays = [
+        None if name in entry.optional else
+        make([sizes[dim] for dim in dims], torch.bfloat16 if "T" in dims else torch.float32)
+        for name, dims in entry.inputs.items()
+    ]  # fmt: skip
+    traits = tuple(entry.traits.items())
+    listed = warmed(op, head_sizes=64, value_sizes=128, arch="sm_90", shards=True, heads=32)
+    with pytest.MonkeyPatch.context() as patch:
+        as_on_gpu(patch, "sm_90", multiprocessors, ())
+        call = paused.Call(entry, options.complete(entry, {}, arrays[0]), traits)
+        p = paused._problem(call, arrays, True)
+        if p is not None:
+            several = [directions.forward(p), directions.forward(p._replace(training=False)), directions.backward(p)]
+        else:
+            p = call.problem(arrays, None)
+            several = [directions.forward(each) for each in (p, p._replace(training=False))]
+            several += [directions.backward(each) for each in (p, p._replace(wanted=("initial_state",)))]
+            if entry.transition[0] == "K":
+                units = [
+                    make([*x.shape[:-1], 64], x.dtype) if dims[-1] == "V" else x
+                    for x, dims in zip(arrays, entry.inputs.values(), strict=True)
+                ]
+                several.append(directions.forward(call.problem(units, None)._replace(training=False)))
+        asked = [request for schedule in several for request in schedule.requests(p.gpu)]
+    assert keys(asked) <= listed
 
 
 def test_a_build_takes_the_kernels_of_parts_where_an_op_has_them():

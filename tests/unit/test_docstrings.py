@@ -317,17 +317,19 @@ def test_docstring_of_a_module(name, monkeypatch):
 @pytest.mark.parametrize("name", parallel.__all__)
 def test_docstring_over_many_processes(name, monkeypatch):
     """It has all sections and every parameter; those of an op are that op's, with the part behind the inputs."""
-    function = getattr(parallel, name)
+    function, own = getattr(parallel, name), parameters(name) if name in table.ALL else {}
     monkeypatch.setattr(rwkv_jit, name, function, raising=False)
     named = list(parameters(name))
     wanted = {"Parameters", "Examples", "Attributes" if name == "Shard" else "Returns"}
     assert wanted | ({"Raises"} if name != "neutral" else set()) <= set(sections(name))
-    if name not in OPS:
+    op = table.ALL.get(name)
+    if op is None:
         assert documented(name) == named
     else:
-        assert sorted(documented(name)) == sorted(named)  # inputs of one shape stand together
-        inputs = table.OPS[name].public_names
-        assert named == [*inputs, "shard", "initial_state", "output_final_state", "options"]
+        assert sorted(documented(name)) == sorted(named)  # what is as in the op stands together
+        count = len(op.inputs) - len(op.optional)
+        assert named[: count + 3] == [*op.public_names[:count], "shard", "initial_state", "output_final_state"]
+        assert sorted(named) == sorted({*own, "shard"} - {"cu_seqlens", "normalize"})
 
 
 def test_error_tree_is_drawn_as_it_is():

@@ -446,7 +446,7 @@ def test_what_the_kernels_cannot_do(name, option):
     function = getattr(family, name)
     needed = [x for x in inspect.signature(function).parameters.values() if x.default is x.empty]
     tensors = [torch.zeros(1, 3, 2, 4) for x in needed if x.kind == x.POSITIONAL_OR_KEYWORD]
-    with pytest.raises(UnsupportedConfigError, match=f"{option} is not supported"):
+    with pytest.raises(UnsupportedConfigError, match=f"{option}.* is not supported"):
         function(*tensors, **{option: tensors[0] if option == "gv" else True})
 
 

@@ -124,7 +124,7 @@ def test_what_the_kernels_cannot_do_stays_theirs(caplog):
     with caplog.at_level(logging.INFO, "rwkv_jit"):
         for _ in range(2):
             assert layer(*inputs_of("kda")) == "theirs"
-    assert caplog.messages == ["gated_delta_rule stays as it was: cp_context is not supported"]
+    assert caplog.messages == ["gated_delta_rule stays as it was: cp_context of object is not supported"]
     layer.cp_context = context
     assert layer(*inputs_of("kda")).shape == (B, T, HV, V)
 

@@ -1,5 +1,8 @@
 """One sequence over many processes: parts agree with the whole, and what does not fit is said."""
 
+from types import SimpleNamespace
+
+import derived_cases
 import groups
 import pytest
 import shared_sequences
@@ -11,6 +14,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import rwkv_jit
 from rwkv_jit import parallel
+from rwkv_jit.compat.fla import family, functions
+from rwkv_jit.kernels.errors import UnsupportedConfigError
+from rwkv_jit.schedules.table import ALL as OPS_OF_ALL
 from rwkv_jit.schedules.table import OPS
 
 
@@ -18,11 +24,15 @@ def check_parts(rank, size):
     for bounds, lengths in shared_sequences.LAYOUTS[size]:
         for name in shared_sequences.NAMES:
             shared_sequences.check(rank, size, name, bounds, lengths)
-        if bounds is not None or 0 not in lengths:
-            shared_sequences.check_shift(rank, size, bounds, lengths)
+        for name, how in shared_sequences.FAMILY:
+            shared_sequences.check(rank, size, name, bounds, lengths, how=how)
+        shared_sequences.check_shift(rank, size, bounds, lengths)
+        for width in (2, 4, 8):
+            for activation in (None, "silu"):
+                shared_sequences.check_convolution(rank, size, bounds, lengths, width, activation)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 3, 4])
 def test_parts_are_the_whole(size):
     groups.run(check_parts, size)
 
@@ -57,6 +67,12 @@ def check_alone(rank, size):
     with torch.autocast("cpu", torch.bfloat16):
         y, _ = parallel.wkv7(*inputs, group)
         whole, _ = rwkv_jit.wkv7(*inputs)
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y, whole)
+    case = derived_cases.make("ssd", "D z bias softplus", (1, 8, 1, 2, 4, 6), torch.float32, has_state=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, _ = parallel.ssd(*case.inputs.values(), group, **case.parameters, **case.options)
+        whole, _ = case.run()
     assert y.dtype == torch.bfloat16
     torch.testing.assert_close(y, whole)
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1, size), mesh_dim_names=("dp", "cp"))
@@ -126,6 +142,57 @@ def test_processes_that_do_not_agree_all_say_so(size):
     groups.run(check_that_all_refuse, size)
 
 
+# ---- contexts of FLA ---------------------------------------------------------------------------------------------
+
+
+def check_contexts(rank, size):
+    """FLA's functions of the tokens of a rank are those of all tokens, with gradients."""
+    from fla.ops.cp import build_cp_context
+
+    torch.manual_seed(5)
+    heads, tokens = 2, 8 * size
+    begin, end = 8 * rank, 8 * rank + 8
+
+    def rows(*shape):
+        return torch.randn(1, tokens, heads, *shape, dtype=torch.float64) / 2
+
+    q, k, v, g, a, b = rows(4), rows(4), rows(6), -rows(4).abs(), rows(4), rows(4)
+    rate, write = rows().sigmoid(), rows(6).sigmoid()
+    gate = {"A_log": torch.randn(heads, dtype=torch.float64), "use_gate_in_kernel": True}
+    norm = {"use_qk_l2norm_in_kernel": True}
+    for bounds in ([0, tokens], [0, 3, 11, tokens], [0, 8, tokens]):
+        bounds = torch.tensor(bounds)
+        context = build_cp_context(bounds, group=dist.group.WORLD)
+        for function, inputs, options in (
+            (family.chunk_kda, (q, k, v, rows(4), rate), {**gate, **norm}),
+            (family.chunk_gated_delta_rule, (q, k, v, g[..., 0], rate), norm),
+            (family.chunk_gdn2, (q, k, v, g, b.sigmoid(), write), norm),
+            (functions.chunk_rwkv7, (q, g, k, v, a, b), {"scale": 1.0}),
+            (functions.chunk_dplr_delta_rule, (q, k, v, a, b, g), {}),
+        ):
+            whole = [x.clone().requires_grad_() for x in inputs]
+            y, _ = function(*whole, cu_seqlens=bounds, **options)
+            dy = torch.randn_like(y)
+            own = [x[:, begin:end].clone().requires_grad_() for x in inputs]
+            part, none = function(*own, cp_context=context, **options)
+            assert none is None
+            torch.testing.assert_close(part, y[:, begin:end])
+            wanted = torch.autograd.grad(y, whole, dy)
+            for x, want in zip(torch.autograd.grad(part, own, dy[:, begin:end]), wanted, strict=True):
+                torch.testing.assert_close(x, want[:, begin:end])
+        with pytest.raises(UnsupportedConfigError, match="cp_context is not supported"):
+            family.chunk_kda(q, k, v, g, rate, cp_context=context, return_intermediate_states=True)
+    zigzag = build_cp_context(torch.tensor([0, tokens]), group=dist.group.WORLD, layout="zigzag")
+    with pytest.raises(UnsupportedConfigError, match="cp_context of FLACPContext is not supported"):
+        family.chunk_kda(q, k, v, g, rate, cp_context=zigzag)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_contexts_of_fla(size):
+    pytest.importorskip("fla", exc_type=ImportError)
+    groups.run(check_contexts, size)
+
+
 # ---- without messages --------------------------------------------------------------------------------------------
 
 
@@ -146,6 +213,57 @@ def as_rank():
 def test_needs_a_process_group():
     with pytest.raises(RuntimeError, match="group: there is no process group; call torch.distributed.init_process"):
         parallel.Shard()
+
+
+@pytest.mark.parametrize("packing", [None, [0, 344, 600, 768]])
+@pytest.mark.parametrize(
+    ("op", "how", "stem"),
+    [
+        ("kda", "raw bias sigmoid norm", "channel_decay"), ("gated_delta_rule", "raw bias sigmoid norm", "head_decay"),
+        ("delta_rule", "norm", "head_decay"), ("simple_gla", "", "head_decay"),
+        ("ssd", "D z bias softplus", "head_decay"),
+    ],
+)  # fmt: skip
+def test_parts_run_on_the_kernels_of_the_op(op, how, stem, packing, as_rank, on_gpu, monkeypatch):
+    """A part in the middle launches what a call of its tokens launches, and nothing of the op below."""
+    as_rank(1, 3)
+    on_gpu.use("sm_90")
+    told = []
+
+    def gather(shard, x):
+        told.append(x.numel())
+        return SimpleNamespace(wait=lambda: torch.stack([x] * shard.size))
+
+    monkeypatch.setattr(parallel.Shard, "gather", gather)
+    monkeypatch.setattr(parallel.Shard, "agree", lambda *_: None)
+    heads, texts = 32, 1 if packing is None else 2
+    case = derived_cases.make(
+        op, how, (1, 256, heads, heads, 128, 128), torch.bfloat16, torch.float32, torch.float32,
+        bounds=None if packing is None else [0, 344 - 256, 256],
+    )  # fmt: skip
+    shard = parallel.Shard(None, packing)
+
+    def of_part(*given, **more):
+        *inputs, state, wants_final, _ = given
+        return getattr(parallel, op)(*inputs, shard, state, wants_final, **more)
+
+    def kernels(function=None):
+        leaves = shared_sequences.leaves_of(case)
+        results = leaves.run(function)
+        forward = [launch.template for launch in on_gpu.take()]
+        torch.autograd.grad(results, [*leaves.tensors.values()], [*map(torch.ones_like, results)], allow_unused=True)
+        return forward, [launch.template for launch in on_gpu.take()]
+
+    (forward, backward), (of_part_forward, of_part_backward) = kernels(), kernels(of_part)
+    names = {name for name in of_part_forward if not name.startswith(("fill", "sum"))}
+    assert any(name.startswith(stem) for name in names)
+    assert names <= {*forward}
+    assert {*of_part_backward} <= {*backward}
+    is_delta = op in derived_cases.DELTA
+    runs = [name for name in of_part_forward if name.endswith("_forward")]
+    assert len(runs) == (2 + is_delta if packing is None else texts)
+    # P is a matrix of a head where there is a delta term, else one number.
+    assert told == [heads * (128 * 128 + (128 * 128 if is_delta else 1)), heads * 128 * 128]
 
 
 @pytest.mark.parametrize(
@@ -187,8 +305,27 @@ def test_calls_that_do_not_fit_send_nothing(as_rank, monkeypatch):
         parallel.wkv7(*inputs[:2], inputs[3], *inputs[3:], parallel.Shard())
     with pytest.raises(TypeError, match="unexpected keyword argument 'normalize'"):
         parallel.linear_attention(*inputs[:3], parallel.Shard(), normalize=True)
-    with pytest.raises(ValueError, match=r"x: expected at least one token in every part, got shape \[2, 0, 4\]"):
-        parallel.token_shift(torch.zeros(2, 0, 4), torch.zeros(1, 4), shard=parallel.Shard())
+    x = torch.zeros(1, 10, 4)
+    for call, message in (
+        ((x[:, 1:], x[0, :4]), r"x: expected a batch of 1 and the 10 tokens of rank 1's part, got \[1, 9\]"),
+        ((x, x[0, :4, :1]), r"weight: expected shape \[4, 2 to 8\], got \[4, 1\]"),
+        ((x, x[0, :4], x[0]), r"bias: expected shape \[4\], got \[10, 4\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            parallel.causal_conv1d(*call, shard=shard)
+    with pytest.raises(ValueError, match=r"initial_state: expected shape \[1, 4, 3\], got \[1, 10, 4\]"):
+        parallel.causal_conv1d(x, x[0, :4], shard=shard, initial_state=x)
+    with pytest.raises(ValueError, match="activation: expected one of silu, got 'relu'"):
+        parallel.causal_conv1d(x, x[0, :4], shard=shard, activation="relu")
+    with pytest.raises(TypeError, match=r"parallel.kda\(\) got an unexpected keyword argument 'zzzz'"):
+        parallel.kda(x, x, x, x, x, shard, zzzz=1)
+    q, g = torch.zeros(1, 10, 2, 4), torch.zeros(1, 10, 2)
+    with pytest.raises(ValueError, match="dt_bias: needs A_log too"):
+        parallel.gated_delta_rule(q, q, q, g, g, shard, dt_bias=g[0, 0])
+    with pytest.raises(ValueError, match=r"beta: expected shape \[1, 10, 2\] like q, got \[1, 9, 2\]"):
+        parallel.delta_rule(q, q, q, g[:, 1:], shard)
+    with pytest.raises(ValueError, match=r"dt_limit: expected a pair of numbers that does not fall, got \(2, 1\)"):
+        parallel.ssd(q, g, g[0, 0], q, q, shard, dt_limit=(2, 1))
     with pytest.raises(ValueError, match=r"x: expected shape \[batch, tokens, channels\], got \[4\]"):
         parallel.token_shift(torch.zeros(4), torch.zeros(1, 4), shard=parallel.Shard())
 
@@ -250,6 +387,23 @@ def test_summaries_say_what_tokens_do_to_any_state(name):
     torch.testing.assert_close(parallel.compose(neutral, whole), whole)
 
 
+@pytest.mark.parametrize(("name", "how"), shared_sequences.FAMILY)
+def test_summaries_of_other_ops(name, how):
+    case = derived_cases.make(name, how, (2, 9, 1, 2, 4, 6))
+    final = case.run()[1]
+    state, final = (x.mT if OPS_OF_ALL[name].state_layout == "kv" else x for x in (case.state, final))
+
+    def summary(index):
+        part = case.part((slice(None), index))
+        return parallel.summary(name, *part.inputs.values(), **part.parameters, **part.options)
+
+    first, none, second = (summary(slice(*each)) for each in ((0, 4), (4, 4), (4, 9)))
+    torch.testing.assert_close(none, parallel.neutral(2, 2, head_size=4, value_size=6, dtype=torch.float64))
+    whole = parallel.compose(first, none, second)
+    torch.testing.assert_close(whole, summary(slice(None)))
+    torch.testing.assert_close(parallel.merge(state, whole), final)
+
+
 def test_summaries_of_a_head_size_of_one():
     inputs = shared_sequences.make_inputs("gla", 1, 5, (1, 1))
     state = torch.randn(1, 2, 1, 1, dtype=torch.float64)
@@ -267,7 +421,7 @@ def test_summaries_that_do_not_fit():
         parallel.merge(torch.zeros(2, 5, 4), whole)
     with pytest.raises(ValueError, match=r"summary: expected shape \[..., V \+ K, K\], got \[2, 4, 4\]"):
         parallel.merge(torch.zeros(2, 4, 4), whole[:, :4])
-    with pytest.raises(ValueError, match="op: expected one of wkv5, wkv6, wkv7, gla, linear_attention, got 'wkv4'"):
+    with pytest.raises(ValueError, match="op: expected one of wkv5, wkv6, wkv7, gla, .*, hgrn2, ssd, got 'wkv4'"):
         parallel.summary("wkv4", whole)
     with pytest.raises(TypeError, match="inputs: expected q, k, v, g of gla, got 1 of them"):
         parallel.summary("gla", whole)

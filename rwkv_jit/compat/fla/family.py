@@ -71,6 +71,7 @@ def _gdn2(
 def _run(op: Any, rows: tuple[Tensor, ...], call: dict[str, Any], **options: Any) -> Result:
     options |= {"state_layout": call.get("state_layout", "kv"), "qk_norm": call["use_qk_l2norm_in_kernel"]}
     if call.get("return_intermediate_states"):
+        refuse(cp_context=call.get("cp_context"))
         return run_with_states(call["chunk_size"], op, rows, *call_of(**call), **options)  # type: ignore[no-any-return]
     return run(op, rows, *call_of(**call), **options)
 

@@ -5,8 +5,12 @@ runs it. Options that change nothing here are taken: `safe_gate`, `chunk_size`, 
 `chunk_indices`, `max_num_seqs`, and whatever FLA itself would not read. `state_v_first` makes states [V, K]. A function
 returns o and the final state, (N, H, K, V) in float32, or None.
 
-Each raises `UnsupportedConfigError` where the kernels cannot do a call, before anything runs: `cp_context`,
-`head_first`, `reverse`, `output_attentions` or `gv` is given, dtypes are several, or sizes are beyond the kernels.
+A `cp_context` of `fla.ops.cp.build_cp_context` says that other ranks have the other tokens of the sequences: calls are
+those of `rwkv_jit.parallel`, and its `cu_seqlens` count. States before and behind the rank's tokens are allowed too.
+
+Each raises `UnsupportedConfigError` where the kernels cannot do a call, before anything runs: `head_first`, `reverse`,
+`output_attentions` or `gv` is given, `cp_context` is of parts in another order, dtypes are several, or sizes are beyond
+the kernels.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ from rwkv_jit.schedules.legal import StateLayout
 
 Result = tuple[Tensor, Tensor | None]
 POWERS_OF_TWO = (None, *(2**x for x in range(31)))
-_REFUSED = ("cp_context", "reverse", "output_attentions", "gv")
+_REFUSED = ("reverse", "output_attentions", "gv")
 _TENSORS = (
     *("q", "k", "v", "r", "w", "a", "b", "u", "g", "beta", "x", "kk", "gk", "gv", "g_gamma", "state", "initial_state"),
     *("cu_seqlens", "cu_seqlens_cpu", "chunk_indices", "A_log", "dt_bias", "cache"),
@@ -80,6 +84,8 @@ def function(
     def call(*arguments: Any, **options: Any) -> Any:
         by_name, more = bind(*arguments, **options)
         refuse(head_first=more.get("head_first"), **{x: by_name[x] for x in _REFUSED if x in by_name})
+        if by_name.get("cp_context") is not None:
+            by_name["cu_seqlens"] = _part(by_name["cp_context"])
         if chunks:
             size = more.get("chunk_size", chunks[0])
             if size not in chunks:
@@ -116,6 +122,18 @@ def refuse(*rows: Tensor, **unsupported: Any) -> None:
     dtypes = sorted({str(x.dtype) for x in rows})
     if len(dtypes) > 1 and not torch.is_autocast_enabled(rows[0].device.type):  # which makes them one
         raise UnsupportedConfigError(f"{' beside '.join(dtypes)} is not supported")
+
+
+def _part(context: Any) -> Any:
+    """Return what a context says of this rank's tokens: its bounds are those of the rank."""
+    from rwkv_jit.parallel.recurrences import Part
+    from rwkv_jit.parallel.shard import Shard
+
+    bounds = getattr(context, "cu_seqlens_cpu", None)
+    bounds = getattr(context, "cu_seqlens", None) if bounds is None else bounds
+    if not isinstance(bounds, Tensor) or getattr(context, "layout", "contiguous") != "contiguous":
+        raise UnsupportedConfigError(f"cp_context of {type(context).__name__} is not supported")
+    return Part(Shard.of_bounds(context.group, bounds, not context.is_first_rank, not context.is_last_rank))
 
 
 def _layout(state_v_first: bool, more: Mapping[str, Any]) -> StateLayout:
