@@ -92,7 +92,7 @@ class Verb(NamedTuple):
 
 
 WITH_STATES = tuple(name for name, op in ALL.items() if "H" in op.state)
-SEVERAL = tuple(name for name in WITH_STATES if name in OPS)  # those that rings hold and processes share
+SEVERAL = tuple(name for name in WITH_STATES if name in OPS)  # those that processes share
 VERBS = (
     Verb(
         "update", "update.KIND", WITH_STATES,
@@ -104,14 +104,14 @@ VERBS = (
         "sequence", "VarlenOptions", ("T", "1, T"), (102,),
     ),
     Verb(
-        "replay", "STEP", SEVERAL, "of one or a few tokens, which reads states and writes them once in a while",
+        "replay", "STEP", WITH_STATES, "of one or a few tokens, which reads states and writes them once in a while",
         "row", "ReplayOptions", ("B", "B, T"), (3,),
         "The state is that in the pool with the entries of its slot, as `ReplayRing` says. The 1 to 8 tokens become "
         "entries. Where there would be more than `ring.length`, the state is written with all of them, and the slot "
         "has none from then on. Entries in the place of a state are what Albatross calls a delta log.", has_ring=True,
     ),
     Verb(
-        "verify", "DRAFT", SEVERAL, "of drafted tokens, none of which counts until `replay_commit`",
+        "verify", "DRAFT", WITH_STATES, "of drafted tokens, none of which counts until `replay_commit`",
         "row", "ReplayOptions", ("B", "B, T"), (3, 4),
         "y is that of `{op}_replay`. The speculative tokens are written behind the entries of each slot; cursors and "
         "states stay as they are. The next call of `{op}_verify` or `{op}_replay` writes over what was not committed.",
@@ -283,8 +283,9 @@ def example(verb: Verb, op: Op, source: Source) -> Iterator[str]:
     """Yield an example that makes random inputs and calls the function."""
     yield '>>> pool = torch.zeros(16, 4, 64, 64, device="cuda")'
     if verb.has_ring:
-        drafts = ", drafts=4" if verb.same_as else ""
-        yield f'>>> ring = rwkv_jit.ReplayRing(16, "{op.name}", 4, 64{drafts}, dtype=torch.float32, device="cuda")'
+        of_ring = ["drafts=4"] * bool(verb.same_as) + ["key_heads=2"] * ("G" in "".join(op.inputs.values()))
+        of_ring += ["dtype=torch.float32", 'device="cuda"']
+        yield f'>>> ring = rwkv_jit.ReplayRing(16, "{op.name}", 4, 64, {", ".join(of_ring)})'
     yield f">>> slots = {SLOTS}"
     names = [x.name for x in source.arguments if x.default is Parameter.empty]
     groups: list[tuple[str, str, list[str]]] = []  # neighbours of one kind and shape come from one tensor
@@ -325,7 +326,7 @@ def body(verb: Verb, op: Op, source: Source) -> Iterator[str]:
     traits = [f'("{trait}", {trait}),' for trait in op.traits]
     yield f"arrays = {arrays}"
     yield f"traits = {' '.join(traits).rstrip(',')}{',' * (len(traits) == 1)}"
-    yield f'return calls.call({verb.kind}, ALL["{op.name}"], state, arrays, options, traits=traits)'
+    yield f'return calls.call({verb.kind}, ALL["{op.name}"], state, arrays, options{ring}, traits=traits)'
 
 
 # ---- over many processes -----------------------------------------------------------------------------------------

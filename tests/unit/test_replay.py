@@ -3,6 +3,7 @@
 import ctypes
 import random
 
+import derived_cases
 import pytest
 import torch
 from stub_driver import entered
@@ -192,18 +193,32 @@ def test_a_compiled_graph_has_all_calls_in_it():
         torch.testing.assert_close(x, y)
 
 
+# ---- ops that go through another ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+@pytest.mark.parametrize(("op", "how"), derived_cases.ALL)
+def test_ops_through_another_are_the_recurrence(op, how, layout):
+    """Keys that heads share, gates, norms, steps, and rates are as in one update."""
+    torch.manual_seed(derived_cases.ALL.index((op, how)))
+    errors = derived_cases.replay_in_any_order(op, how, layout, torch.float64, torch.float64, random.Random(4))
+    assert max(errors) < 1e-9
+
+
 # ---- what is checked ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"op": "wkv8"}, ValueError, "op: expected one of wkv5, wkv6, wkv7, gla, linear_attention, got 'wkv8'"),
+        ({"op": "wkv8"}, ValueError, "op: expected one of wkv5, wkv6, .*, hgrn2, ssd, got 'wkv8'"),
         ({"slots": 0}, ValueError, "slots: expected at least 1, got 0"),
         ({"heads": 2.0}, TypeError, "heads: expected an int, got 2.0"),
         ({"length": 0}, ValueError, "length: expected at least 1, got 0"),
         ({"length": 13}, ValueError, "length: expected at most 16 with 4 speculative tokens, got 13"),
         ({"drafts": -1}, ValueError, "drafts: expected at least 0, got -1"),
+        ({"key_heads": 1}, ValueError, "key_heads: expected 2 of wkv7, got 1"),
+        ({"op": "kda", "key_heads": 3}, ValueError, "key_heads: expected a divisor of 2 heads, got 3"),
         ({"drafts": 16}, ValueError, "drafts: expected at most 15, got 16"),
         ({"dtype": torch.int8}, TypeError, "dtype: expected .*torch.float16.* got torch.int8"),
     ],
