@@ -44,7 +44,7 @@ struct Smem {
     float b[PAIRS ? FOLDED : 1][PAIRS ? PADDED_KEYS : 4], k[FOLDED][PADDED_KEYS];  // as they stand in the new state
     Read read[MOST][STEPS];
     float sums[STEPS][DELTA ? 2 : 1][KEY_WARPS][BLOCK_VALUES];  // over the state, with r and with a
-    float u[PAIRS ? FOLDED : 1][PAIRS ? BLOCK_VALUES : 1], v[FOLDED][BLOCK_VALUES];
+    float u[PAIRS ? FOLDED : 1][PAIRS ? BLOCK_VALUES : 1], v[IS_RULE ? MOST : FOLDED][BLOCK_VALUES];
 };
 static_assert(sizeof(Smem) <= SHARED_BYTES, "shared_bytes is what the geometry says");
 static_assert(ENTRIES >= LENGTH && LENGTH > 0 && (!DRAFT || LENGTH + TOKENS <= ENTRIES), "drafts have room");
@@ -160,6 +160,27 @@ struct Values {
             if constexpr (PAIRS)
                 u[i] = is_there ? load_early<Words<float, 1>>(entry_u + i * VALUE_SIZE + value).whole : 0.0f;
         }
+    }
+};
+
+// The lane's values of an entry, for all threads: rings of rules are longer, and tokens are read in fewer registers.
+struct ValuesOfEntry {
+    T_VALUE held[IS_RULE ? ceil_div(BLOCK_VALUES, ENTRY_LANES) : 1];
+
+    template <typename Visit> __device__ static void for_values(int count, Visit visit) {
+#pragma unroll
+        for (int n = 0; n < ceil_div(BLOCK_VALUES, ENTRY_LANES); ++n) {
+            const int value = n * ENTRY_LANES + threadIdx.x % ENTRY_LANES;
+            if (value < count) visit(n, value);
+        }
+    }
+    __device__ void load(const T_VALUE* row, int count) {
+        for_values(min(count, BLOCK_VALUES), [&](int n, int value) {
+            held[n] = load_early<Words<T_VALUE, 1>>(row + value).whole;
+        });
+    }
+    __device__ void store(float* row) const {
+        for_values(BLOCK_VALUES, [&](int n, int value) { row[value] = to_float(held[n]); });
     }
 };
 
@@ -317,17 +338,17 @@ template <typename Tokens> __device__ inline void replay(
     const int group = threadIdx.x / ENTRY_LANES;
     Keys<T_IO> next_b{};
     Keys<T_KEY> next_k{};
+    ValuesOfEntry next_v{};
     const auto load_entry = [&](int i) {
         if (i >= past) return;
         next_k.load(entry_k + i * HEAD_SIZE);
         if constexpr (PAIRS) next_b.load(entry_b + i * HEAD_SIZE);
+        if constexpr (IS_RULE) next_v.load(entry_v + i * VALUE_SIZE, VALUE_SIZE - first_value);
     };
     load_entry(group);
     Values of_value{};
-    const auto load_values = [&] {
-        if (threadIdx.x < BLOCK_VALUES) of_value.load(entry_u, entry_v, threadIdx.x, VALUE_SIZE - first_value, past);
-    };
-    if constexpr (!IS_RULE) load_values();
+    if (!IS_RULE && threadIdx.x < BLOCK_VALUES)
+        of_value.load(entry_u, entry_v, threadIdx.x, VALUE_SIZE - first_value, past);
     if constexpr (!HAS_TOKENS) read_tile(tile, own_state, first_value);
 
     if constexpr (HAS_TOKENS) tokens.store(smem.token);
@@ -352,7 +373,6 @@ template <typename Tokens> __device__ inline void replay(
     }
     __syncthreads();
     if constexpr (HAS_TOKENS) tokens.look(smem.token);
-    if constexpr (IS_RULE) load_values();  // by now there are registers for them
     // By now all threads of the block know the cursor.
     if (!DRAFT && threadIdx.x == 0) arrived = arrive(arrivals + slot);
 
@@ -390,6 +410,7 @@ template <typename Tokens> __device__ inline void replay(
                 of_k[j] = next_k.at(j) * factor;
                 if constexpr (PAIRS) of_b[j] = next_b.at(j) * factor;
             }
+            if constexpr (IS_RULE) next_v.store(smem.v[i]);
         } else if (own < TOKENS) {
             read_entry(of_k, smem.token[own].k);
             if constexpr (PAIRS) read_entry(of_b, smem.token[own].b);
@@ -405,7 +426,8 @@ template <typename Tokens> __device__ inline void replay(
 
 #pragma unroll 1
     for (int value = threadIdx.x; value < BLOCK_VALUES; value += NUM_THREADS) {
-        if (value >= NUM_THREADS) of_value.load(entry_u, entry_v, value, VALUE_SIZE - first_value, past);
+        if (!IS_RULE && value >= NUM_THREADS)
+            of_value.load(entry_u, entry_v, value, VALUE_SIZE - first_value, past);
         const bool is_there = first_value + value < VALUE_SIZE;
         float own_u[PAIRS ? STEPS : 1];
 #pragma unroll
@@ -426,7 +448,10 @@ template <typename Tokens> __device__ inline void replay(
             };
 #pragma unroll
             for (int i = 0; i < PAST; ++i)
-                if (i < past) add(smem.read[i][t], of_value.u[PAIRS ? i : 0], to_float(of_value.v[i]), true);
+                if (i < past) {
+                    const float of_v = IS_RULE ? smem.v[i][value] : to_float(of_value.v[i]);
+                    add(smem.read[i][t], of_value.u[PAIRS ? i : 0], of_v, true);
+                }
 #pragma unroll
             for (int s = 0; s < t; ++s)
                 add(smem.read[past + s][t], own_u[PAIRS ? s : 0], smem.token[s].v[value], true);
@@ -437,7 +462,7 @@ template <typename Tokens> __device__ inline void replay(
             const float result = tokens.result(smem.token[t], value, given, found[0]);
             if (is_there) y[t * y_stride + value] = from_float<T_IO>(result);
         }
-        if (is_flush) {
+        if (is_flush && !IS_RULE) {
 #pragma unroll
             for (int i = 0; i < PAST; ++i)
                 if (i < past) {

@@ -117,7 +117,8 @@ def shared_bytes(p: Problem, cut: dict[str, Parameter], ring: Ring, tokens: int)
     floats = step * token + (decays * (past + 1) if has_decay else 4)
     floats += folded * keys + (folded * keys if has_pairs else 4)
     floats = -(-floats // 4) * 4 + most * step * (1 + has_delta) * (1 + has_pairs)
-    floats += step * (1 + has_delta) * key_warps * values + folded * values + (folded * values if has_pairs else 1)
+    floats += step * (1 + has_delta) * key_warps * values + (folded * values if has_pairs else 1)
+    floats += values * (folded if op.through is None else most)
     return -(-4 * floats // 16) * 16
 
 

@@ -5,7 +5,11 @@ import random
 import derived_cases
 import pytest
 import torch
-from problems import by_turns
+from problems import by_turns, problem_of
+
+from rwkv_jit.kernels import kernel
+from rwkv_jit.kernels.errors import UnsupportedConfigError
+from rwkv_jit.schedules import replay, table, update
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LIMITS = {FP32: 2e-6, FP16: 6e-4, BF16: 4e-3}
@@ -13,6 +17,7 @@ LAYOUTS, STATES, DTYPES = ("vk", "kv"), (FP32, BF16, FP16), (BF16, FP32, FP16)
 # Heads of keys and of values, and their sizes: of all lanes, of some, and of odd ones.
 SIZES = [(2, 4, 16, 24), (1, 3, 13, 33), (2, 2, 64, 64), (1, 4, 33, 13), (1, 2, 64, 20), (2, 6, 24, 16), (1, 1, 130, 8)]
 ALL = derived_cases.ALL
+ARCHS = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 # Errors of states are those of all tokens since the last flush, each with the rounding of a state that was written.
 SEVERAL = 3
 
@@ -32,3 +37,49 @@ def test_values_and_states(rule, layout, state_type, interpreted):
     launched = {launch.template for launch in interpreted.launches}
     assert launched <= {"replay_rules", "replay_states"}
     assert "replay_rules" in launched
+
+
+# ---- compilation -------------------------------------------------------------------------------------------------
+
+ARCHS = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
+
+
+def requests_of(op, how, arch, sizes, layout, state, dtype=BF16, length=None):
+    """The kernels of a ring: of a step, of drafts and of a commit, where heads are few and many."""
+    words = how.split()
+    absent = [name for name, word in (("a_log", "raw bounded"), ("dt_bias", "bias"), ("own", "D wide"), ("z", "z"))
+              if name in ALL_OPS[op].optional and not {*word.split()} & {*words}]  # fmt: skip
+    return absent
+
+
+# ---- compilation -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("from_ledger")
+@pytest.mark.parametrize(("rule", "arch"), by_turns(ALL, ARCHS))
+def test_compiles_everywhere(rule, arch):
+    """For usual heads and odd ones, in both layouts: a step, drafts and a commit; few numbers have no register."""
+    turn = ALL.index(rule)
+    for place, sizes in enumerate(((128, 128), (64, 64), ((13, 33), (256, 64), (7, 7))[turn % 3])):
+        layout, state = LAYOUTS[(turn + place) % 2], ("fp32", "bf16", "fp16")[(turn + place // 2) % 3]
+        of_entry = replay.entry_bytes(table.ALL[rule[0]], {"H": 1, "G": 1, "K": sizes[0], "V": sizes[1]}, 2)
+        length = min(replay.best_length(4 * sizes[0] * sizes[1], of_entry), 12)
+        for tokens, drafts in ((1, 0), (4, 4), (0, 4)):
+            given = problem_of(*rule, arch, sizes, tokens, layout, state, (turn + place) % 2 == 0)
+            pool = update.Pool(5, 1 << 20, index_bytes=(4, 8)[turn % 2])
+            ring = replay.Ring(length, length + drafts, length, is_draft=drafts > 0 and tokens > 0)
+            (made,) = replay.schedule(given, pool, ring, tokens).requests(given.gpu)
+            (found,) = kernel.get(made).resources.values()
+            assert found.spill_bytes <= (32 if layout == "vk" else 0), (sizes, tokens)
+
+
+@pytest.mark.usefixtures("from_ledger")
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [({"ENTRIES": 4}, "drafts have room"), ({"SHARED_BYTES": 64}, "shared_bytes is what the geometry says")],
+)
+def test_rules(change, rule):
+    given = problem_of("kda", "norm", "sm_90", (64, 64), 1, "kv", "fp32")
+    (made,) = replay.schedule(given, update.Pool(1, 0), replay.Ring(5, 5, 5), 1).requests(given.gpu)
+    with pytest.raises(UnsupportedConfigError, match=f"replay_rules: {rule}; got "):
+        kernel.get(made._replace(parameters={**made.parameters, **change}))
