@@ -159,9 +159,7 @@ def replay_in_any_order(
     fixed = {name: x for name, x in case.inputs.items() if x.dim() == 1}
     fixed |= {name: case.parameters[name] for name in ("A_log", "dt_bias", "D") if name in case.parameters}
     pool = case.state.contiguous()
-    ring = rwkv_jit.ReplayRing(
-        slots, op, heads, size, value_size, length, drafts, dtype, state_type, device, key_heads
-    )
+    ring = rwkv_jit.ReplayRing(slots, op, heads, size, value_size, length, drafts, dtype, state_type, device, key_heads)
     for x in ring.tensors:
         if x.is_floating_point():
             x.fill_(math.nan)

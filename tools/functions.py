@@ -285,7 +285,10 @@ def example(verb: Verb, op: Op, source: Source) -> Iterator[str]:
     if verb.has_ring:
         of_ring = ["drafts=4"] * bool(verb.same_as) + ["key_heads=2"] * ("G" in "".join(op.inputs.values()))
         of_ring += ["dtype=torch.float32", 'device="cuda"']
-        yield f'>>> ring = rwkv_jit.ReplayRing(16, "{op.name}", 4, 64, {", ".join(of_ring)})'
+        arguments = f'16, "{op.name}", 4, 64, {", ".join(of_ring)}'
+        line = f">>> ring = rwkv_jit.ReplayRing({arguments})"
+        is_short = len(line) + 4 <= WIDTH
+        yield from [line] if is_short else [">>> ring = rwkv_jit.ReplayRing(", f"...     {arguments}", "... )"]
     yield f">>> slots = {SLOTS}"
     names = [x.name for x in source.arguments if x.default is Parameter.empty]
     groups: list[tuple[str, str, list[str]]] = []  # neighbours of one kind and shape come from one tensor

@@ -170,7 +170,7 @@ def _checked_call(
     if cast is not None:
         with tensors.exactly(cast[0]):
             return call(kind, op, state, cast, options, ring, traits)
-    named, more = dict(traits), [] if ring is None else [ring]
+    named, more = dict(traits), list[Any]() if ring is None else [ring]
     if op.traits and kind.has_tokens:
         checks.check_switches(op, arrays, named)
         more = [*more, torch_op.traits_of(op, named)]

@@ -2303,7 +2303,9 @@ def gated_delta_rule_verify(
     Examples
     --------
     >>> pool = torch.zeros(16, 4, 64, 64, device="cuda")
-    >>> ring = rwkv_jit.ReplayRing(16, "gated_delta_rule", 4, 64, drafts=4, key_heads=2, dtype=torch.float32, device="cuda")
+    >>> ring = rwkv_jit.ReplayRing(
+    ...     16, "gated_delta_rule", 4, 64, drafts=4, key_heads=2, dtype=torch.float32, device="cuda"
+    ... )
     >>> slots = torch.tensor([5, 2, 11], dtype=torch.int32, device="cuda")
     >>> q, k = torch.randn(2, 3, 4, 2, 64, device="cuda")
     >>> v = torch.randn(3, 4, 4, 64, device="cuda")
@@ -2417,7 +2419,9 @@ def gated_delta_rule2_verify(
     Examples
     --------
     >>> pool = torch.zeros(16, 4, 64, 64, device="cuda")
-    >>> ring = rwkv_jit.ReplayRing(16, "gated_delta_rule2", 4, 64, drafts=4, key_heads=2, dtype=torch.float32, device="cuda")
+    >>> ring = rwkv_jit.ReplayRing(
+    ...     16, "gated_delta_rule2", 4, 64, drafts=4, key_heads=2, dtype=torch.float32, device="cuda"
+    ... )
     >>> slots = torch.tensor([5, 2, 11], dtype=torch.int32, device="cuda")
     >>> q, k = torch.randn(2, 3, 4, 2, 64, device="cuda")
     >>> v = torch.randn(3, 4, 4, 64, device="cuda")

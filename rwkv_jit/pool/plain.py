@@ -167,13 +167,11 @@ def replay(
     now = now if state_layout == "vk" else now.transpose(-1, -2)
     keys_say_decays = entry_fields(ALL[op.name])["k"][1]
     for i in range(k.shape[2]):
-        entry = [None if x is None else x[places, :, i].to(wide) for x in (d, u, b, v, k)]
-        entry[4] = operands.of_value_heads(k[places, :, i].to(wide), heads)
-        if keys_say_decays:
-            entry[0] = 1 - entry[4]
-        elif d is not None and d.dim() == 3:
-            entry[0] = d[places, :, i, None].to(wide)
-        now = torch.where((i < past)[:, None, None, None], _with_entry(now, *entry), now)
+        of_d, of_u, of_b, of_v = (None if x is None else x[places, :, i].to(wide) for x in (d, u, b, v))
+        of_k = operands.of_value_heads(k[places, :, i].to(wide), heads)
+        of_d = 1 - of_k if keys_say_decays else of_d.unsqueeze(-1) if of_d is not None and of_d.dim() == 2 else of_d
+        with_entry = _with_entry(now, of_d, of_u, of_b, of_v, of_k)
+        now = torch.where((i < past)[:, None, None, None], with_entry, now)
     is_written = torch.zeros_like(past, dtype=torch.bool) if kept is None else past + tokens > kept
 
     if tokens and y is not None:

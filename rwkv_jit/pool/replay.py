@@ -109,8 +109,8 @@ def _plan(step: Step) -> Plan:
         problem = Problem(  # rows have no tokens
             replace(step.op, inputs={"cursors": "N"}), tensors.gpu(state.device.index),
             {"v": tensors.STORAGE[(v if fields["k"][1] else k).dtype]}, B=step.rows, N=step.rows, T=0,
-            H=state.shape[1], K=k.shape[-1], V=v.shape[-1], G=k.shape[1], state_type=tensors.STORAGE[state.dtype], decay=named["decay"],
-            state_layout=named["state_layout"], is_batch_invariant=switches.is_batch_invariant(),
+            H=state.shape[1], K=k.shape[-1], V=v.shape[-1], G=k.shape[1], state_type=tensors.STORAGE[state.dtype],
+            decay=named["decay"], state_layout=named["state_layout"], is_batch_invariant=switches.is_batch_invariant(),
         )  # fmt: skip
         accept_bytes = sum(x.element_size() for x in step.inputs)
     ring = schedules.Ring(length, k.shape[2], kept or 0, kept is None, accept_bytes)
@@ -229,7 +229,7 @@ COMMIT, FLUSH = (
 
 
 def _plainly(step: Step) -> None:
-    plain.replay(step.op, *[*_given(step)[1:], _kept(step)], traits=step.traits)
+    plain.replay(step.op, *[*_given(step)[1:], _kept(step), step.traits])
 
 
 calls.implement_steps(STEP.torch_op, _step_of, _plainly, lambda op, phase, *_: phase.format(op=op))

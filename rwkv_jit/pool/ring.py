@@ -58,8 +58,8 @@ class ReplayRing:
     Attributes
     ----------
     slots, op, heads, key_heads, head_size, value_size, length, drafts, dtype, state_dtype : the arguments
-    d : torch.Tensor, shape (slots, H, length + drafts, K), or (slots, H, length + drafts) of one decay, float32, or None
-        The factors of decay; those of hgrn2 are 1 - k.
+    d : torch.Tensor, shape (slots, H, length + drafts, K) or (slots, H, length + drafts), float32, or None
+        The factors of decay, of keys or one for all; those of hgrn2 are 1 - k.
     b, k : torch.Tensor, shape (slots, H, length + drafts, K), k of G heads, dtype; b may be None
     u, v : torch.Tensor, shape (slots, H, length + drafts, V), float32 and dtype; u may be None
         The keys of u and v, the products S a of state and a, and values. v of delta rules and Mamba-2, and k of hgrn2
@@ -129,8 +129,8 @@ class ReplayRing:
         def new(name: str) -> Tensor | None:
             if name not in several:
                 return None
-            (heads_of, *last), is_wide = several[name]
-            shape = (slots, sizes[heads_of], self.entries, *(sizes[dim] for dim in last))
+            dims, is_wide = several[name]
+            shape = [slots, sizes[dims[0]], self.entries, *(sizes[dim] for dim in dims[1:])]
             return torch.zeros(shape, dtype=wide if is_wide else dtype, device=device)
 
         # A tensor that is made in inference mode could not be written outside of it.
