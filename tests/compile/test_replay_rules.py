@@ -39,6 +39,18 @@ def test_values_and_states(rule, layout, state_type, interpreted):
     assert "replay_rules" in launched
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("op", "how"), [("kda", "norm twice_sigmoid"), ("ssd", "wide z limit")])
+def test_values_of_several_blocks(op, how, layout, interpreted):
+    """Blocks of a head have other values each, and the first one writes what they share."""
+    torch.manual_seed(8)
+    interpreted.use("sm_90")
+    more = {"sizes": (1, 2, 130, 76), "rows": 2, "slots": 3, "steps": 5, "drafts": 2, "length": 4}
+    found = derived_cases.replay_in_any_order(op, how, layout, FP32, FP32, random.Random(8), **more)
+    assert max(found) <= SEVERAL * LIMITS[FP32]
+    assert {launch.grid[0] > 2 for launch in interpreted.launches} == {True}
+
+
 # ---- compilation -------------------------------------------------------------------------------------------------
 
 
