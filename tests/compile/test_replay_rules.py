@@ -47,7 +47,7 @@ def test_values_of_several_blocks(op, how, layout, interpreted):
     interpreted.use("sm_90")
     more = {"sizes": (1, 2, 130, 76), "rows": 2, "slots": 3, "steps": 5, "drafts": 2, "length": 4}
     found = derived_cases.replay_in_any_order(op, how, layout, FP32, FP32, random.Random(8), **more)
-    assert max(found) <= SEVERAL * LIMITS[FP32]
+    assert all(x <= SEVERAL * LIMITS[FP32] for x in found)
     assert {launch.grid[0] > 2 for launch in interpreted.launches} == {True}
 
 

@@ -202,7 +202,7 @@ def test_ops_through_another_are_the_recurrence(op, how, layout):
     """Keys that heads share, gates, norms, steps, and rates are as in one update."""
     torch.manual_seed(derived_cases.ALL.index((op, how)))
     errors = derived_cases.replay_in_any_order(op, how, layout, torch.float64, torch.float64, random.Random(4))
-    assert max(errors) < 1e-9
+    assert all(x < 1e-9 for x in errors)
 
 
 # ---- what is checked ---------------------------------------------------------------------------------------------
@@ -503,6 +503,24 @@ def test_every_kernel_of_ops_through_another_is_made_ahead(op, how, state, on_gp
             assert launch.named["group"] == (1 if op == "hgrn2" else 2)
     of_ring = [0 if x is None else x.data_ptr() for x in (ring.cursors, ring.arrivals, ring.d, ring.k, ring.v)]
     assert [*found.values()] == of_ring
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"decay": "log"}, "unexpected keyword argument 'decay'"),
+        ({"w0": torch.zeros(2, K)}, "unexpected keyword argument 'w0'"),
+        ({"write_indices": torch.arange(B)}, "unexpected keyword argument 'write_indices'"),
+    ],
+)
+def test_options_that_ops_through_another_have_not(options, message):
+    case = derived_cases.make("kda", "", (B, 1, 2, 2, K, V), torch.float32)
+    ring = rwkv_jit.ReplayRing(B, "kda", 2, K, V, LENGTH, DRAFTS, torch.float32, device="cpu")
+    with pytest.raises(TypeError, match=message):
+        derived_cases.pooled(case, "replay", case.state, ring=ring, **options)
+    with pytest.raises(ValueError, match="dt_bias: needs A_log too"):
+        rwkv_jit.kda_verify(case.state, ring, *case.inputs.values(), dt_bias=torch.zeros(2, K))
+    assert not ring.cursors.any()
 
 
 def test_keys_are_of_as_many_heads_as_the_ring_has():
