@@ -89,6 +89,7 @@ class Verb(NamedTuple):
     notes: str = ""
     has_ring: bool = False
     same_as: str = ""  # the verb whose arguments it takes
+    inputs_as: str = ""  # the verb of whose inputs it is said what they are
 
 
 WITH_STATES = tuple(name for name, op in ALL.items() if "H" in op.state)
@@ -109,6 +110,7 @@ VERBS = (
         "The state is that in the pool with the entries of its slot, as `ReplayRing` says. The 1 to 8 tokens become "
         "entries. Where there would be more than `ring.length`, the state is written with all of them, and the slot "
         "has none from then on. Entries in the place of a state are what Albatross calls a delta log.", has_ring=True,
+        inputs_as="update",
     ),
     Verb(
         "verify", "DRAFT", WITH_STATES, "of drafted tokens, none of which counts until `replay_commit`",
@@ -262,7 +264,10 @@ def docstring_over_pool(verb: Verb, op: Op, source: Source, options: str) -> Ite
         is_usual = (scale, layout) == ("1", "vk")
         defaults = "" if is_usual else f' By default scale is {scale} and state_layout "{layout}".'
         yield from wrapped(f"As `PoolOptions` and `{options}` say, errors and precision too.{defaults}", "    ")
-        yield from source.described(lambda head: shapes_over_pool(head, verb))
+        if verb.inputs_as:
+            yield from (", ".join(source.names), f"    As in `{op.name}_{verb.inputs_as}`, T up to 8.")
+        else:
+            yield from source.described(lambda head: shapes_over_pool(head, verb))
     place = op.public_names[op.names.index("v")]
     yield from ("", "Returns", "-------", f"y : torch.Tensor, shape and dtype of {place}")
     yield from ("", "References", "----------", source.references)

@@ -1311,15 +1311,8 @@ def wkv5_replay(
     ----------
     state, ring, **options
         As `PoolOptions` and `ReplayOptions` say, errors and precision too.
-    r, k : torch.Tensor, shape (B, H, K) or (B, T, H, K), float16, bfloat16 or float32
-        Receptance and key. Any strides; if the last one is not 1, the input is copied. DLPack hands over arrays of
-        other libraries.
-    v : torch.Tensor, shape (B, H, V) or (B, T, H, V), dtype of r
-        Value.
-    w : torch.Tensor, shape (H, K), dtype of r or float32
-        Decay before the map that `decay` names, the same for every token.
-    u : torch.Tensor, shape (H, K), dtype of r or float32
-        Bonus of the current token.
+    r, k, v, w, u
+        As in `wkv5_update`, T up to 8.
 
     Returns
     -------
@@ -1360,15 +1353,8 @@ def wkv6_replay(
     ----------
     state, ring, **options
         As `PoolOptions` and `ReplayOptions` say, errors and precision too.
-    r, k : torch.Tensor, shape (B, H, K) or (B, T, H, K), float16, bfloat16 or float32
-        Receptance and key. Any strides; if the last one is not 1, the input is copied. DLPack hands over arrays of
-        other libraries.
-    v : torch.Tensor, shape (B, H, V) or (B, T, H, V), dtype of r
-        Value.
-    w : torch.Tensor, shape (B, H, K) or (B, T, H, K), dtype of r or float32
-        Decay before the map that `decay` names.
-    u : torch.Tensor, shape (H, K), dtype of r or float32
-        Bonus of the current token.
+    r, k, v, w, u
+        As in `wkv6_update`, T up to 8.
 
     Returns
     -------
@@ -1417,13 +1403,8 @@ def wkv7_replay(
     ----------
     state, ring, **options
         As `PoolOptions` and `ReplayOptions` say, errors and precision too.
-    r, k, a, b : torch.Tensor, shape (B, H, K) or (B, T, H, K), float16, bfloat16 or float32
-        Receptance, key, and the two sides of the state's rank-one correction (in the model a = -kk, b = kk * a').
-        Any strides; if the last one is not 1, the input is copied. DLPack hands over arrays of other libraries.
-    w : torch.Tensor, shape (B, H, K) or (B, T, H, K), dtype of r or float32
-        Decay before the map that `decay` names.
-    v : torch.Tensor, shape (B, H, V) or (B, T, H, V), dtype of r
-        Value.
+    r, w, k, v, a, b
+        As in `wkv7_update`, T up to 8.
 
     Returns
     -------
@@ -1464,13 +1445,8 @@ def gla_replay(
     state, ring, **options
         As `PoolOptions` and `ReplayOptions` say, errors and precision too. By default scale is K^-0.5 and state_layout
         "kv".
-    q, k : torch.Tensor, shape (B, H, K) or (B, T, H, K), float16, bfloat16 or float32
-        Query and key. Any strides; if the last one is not 1, the input is copied. DLPack hands over arrays of other
-        libraries.
-    v : torch.Tensor, shape (B, H, V) or (B, T, H, V), dtype of q
-        Value.
-    g : torch.Tensor, shape (B, H, K) or (B, T, H, K), dtype of q or float32
-        Decay before the map that `decay` names; by default its logarithm.
+    q, k, v, g
+        As in `gla_update`, T up to 8.
 
     Returns
     -------
@@ -1512,11 +1488,8 @@ def linear_attention_replay(
     state, ring, **options
         As `PoolOptions` and `ReplayOptions` say, errors and precision too. By default scale is K^-0.5 and state_layout
         "kv".
-    q, k : torch.Tensor, shape (B, H, K) or (B, T, H, K), float16, bfloat16 or float32
-        Query and key. Any strides; if the last one is not 1, the input is copied. DLPack hands over arrays of other
-        libraries.
-    v : torch.Tensor, shape (B, H, V) or (B, T, H, V), dtype of q
-        Value.
+    q, k, v
+        As in `linear_attention_update`, T up to 8.
 
     Returns
     -------
@@ -1571,25 +1544,8 @@ def kda_replay(
     state, ring, **options
         As `PoolOptions` and `ReplayOptions` say, errors and precision too. By default scale is K^-0.5 and state_layout
         "kv".
-    q, k : torch.Tensor, shape (B, G, K) or (B, T, G, K), float16, bfloat16 or float32
-        Query and key. Any strides; where the last one is not 1, a copy is made.
-    v : torch.Tensor, shape (B, H, V) or (B, T, H, V), dtype of q
-        Value. Value head h has key head h // (H // G).
-    g : torch.Tensor, shape (B, H, K) or (B, T, H, K), dtype of q or float32
-        Log-decay of each channel; raw with A_log.
-    beta : torch.Tensor, shape (B, H) or (B, T, H), dtype of q or float32
-        Rate of erasing and writing, behind `beta_map`.
-    A_log : torch.Tensor, shape (H,), dtype of q or float32, optional
-        With it g is raw: the log-decay is -exp(A_log) softplus(g + dt_bias).
-    dt_bias : torch.Tensor, shape (H, K) or (H * K,), dtype of q or float32, optional
-        Is added to the raw g; goes with A_log.
-    lower_bound : float, optional
-        Below 0, and goes with A_log: the log-decay is lower_bound sigmoid(exp(A_log) (g + dt_bias)) then. It is the
-        `decay_bound` too, where none is given.
-    qk_norm : bool, default False
-        Whether q and k are first divided by sqrt(|x|^2 + 1e-6), per head.
-    beta_map : {"identity", "sigmoid", "twice_sigmoid"}, default "identity"
-        The map from beta to the rate; "twice_sigmoid" is 2 sigmoid(beta).
+    q, k, v, g, beta, A_log, dt_bias, lower_bound, qk_norm, beta_map
+        As in `kda_update`, T up to 8.
 
     Returns
     -------
@@ -1649,18 +1605,8 @@ def gated_delta_rule_replay(
     state, ring, **options
         As `PoolOptions` and `ReplayOptions` say, errors and precision too. By default scale is K^-0.5 and state_layout
         "kv".
-    q, k : torch.Tensor, shape (B, G, K) or (B, T, G, K), float16, bfloat16 or float32
-        Query and key. Any strides; where the last one is not 1, a copy is made.
-    v : torch.Tensor, shape (B, H, V) or (B, T, H, V), dtype of q
-        Value. Value head h has key head h // (H // G).
-    g : torch.Tensor, shape (B, H) or (B, T, H), dtype of q or float32
-        Log-decay of each head; raw with A_log.
-    beta : torch.Tensor, shape (B, H) or (B, T, H), dtype of q or float32
-        Rate of erasing and writing, behind `beta_map`.
-    A_log, qk_norm, beta_map
-        As `kda` takes them.
-    dt_bias : torch.Tensor, shape (H,), dtype of q or float32, optional
-        Is added to the raw g; goes with A_log.
+    q, k, v, g, beta, A_log, dt_bias, qk_norm, beta_map
+        As in `gated_delta_rule_update`, T up to 8.
 
     Returns
     -------
@@ -1717,14 +1663,8 @@ def delta_rule_replay(
     state, ring, **options
         As `PoolOptions` and `ReplayOptions` say, errors and precision too. By default scale is K^-0.5 and state_layout
         "kv".
-    q, k : torch.Tensor, shape (B, G, K) or (B, T, G, K), float16, bfloat16 or float32
-        Query and key. Any strides; where the last one is not 1, a copy is made.
-    v : torch.Tensor, shape (B, H, V) or (B, T, H, V), dtype of q
-        Value. Value head h has key head h // (H // G).
-    beta : torch.Tensor, shape (B, H) or (B, T, H), dtype of q or float32
-        Rate of erasing and writing, behind `beta_map`.
-    qk_norm, beta_map
-        As `kda` takes them.
+    q, k, v, beta, qk_norm, beta_map
+        As in `delta_rule_update`, T up to 8.
 
     Returns
     -------
@@ -1784,18 +1724,8 @@ def gated_delta_rule2_replay(
     state, ring, **options
         As `PoolOptions` and `ReplayOptions` say, errors and precision too. By default scale is K^-0.5 and state_layout
         "kv".
-    q, k : torch.Tensor, shape (B, G, K) or (B, T, G, K), float16, bfloat16 or float32
-        Query and key. Any strides; where the last one is not 1, a copy is made.
-    v : torch.Tensor, shape (B, H, V) or (B, T, H, V), dtype of q
-        Value. Value head h has key head h // (H // G).
-    g : torch.Tensor, shape (B, H, K) or (B, T, H, K), dtype of q or float32
-        Log-decay of each channel; raw with A_log.
-    beta : torch.Tensor, shape (B, H, K) or (B, T, H, K), dtype of q or float32
-        How much of each channel of the key is erased.
-    write_gate : torch.Tensor, shape (B, H, V) or (B, T, H, V), dtype of q
-        How much of each value is written.
-    A_log, dt_bias, lower_bound, qk_norm
-        As `kda` takes them.
+    q, k, v, g, beta, write_gate, A_log, dt_bias, lower_bound, qk_norm
+        As in `gated_delta_rule2_update`, T up to 8.
 
     Returns
     -------
@@ -1844,12 +1774,8 @@ def simple_gla_replay(
     state, ring, **options
         As `PoolOptions` and `ReplayOptions` say, errors and precision too. By default scale is K^-0.5 and state_layout
         "kv".
-    q, k : torch.Tensor, shape (B, G, K) or (B, T, G, K), float16, bfloat16 or float32
-        Query and key. Any strides; where the last one is not 1, a copy is made.
-    v : torch.Tensor, shape (B, H, V) or (B, T, H, V), dtype of q
-        Value. Value head h has key head h // (H // G).
-    g : torch.Tensor, shape (B, H), (B, T, H) or (H,), dtype of q or float32
-        Logarithm of the decay of each head: of each token, or fixed, as in retention and lightning attention.
+    q, k, v, g
+        As in `simple_gla_update`, T up to 8.
 
     Returns
     -------
@@ -1892,12 +1818,8 @@ def hgrn2_replay(
     ----------
     state, ring, **options
         As `PoolOptions` and `ReplayOptions` say, errors and precision too. By default scale is 1 and state_layout "kv".
-    q : torch.Tensor, shape (B, H, K) or (B, T, H, K), float16, bfloat16 or float32
-        Query. Any strides; where the last one is not 1, a copy is made.
-    g : torch.Tensor, shape (B, H, K) or (B, T, H, K), dtype of q or float32
-        Logarithm of the forget gate, at most 0; 1 - e^g is the key.
-    v : torch.Tensor, shape (B, H, V) or (B, T, H, V), dtype of q
-        Value.
+    q, g, v
+        As in `hgrn2_update`, T up to 8.
 
     Returns
     -------
@@ -1952,24 +1874,8 @@ def ssd_replay(
     ----------
     state, ring, **options
         As `PoolOptions` and `ReplayOptions` say, errors and precision too.
-    x : torch.Tensor, shape (B, H, V) or (B, T, H, V), float16, bfloat16 or float32
-        Input. Any strides; where the last one is not 1, a copy is made.
-    dt : torch.Tensor, shape (B, H) or (B, T, H), dtype of x or float32
-        Step; raw with `dt_bias` and `dt_softplus`.
-    A : torch.Tensor, shape (H,), dtype of x or float32
-        Log-decay of a step of 1, which is negative.
-    B, C : torch.Tensor, shape (B, G, K) or (B, T, G, K), dtype of x
-        Key by which an input is written, and query by which the state is read. Head h has those of group h // (H // G).
-    D : torch.Tensor, shape (H,) or (H, V), dtype of x or float32, optional
-        How much of the input is added to y.
-    z : torch.Tensor, shape and dtype of x, optional
-        y is multiplied by silu(z).
-    dt_bias : torch.Tensor, shape (H,), dtype of x or float32, optional
-        Is added to the raw dt.
-    dt_softplus : bool, default False
-        Whether the step is the softplus of that sum.
-    dt_limit : pair of float, default (0.0, inf)
-        The least and the largest step: others are clamped to these.
+    x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit
+        As in `ssd_update`, T up to 8.
 
     Returns
     -------
