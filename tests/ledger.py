@@ -108,6 +108,7 @@ LIMITS = [
     ("layer_prepare_keys HEAD_SIZE=1024", 255, 560, HEADS),
     ("layer_prepare_keys_backward HEAD_SIZE=999", 255, 7160, HEADS),
     ("layer_prepare_keys_backward HEAD_SIZE=1024", 255, 5940, HEADS),
+    ("replay_rules BETA_PER_CHANNEL=True", 255, 24, ROOM),
     ("replay_rules HEAD_SIZE=256", 255, 24, ROOM),
     ("replay_rules STATE_LAYOUT=vk", 255, 60, ROOM),
     ("timex_convolve sm_120", 255, 68, ROOM),

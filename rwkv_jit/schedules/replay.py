@@ -89,8 +89,10 @@ def geometry(p: Problem, pool: Pool, ring: Ring, tokens: int) -> dict[str, Param
 
 def _held(p: Problem, pool: Pool, ring: Ring, tokens: int) -> int:
     """Return how many numbers of a state in the vk layout a thread has."""
-    # Tokens with a flush behind them and bits at random need the registers, on newer GPUs several tokens at all.
-    has_room = tokens == 1 or (ring.is_draft and p.gpu.number < _NEEDS_MORE_REGISTERS)
+    # Tokens with a flush behind them and bits at random need the registers, on newer GPUs several tokens at all, and
+    # what makes a token of other inputs.
+    is_newer = p.gpu.number >= _NEEDS_MORE_REGISTERS
+    has_room = tokens == 1 and p.op.through is None if is_newer else tokens == 1 or ring.is_draft
     # Where heads are few, more warps for each of them are faster.
     has_few_heads = p.multiprocessors is not None and update.FEW_VK * p.multiprocessors > p.B * p.H
     has_few_warps = p.K * p.V < _LEAST_WARPS * 32 * update.MOST_HELD
