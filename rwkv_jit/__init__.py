@@ -23,12 +23,14 @@ _MODULES = lazy.modules({
     "ops.delta": "kda gated_delta_rule delta_rule gated_delta_rule2",
     "ops.diagonal": "simple_gla hgrn2 ssd",
     "pool.functions":
-        "delta_rule_update delta_rule_varlen gated_delta_rule2_update gated_delta_rule2_varlen "
-        "gated_delta_rule_update gated_delta_rule_varlen gla_replay gla_update gla_varlen gla_verify hgrn2_update "
-        "hgrn2_varlen kda_update kda_varlen linear_attention_replay linear_attention_update linear_attention_varlen "
-        "linear_attention_verify simple_gla_update simple_gla_varlen ssd_update ssd_varlen wkv5_replay wkv5_update "
-        "wkv5_varlen wkv5_verify wkv6_replay wkv6_update wkv6_varlen wkv6_verify wkv7_replay wkv7_update wkv7_varlen "
-        "wkv7_verify",
+        "delta_rule_replay delta_rule_update delta_rule_varlen delta_rule_verify gated_delta_rule2_replay "
+        "gated_delta_rule2_update gated_delta_rule2_varlen gated_delta_rule2_verify gated_delta_rule_replay "
+        "gated_delta_rule_update gated_delta_rule_varlen gated_delta_rule_verify gla_replay gla_update gla_varlen "
+        "gla_verify hgrn2_replay hgrn2_update hgrn2_varlen hgrn2_verify kda_replay kda_update kda_varlen "
+        "kda_verify linear_attention_replay linear_attention_update linear_attention_varlen "
+        "linear_attention_verify simple_gla_replay simple_gla_update simple_gla_varlen simple_gla_verify "
+        "ssd_replay ssd_update ssd_varlen ssd_verify wkv5_replay wkv5_update wkv5_varlen wkv5_verify wkv6_replay "
+        "wkv6_update wkv6_varlen wkv6_verify wkv7_replay wkv7_update wkv7_varlen wkv7_verify",
     "layers.activate": "activate",
     "layers.gated": "gated",
     "layers.gated_norm": "gated_norm",

@@ -51,28 +51,42 @@ from rwkv_jit.plain.layer_references import norm_shift_ref as norm_shift_ref
 from rwkv_jit.plain.layer_references import prepare_keys_ref as prepare_keys_ref
 from rwkv_jit.plain.layer_references import token_shift_ref as token_shift_ref
 from rwkv_jit.plain.reference import timex_ref as timex_ref
+from rwkv_jit.pool.functions import delta_rule_replay as delta_rule_replay
 from rwkv_jit.pool.functions import delta_rule_update as delta_rule_update
 from rwkv_jit.pool.functions import delta_rule_varlen as delta_rule_varlen
+from rwkv_jit.pool.functions import delta_rule_verify as delta_rule_verify
+from rwkv_jit.pool.functions import gated_delta_rule2_replay as gated_delta_rule2_replay
 from rwkv_jit.pool.functions import gated_delta_rule2_update as gated_delta_rule2_update
 from rwkv_jit.pool.functions import gated_delta_rule2_varlen as gated_delta_rule2_varlen
+from rwkv_jit.pool.functions import gated_delta_rule2_verify as gated_delta_rule2_verify
+from rwkv_jit.pool.functions import gated_delta_rule_replay as gated_delta_rule_replay
 from rwkv_jit.pool.functions import gated_delta_rule_update as gated_delta_rule_update
 from rwkv_jit.pool.functions import gated_delta_rule_varlen as gated_delta_rule_varlen
+from rwkv_jit.pool.functions import gated_delta_rule_verify as gated_delta_rule_verify
 from rwkv_jit.pool.functions import gla_replay as gla_replay
 from rwkv_jit.pool.functions import gla_update as gla_update
 from rwkv_jit.pool.functions import gla_varlen as gla_varlen
 from rwkv_jit.pool.functions import gla_verify as gla_verify
+from rwkv_jit.pool.functions import hgrn2_replay as hgrn2_replay
 from rwkv_jit.pool.functions import hgrn2_update as hgrn2_update
 from rwkv_jit.pool.functions import hgrn2_varlen as hgrn2_varlen
+from rwkv_jit.pool.functions import hgrn2_verify as hgrn2_verify
+from rwkv_jit.pool.functions import kda_replay as kda_replay
 from rwkv_jit.pool.functions import kda_update as kda_update
 from rwkv_jit.pool.functions import kda_varlen as kda_varlen
+from rwkv_jit.pool.functions import kda_verify as kda_verify
 from rwkv_jit.pool.functions import linear_attention_replay as linear_attention_replay
 from rwkv_jit.pool.functions import linear_attention_update as linear_attention_update
 from rwkv_jit.pool.functions import linear_attention_varlen as linear_attention_varlen
 from rwkv_jit.pool.functions import linear_attention_verify as linear_attention_verify
+from rwkv_jit.pool.functions import simple_gla_replay as simple_gla_replay
 from rwkv_jit.pool.functions import simple_gla_update as simple_gla_update
 from rwkv_jit.pool.functions import simple_gla_varlen as simple_gla_varlen
+from rwkv_jit.pool.functions import simple_gla_verify as simple_gla_verify
+from rwkv_jit.pool.functions import ssd_replay as ssd_replay
 from rwkv_jit.pool.functions import ssd_update as ssd_update
 from rwkv_jit.pool.functions import ssd_varlen as ssd_varlen
+from rwkv_jit.pool.functions import ssd_verify as ssd_verify
 from rwkv_jit.pool.functions import wkv5_replay as wkv5_replay
 from rwkv_jit.pool.functions import wkv5_update as wkv5_update
 from rwkv_jit.pool.functions import wkv5_varlen as wkv5_varlen
@@ -106,19 +120,22 @@ __all__ = [
     "FlushOptions", "NvrtcNotFoundError", "PoolOptions", "ReplayOptions", "ReplayRing", "RwkvJitError", "StatePool",
     "StateSpec", "Template", "UnsupportedConfigError", "UpdateOptions", "VarlenOptions", "activate", "activate_ref",
     "add_hook", "cache_info", "causal_conv1d", "causal_conv1d_ref", "causal_conv1d_update", "clear_cache",
-    "compile_async", "cross_entropy", "delta_rule", "delta_rule_ref", "delta_rule_update", "delta_rule_varlen",
-    "env_report", "gated", "gated_delta_rule", "gated_delta_rule2", "gated_delta_rule2_ref", "gated_delta_rule2_update",
-    "gated_delta_rule2_varlen", "gated_delta_rule_ref", "gated_delta_rule_update", "gated_delta_rule_varlen",
-    "gated_norm", "gated_norm_ref", "gated_ref", "get_bfloat16_precision", "gla", "gla_ref", "gla_replay", "gla_update",
-    "gla_varlen", "gla_verify", "hgrn2", "hgrn2_ref", "hgrn2_update", "hgrn2_varlen", "is_available",
-    "is_batch_invariant", "kda", "kda_ref", "kda_update", "kda_varlen", "linear_attention", "linear_attention_ref",
-    "linear_attention_replay", "linear_attention_update", "linear_attention_varlen", "linear_attention_verify",
-    "linear_cross_entropy", "norm_shift", "norm_shift_ref", "prepare_keys", "prepare_keys_ref", "replay_commit",
-    "replay_flush", "set_batch_invariant", "set_bfloat16_precision", "shift_mix", "simple_gla", "simple_gla_ref",
-    "simple_gla_update", "simple_gla_varlen", "specialize", "ssd", "ssd_ref", "ssd_update", "ssd_varlen", "timex",
-    "timex_ref", "token_shift", "token_shift_ref", "warm", "wkv4", "wkv4_ref", "wkv4_update", "wkv5", "wkv5_ref",
-    "wkv5_replay", "wkv5_update", "wkv5_varlen", "wkv5_verify", "wkv6", "wkv6_ref", "wkv6_replay", "wkv6_update",
-    "wkv6_varlen", "wkv6_verify", "wkv7", "wkv7_ref", "wkv7_replay", "wkv7_update", "wkv7_varlen", "wkv7_verify"
+    "compile_async", "cross_entropy", "delta_rule", "delta_rule_ref", "delta_rule_replay", "delta_rule_update",
+    "delta_rule_varlen", "delta_rule_verify", "env_report", "gated", "gated_delta_rule", "gated_delta_rule2",
+    "gated_delta_rule2_ref", "gated_delta_rule2_replay", "gated_delta_rule2_update", "gated_delta_rule2_varlen",
+    "gated_delta_rule2_verify", "gated_delta_rule_ref", "gated_delta_rule_replay", "gated_delta_rule_update",
+    "gated_delta_rule_varlen", "gated_delta_rule_verify", "gated_norm", "gated_norm_ref", "gated_ref",
+    "get_bfloat16_precision", "gla", "gla_ref", "gla_replay", "gla_update", "gla_varlen", "gla_verify", "hgrn2",
+    "hgrn2_ref", "hgrn2_replay", "hgrn2_update", "hgrn2_varlen", "hgrn2_verify", "is_available", "is_batch_invariant",
+    "kda", "kda_ref", "kda_replay", "kda_update", "kda_varlen", "kda_verify", "linear_attention",
+    "linear_attention_ref", "linear_attention_replay", "linear_attention_update", "linear_attention_varlen",
+    "linear_attention_verify", "linear_cross_entropy", "norm_shift", "norm_shift_ref", "prepare_keys",
+    "prepare_keys_ref", "replay_commit", "replay_flush", "set_batch_invariant", "set_bfloat16_precision", "shift_mix",
+    "simple_gla", "simple_gla_ref", "simple_gla_replay", "simple_gla_update", "simple_gla_varlen", "simple_gla_verify",
+    "specialize", "ssd", "ssd_ref", "ssd_replay", "ssd_update", "ssd_varlen", "ssd_verify", "timex", "timex_ref",
+    "token_shift", "token_shift_ref", "warm", "wkv4", "wkv4_ref", "wkv4_update", "wkv5", "wkv5_ref", "wkv5_replay",
+    "wkv5_update", "wkv5_varlen", "wkv5_verify", "wkv6", "wkv6_ref", "wkv6_replay", "wkv6_update", "wkv6_varlen",
+    "wkv6_verify", "wkv7", "wkv7_ref", "wkv7_replay", "wkv7_update", "wkv7_varlen", "wkv7_verify"
 ]
 
 @overload

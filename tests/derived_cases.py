@@ -141,11 +141,64 @@ def make(
     return Case(op, inputs, parameters, options, state, bounds)
 
 
-def pooled(case, kind, pool, **options):
-    """Its y, as an update or of sequences of any lengths, whose states are in a pool."""
-    function = getattr(rwkv_jit, f"{case.op}_{kind}")
+def pooled(case, kind, pool, ring=None, **options):
+    """Its y, as an update, with a ring or of sequences of any lengths, whose states are in a pool."""
+    function, beside = getattr(rwkv_jit, f"{case.op}_{kind}"), () if ring is None else (ring,)
     with torch.no_grad():
-        return function(pool, *case.inputs.values(), **case.parameters, **case.options, **options)
+        return function(pool, *beside, *case.inputs.values(), **case.parameters, **case.options, **options)
+
+
+def replay_in_any_order(
+    op, how, layout, dtype, state_type, draw, sizes=(2, 4, 12, 20), length=3, drafts=4, steps=16, device="cpu",
+    rows=4, slots=7,
+):  # fmt: skip
+    """Steps, drafts and flushes of random rows of a pool; return the largest error of y, and that of states.
+
+    One that is no number is the largest.
+    """
+    key_heads, heads, size, value_size = sizes
+    key_heads = heads if op == "hgrn2" else key_heads
+    wide, reference = torch.promote_types(dtype, torch.float32), getattr(rwkv_jit, f"{op}_ref")
+
+    def tokens_of(count, rows=rows):
+        return make(op, how, (rows, count, *sizes), dtype, wide, state_type, device=device, layout=layout)
+
+    case = tokens_of(1, slots)
+    fixed = {name: x for name, x in case.inputs.items() if x.dim() == 1}
+    fixed |= {name: case.parameters[name] for name in ("A_log", "dt_bias", "D") if name in case.parameters}
+    pool = case.state.contiguous()
+    ring = rwkv_jit.ReplayRing(slots, op, heads, size, value_size, length, drafts, dtype, state_type, device, key_heads)
+    for x in ring.tensors:
+        if x.is_floating_point():
+            x.fill_(math.nan)
+    truth, options, errors = pool.double().clone(), {"state_layout": case.options["state_layout"]}, []
+    for _ in range(steps):
+        places, count = torch.randperm(slots)[:rows], draw.randint(1, drafts)
+        places[draw.randrange(rows)] = -1
+        given = tokens_of(count)
+        given = given.replaced({**given.tensors, **fixed})
+        kind, counts = draw.choice(["replay", "replay", "verify"]), [count] * rows
+        out = torch.full_like(given.inputs["x" if op == "ssd" else "v"], math.nan)
+        index = places.to(device, torch.int32)
+        assert pooled(given, kind, pool, ring=ring, state_indices=index, out=out) is out
+        if kind == "verify":
+            counts = [draw.randint(0, count) for _ in range(rows)]
+            accepted = torch.tensor(counts, dtype=torch.int32, device=device)
+            rwkv_jit.replay_commit(pool, ring, accepted, state_indices=index, **options)
+        for row, slot in enumerate(places.tolist()):
+            if slot < 0:
+                assert not out[row].any()
+                continue
+            own = given.part(slice(row, row + 1))._replace(state=truth[slot : slot + 1]).reference()
+            want, _ = own.run(reference)
+            errors.append(float((out[row] - want[0]).norm() / want.norm()))
+            if counts[row]:
+                truth[slot] = own.part((slice(None), slice(counts[row]))).run(reference)[1][0]
+        assert int(ring.cursors.max()) <= length
+    rwkv_jit.replay_flush(pool, ring, **options)
+    assert not ring.cursors.any()
+    assert not ring.arrivals.any()
+    return float(torch.tensor(errors).max()), float((pool - truth).norm() / truth.norm())
 
 
 def check_without_slots(op, how, kind, is_whole, null_index, dtype, device="cpu"):

@@ -29,7 +29,7 @@ KINDS = (
     *((op, "sequences") for op in ("wkv4", "timex", *POOLED)),
     *((op, "update") for op in ("wkv4", *POOLED)),
     *((op, "varlen") for op in POOLED),
-    *((op, "replay") for op in BASE),
+    *((op, "replay") for op in POOLED),
     *((op, "layer") for op in (*LAYERS, *OTHERS)),
 )
 # Of the norm of a result, and how often what inputs change that are rounded otherwise.
@@ -444,55 +444,56 @@ def _pooled(draw, op, verb, p, most):
 
 def _replay(draw, op, verb, p, most):
     """Some steps, a verification of which some tokens count, and a flush."""
-    heads, rows = draw.choice([1, 2, 3]), draw.choice([1, 2, 3])
+    rows = draw.choice([1, 2, 3])
     slots = _slots(draw, rows, False)
     tokens = [draw.choice([1, 1, 2, 3]) for _ in range(draw.randrange(1, 6))]
-    given = comparing.make_inputs(op, p.dtype, rows, sum(tokens), heads, p.K, p.V, "usual", p.decay or None)
-    tensors = {name: x.detach() for name, x in given.items()}
-    inputs, fixed = list(tensors), comparing.FIXED.get(op, "")
-    of_head = (p.V, p.K) if p.layout == "vk" else (p.K, p.V)
+    tensors, arguments, of_state = _given(draw, op, p, rows, sum(tokens), None)
+    fixed = {"A", "D", "A_log", "dt_bias", *(comparing.FIXED.get(op, "") if op in BASE else "")}
+    of_tokens = {name for name, x in tensors.items() if tuple(x.shape[:2]) == (rows, sum(tokens))} - fixed
+    inputs, v = list(tensors), tensors["x" if op == "ssd" else "v"]
+    keys = tensors.get("B" if op == "ssd" else "k")
+    key_heads = of_state[0] if keys is None else keys.shape[2]
     state = torch.float32 if p.dtype == FP32 else p.state
-    tensors["state"] = torch.randn(slots.count, heads, *of_head, device=DEVICE).to(state)
+    tensors["state"] = torch.randn(slots.count, *of_state, device=DEVICE).to(state)
     tensors |= slots.options
     accepted = draw.randrange(tokens[-1] + 1)
-    options = {"state_layout": p.layout, **({"decay": p.decay} if p.decay else {})}
     places = {"state": lay_pool, **{name: lambda draw, x: lay(draw, x, False) for name in inputs}}
     common = {"null_index": slots.null_index, "state_layout": p.layout}
 
-    def part(given, begin, end):
-        return {name: x if name in fixed else x[:, begin:end] for name, x in given.items() if name in inputs}
+    def part(given, rows, span):
+        several = {name: given[name] for name in inputs}
+        return {name: x[rows, span] if name in of_tokens else x for name, x in several.items()}
 
     def run(given):
-        ring = rwkv_jit.ReplayRing(slots.count, op, heads, p.K, p.V, 3, 3, p.dtype, state, device=DEVICE)
+        ring = rwkv_jit.ReplayRing(
+            slots.count, op, of_state[0], p.K, p.V, 3, 3, p.dtype, state, device=DEVICE, key_heads=key_heads
+        )
         indices, made, begin = given["state_indices"], [], 0
         for place, count in enumerate(tokens):
             kind = "verify" if place == len(tokens) - 1 else "replay"
-            function = getattr(rwkv_jit, f"{op}_{kind}")
-            own = part(given, begin, begin + count).values()
-            more = {**options, "null_index": slots.null_index, "state_indices": indices}
-            made.append(function(given["state"], ring, *own, **more))
+            own = part(given, slice(None), slice(begin, begin + count))
+            arrays, options = arguments(own, null_index=slots.null_index, state_indices=indices)
+            made.append(getattr(rwkv_jit, f"{op}_{kind}")(given["state"], ring, *arrays, **options))
             begin += count
         counts = torch.full((rows,), accepted, dtype=torch.int32, device=DEVICE)
         rwkv_jit.replay_commit(given["state"], ring, counts, state_indices=indices, **common)
-        rwkv_jit.replay_flush(given["state"], ring, **{"state_layout": p.layout})
+        rwkv_jit.replay_flush(given["state"], ring, state_layout=p.layout)
         return [torch.cat(made, 1), given["state"]]
 
     def exactly(given):
-        pool = given["state"].clone()
-        y = torch.zeros(given["v"].shape, dtype=torch.float64, device=DEVICE)
-        reference, keep = getattr(rwkv_jit, f"{op}_ref"), sum(tokens[:-1]) + accepted
-        scale = {"scale": p.K**-0.5} if op in ("gla", "linear_attention") else {}
+        pool, reference = given["state"].clone(), getattr(rwkv_jit, f"{op}_ref")
+        y = torch.zeros(v.shape, dtype=torch.float64, device=DEVICE)
         for row, slot in enumerate(slots.read):
-            if slot is None:
-                continue
-            own = {name: x if name in fixed else x[row : row + 1] for name, x in part(given, 0, None).items()}
-            y[row] = reference(*own.values(), given["state"][slot][None], True, **options, **scale)[0][0]
-            kept = {name: x if name in fixed else x[:, :keep] for name, x in own.items()}
-            pool[slot] = reference(*kept.values(), given["state"][slot][None], True, **options, **scale)[1][0]
+            for count in () if slot is None else (sum(tokens), sum(tokens[:-1]) + accepted):
+                arrays, options = arguments(part(given, slice(row, row + 1), slice(count)))
+                own, final = reference(*arrays, given["state"][slot][None], True, **options)
+                if count == sum(tokens):
+                    y[row] = own[0]
+                pool[slot] = final[0]
         return [y, pool]
 
     written = {"state": sorted(x for x in slots.read if x is not None)}
-    dtype = _narrowest({"state": tensors["state"], "v": tensors["v"]})
+    dtype = _narrowest({"state": tensors["state"], "v": v})
     return Call(f"{op}_replay {p} {tokens} {accepted} {slots}", tensors, run, exactly, dtype, written, places)
 
 

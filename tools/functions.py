@@ -91,10 +91,10 @@ class Verb(NamedTuple):
     notes: str = ""
     has_ring: bool = False
     same_as: str = ""  # the verb whose arguments it takes
+    inputs_as: str = ""  # the verb of whose inputs it is said what they are
 
 
 WITH_STATES = tuple(name for name, op in ALL.items() if "H" in op.state)
-SEVERAL = tuple(name for name in WITH_STATES if name in OPS)  # those that rings hold
 VERBS = (
     Verb(
         "update", "update.KIND", WITH_STATES,
@@ -106,14 +106,15 @@ VERBS = (
         "sequence", "VarlenOptions", ("T", "1, T"), (102,),
     ),
     Verb(
-        "replay", "STEP", SEVERAL, "of one or a few tokens, which reads states and writes them once in a while",
+        "replay", "STEP", WITH_STATES, "of one or a few tokens, which reads states and writes them once in a while",
         "row", "ReplayOptions", ("B", "B, T"), (3,),
         "The state is that in the pool with the entries of its slot, as `ReplayRing` says. The 1 to 8 tokens become "
         "entries. Where there would be more than `ring.length`, the state is written with all of them, and the slot "
         "has none from then on. Entries in the place of a state are what Albatross calls a delta log.", has_ring=True,
+        inputs_as="update",
     ),
     Verb(
-        "verify", "DRAFT", SEVERAL, "of drafted tokens, none of which counts until `replay_commit`",
+        "verify", "DRAFT", WITH_STATES, "of drafted tokens, none of which counts until `replay_commit`",
         "row", "ReplayOptions", ("B", "B, T"), (3, 4),
         "y is that of `{op}_replay`. The speculative tokens are written behind the entries of each slot; cursors and "
         "states stay as they are. The next call of `{op}_verify` or `{op}_replay` writes over what was not committed.",
@@ -252,7 +253,10 @@ def docstring_over_pool(verb: Verb, op: Op, source: Source, options: str) -> Ite
         is_usual = (scale, layout) == ("1", "vk")
         defaults = "" if is_usual else f' By default scale is {scale} and state_layout "{layout}".'
         yield from wrapped(f"As `PoolOptions` and `{options}` say, errors and precision too.{defaults}", "    ")
-        yield from source.described(lambda head: shapes_over_pool(head, verb))
+        if verb.inputs_as:
+            yield from (", ".join(source.names), f"    As in `{op.name}_{verb.inputs_as}`, T up to 8.")
+        else:
+            yield from source.described(lambda head: shapes_over_pool(head, verb))
     place = op.public_names[op.names.index("v")]
     yield from ("", "Returns", "-------", f"y : torch.Tensor, shape and dtype of {place}")
     yield from ("", "References", "----------", source.references)
@@ -273,8 +277,12 @@ def example(verb: Verb, op: Op, source: Source) -> Iterator[str]:
     """Yield an example that makes random inputs and calls the function."""
     yield '>>> pool = torch.zeros(16, 4, 64, 64, device="cuda")'
     if verb.has_ring:
-        drafts = ", drafts=4" if verb.same_as else ""
-        yield f'>>> ring = rwkv_jit.ReplayRing(16, "{op.name}", 4, 64{drafts}, dtype=torch.float32, device="cuda")'
+        of_ring = ["drafts=4"] * bool(verb.same_as) + ["key_heads=2"] * ("G" in "".join(op.inputs.values()))
+        of_ring += ["dtype=torch.float32", 'device="cuda"']
+        arguments = f'16, "{op.name}", 4, 64, {", ".join(of_ring)}'
+        line = f">>> ring = rwkv_jit.ReplayRing({arguments})"
+        is_short = len(line) + 4 <= WIDTH
+        yield from [line] if is_short else [">>> ring = rwkv_jit.ReplayRing(", f"...     {arguments}", "... )"]
     yield f">>> slots = {SLOTS}"
     names = [x.name for x in source.arguments if x.default is Parameter.empty]
     groups: list[tuple[str, str, list[str]]] = []  # neighbours of one kind and shape come from one tensor
@@ -315,7 +323,7 @@ def body(verb: Verb, op: Op, source: Source) -> Iterator[str]:
     traits = [f'("{trait}", {trait}),' for trait in op.traits]
     yield f"arrays = {arrays}"
     yield f"traits = {' '.join(traits).rstrip(',')}{',' * (len(traits) == 1)}"
-    yield f'return calls.call({verb.kind}, ALL["{op.name}"], state, arrays, options, traits=traits)'
+    yield f'return calls.call({verb.kind}, ALL["{op.name}"], state, arrays, options{ring}, traits=traits)'
 
 
 # ---- over many processes -----------------------------------------------------------------------------------------

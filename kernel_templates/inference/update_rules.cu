@@ -26,27 +26,10 @@
 //
 // Inputs are read by their strides, and nothing is rounded before it is written. Any decay, gate and step is safe. Grid,
 // shared memory and registers are as there.
-using T_A = T_A_LOG;  // as state_steps.cuh calls them
-constexpr bool HAS_BIAS = HAS_DT_BIAS;
-
-#include "delta_maps.cuh"
-#include "diagonal_operands.cuh"
+#include "rule_token.cuh"
 #include "update_rows.cuh"
 
-// Whether there are decays of channels, or of heads.
-constexpr bool OF_CHANNELS = G_PER_CHANNEL || HAS_GATES;
-constexpr bool OF_HEADS = DELTA ? !G_PER_CHANNEL && GATE_KIND != LogDecay::none : HAS_DECAYS;
-constexpr bool BIAS_OF_CHANNELS = HAS_DT_BIAS && G_PER_CHANNEL;
 constexpr int ONES = HAS_NORM ? 3 : 1;  // q . k, and the squares of both
-constexpr int PADDED_VALUES = ceil_div(BLOCK_VALUES, 4) * 4;
-
-// A token as all threads read it; zeros past HEAD_SIZE, so that these keys add nothing. With a rate of each channel
-// `erased` is rate k.
-struct Token {
-    float r[PADDED_KEYS], k[PADDED_KEYS];
-    float d[OF_CHANNELS ? PADDED_KEYS : 4], erased[BETA_PER_CHANNEL ? PADDED_KEYS : 4];
-    float v[PADDED_VALUES], z[HAS_GATE ? PADDED_VALUES : 4];
-};
 
 struct Smem {
     Token token[BUFFERS];
@@ -54,69 +37,8 @@ struct Smem {
 };
 static_assert(sizeof(Smem) <= 48 * 1024, "head_size needs more than 48 KB of shared memory");
 
-// What a head has one of.
-struct OfHead { float decay = 1.0f, rate = 1.0f; };
-
-// What the tokens of a head share: rates of decay, biases, and the values' D.
-struct Parameters {
-    Share<T_DT_BIAS, HEAD_SIZE, PADDED_KEYS> biases;
-    float bias = 0.0f, speed = 0.0f, skip[KEPT];
-
-    __device__ void load(const T_A_LOG* a_log, const T_DT_BIAS* dt_bias, const T_D* own, i64 head, int first_value) {
-        if constexpr (BIAS_OF_CHANNELS) biases.load(dt_bias + head * HEAD_SIZE);
-        else if constexpr (HAS_DT_BIAS) bias = to_float(dt_bias[head]);
-        if constexpr (HAS_STEPS) speed = to_float(a_log[head]);
-        else if constexpr (DELTA && HAS_PARAMETERS) speed = speed_of(to_float(a_log[head]));
-        if constexpr (HAS_SKIP) {
-            const int first = first_value + own_values() + kept_index();
-#pragma unroll
-            for (int i = 0; i < KEPT; ++i) {
-                const i64 place = SKIP_PER_CHANNEL ? head * VALUE_SIZE + min(first + i, VALUE_SIZE - 1) : head;
-                skip[i] = to_float(own[place]);
-            }
-        }
-    }
-};
-
-// A token between its load and its place in shared memory.
-struct Held {
-    Share<T_IO, HEAD_SIZE, PADDED_KEYS> r, k;
-    Share<T_G, HEAD_SIZE, PADDED_KEYS> gates;
-    Share<T_BETA, HEAD_SIZE, PADDED_KEYS> rates;
-    Share<T_IO, VALUE_SIZE, BLOCK_VALUES> v, write_gate, z;
-    T_G gate;
-    T_BETA rate;
-
-    // Returns what the head has one of.
-    __device__ OfHead store(Token& token, const Parameters& own, float lower_bound, Limits limits) const {
-        const auto decay_of = [&](float g, float bias) {
-            return expf(DELTA ? log_decay_of(g + bias, own.speed, lower_bound) : g);
-        };
-        r.store(token.r);
-        if constexpr (HAS_GATES) gates.store(token.k, [](int, float g) { return -expm1f(g); });
-        else k.store(token.k);
-        if constexpr (OF_CHANNELS)
-            gates.store(token.d, [&](int n, float g) {
-                return decay_of(g, BIAS_OF_CHANNELS ? to_float(own.biases.held[n]) : 0.0f);
-            });
-        if constexpr (BETA_PER_CHANNEL)
-            rates.store(token.erased, [&](int n, float x) { return rate_of(x) * to_float(k.held[n]); });
-        v.store(token.v, [&](int n, float x) { return HAS_WRITE_GATE ? x * to_float(write_gate.held[n]) : x; });
-        if constexpr (HAS_GATE) z.store(token.z);
-        OfHead head;
-        if constexpr (HAS_STEPS) {
-            head.rate = StepMap(own.speed, own.bias, limits).step(to_float(rate));
-            head.decay = expf(own.speed * head.rate);
-        } else {
-            if constexpr (OF_HEADS) head.decay = decay_of(to_float(gate), own.bias);
-            if constexpr (DELTA && !BETA_PER_CHANNEL) head.rate = rate_of(to_float(rate));
-        }
-        return head;
-    }
-};
-
 // One token: the tile moves on, and y is written by the lanes that keep its sums.
-__device__ inline void update_tile(Tile& tile, const Token& token, OfHead head, const Parameters& own_parameters,
+__device__ inline void update_tile(Tile& tile, const Token& token, OfHead head, const float (&skip)[KEPT],
                                    Sums<ONES>& sums, T_IO* y, int first_value, float scale) {
     float r[KEYS], k[KEYS], sa[VALUES] = {}, read[VALUES] = {}, all_sa[VALUES], ones[ONES] = {};
     read_keys(r, token.r), read_keys(k, token.k);
@@ -148,7 +70,7 @@ __device__ inline void update_tile(Tile& tile, const Token& token, OfHead head, 
             const int value = own + kept + i;
             const float v = token.v[value];
             float result = scale * of_q * (read[i] + added(v, sa[i]) * ones[0]);
-            if constexpr (HAS_SKIP) result += own_parameters.skip[i] * v;
+            if constexpr (HAS_SKIP) result += skip[i] * v;
             if constexpr (HAS_GATE) result *= opened<Gate::silu>(token.z[value]);
             if (first_value + value < VALUE_SIZE) y[value] = from_float<T_IO>(result);
         }
@@ -198,25 +120,22 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) update_
     const auto start = [&](const Strides& s, i64 of) {
         return (PACKED ? place.begin * s.token : row * s.batch) + of * s.head;
     };
-    r += start(r_strides, key_head), k += start(k_strides, key_head), w += start(w_strides, head);
-    v += start(v_strides, head) + first_value, beta += start(beta_strides, head);
-    write_gate += start(write_gate_strides, head) + first_value, z += start(z_strides, head) + first_value;
+    const Inputs inputs{
+        r + start(r_strides, key_head), k + start(k_strides, key_head), v + start(v_strides, head) + first_value,
+        write_gate + start(write_gate_strides, head) + first_value, z + start(z_strides, head) + first_value,
+        w + start(w_strides, head), beta + start(beta_strides, head), r_strides.token, k_strides.token,
+        v_strides.token, write_gate_strides.token, z_strides.token, w_strides.token, beta_strides.token};
     Held held;
-    const auto load = [&](i64 t) {
-        const int width = VALUE_SIZE - first_value;
-        held.r.load(r + t * r_strides.token);
-        if constexpr (!HAS_GATES) held.k.load(k + t * k_strides.token);
-        if constexpr (OF_CHANNELS) held.gates.load(w + t * w_strides.token);
-        else if constexpr (OF_HEADS && !HAS_STEPS) held.gate = w[t * w_strides.token];
-        if constexpr (BETA_PER_CHANNEL) held.rates.load(beta + t * beta_strides.token);
-        else if constexpr (DELTA || HAS_STEPS) held.rate = beta[t * beta_strides.token];
-        held.v.load(v + t * v_strides.token, width);
-        if constexpr (HAS_WRITE_GATE) held.write_gate.load(write_gate + t * write_gate_strides.token, width);
-        if constexpr (HAS_GATE) held.z.load(z + t * z_strides.token, width);
-    };
+    const auto load = [&](i64 t) { inputs.load(held, t, VALUE_SIZE - first_value); };
     load(0);
     Parameters parameters;
-    parameters.load(a_log, dt_bias, own, head, first_value);
+    parameters.load(a_log, dt_bias, head);
+    float skip[KEPT];
+    if constexpr (HAS_SKIP) {
+        const int first = first_value + own_values() + kept_index();
+#pragma unroll
+        for (int i = 0; i < KEPT; ++i) skip[i] = skip_of(own, head, first + i);
+    }
 
     Tile tile;
     if (!HAS_STATE || (PACKED && place.from < 0)) clear_tile(tile);
@@ -227,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) update_
         smem.token, place.tokens,
         [&](Token& token) { of_head = held.store(token, parameters, lower_bound, Limits{least, most}); }, load,
         [&](i64 t, const Token& token) {
-            update_tile(tile, token, of_head, parameters, smem.sums, y + t * y_stride, first_value, scale);
+            update_tile(tile, token, of_head, skip, smem.sums, y + t * y_stride, first_value, scale);
         });
     const i64 to = place.to;
     if (final_state == nullptr || is_none(to, write_indices != nullptr, slots, null_index)) return;

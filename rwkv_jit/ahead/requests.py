@@ -113,8 +113,6 @@ def call_requests(calls: Calls) -> list[kernel.Request]:
         return _requests_without_heads(calls, types)
     if calls.head_size is None:
         raise TypeError(f"head_sizes: {op} needs some, got None")
-    if entry.through is not None and calls.rings:
-        raise ValueError(f"rings: {op} has no calls over a ring of tokens")
     w_type, requests = types.get("w", "fp32"), list[kernel.Request]()
     for stand_in in [_stand_in(calls, types, state_type, traits) for traits in several]:
         if direction == UPDATE:
@@ -144,8 +142,8 @@ def _pool_requests(stand_in: Problem, calls: Calls, w_type: str) -> list[kernel.
             p = p._replace(decay_bound=None)
         schedules += stand_ins.updates(p, of_w or ["fp32"], index_bytes)
         schedules += stand_ins.varlens(stand_ins.pooled_problems(p, knowing), ["void", *of_w], index_bytes)
-    for ring in calls.rings:
-        schedules += stand_ins.replays(stand_in, of_w or ["fp32"], index_bytes, *ring)
+        for ring in calls.rings:
+            schedules += stand_ins.replays(p, of_w or ["fp32"], index_bytes, *ring)
     return _kernels(schedules, stand_in.gpu)
 
 

@@ -37,9 +37,9 @@ _POOL_OPS = {
     ),
     "replay_states": (
         "(str op, str phase, Tensor(a!) state, Tensor(b!)? y, Tensor(c!) cursors, Tensor(d!) arrivals, Tensor(e!)? d, "
-        "Tensor(f!)? b, Tensor(g!) k, Tensor(h!) v, Tensor(i!)? u, int length, Tensor[] inputs, Tensor? w0, "
+        "Tensor(f!)? b, Tensor(g!) k, Tensor(h!) v, Tensor(i!)? u, int length, Tensor?[] inputs, Tensor? w0, "
         "Tensor? state_indices, Tensor? accept_lens, Tensor? seed, int null_index, float scale, str decay, "
-        "str state_layout) -> ()",
+        f"str state_layout, *, {_SWITCHES}) -> ()",
         "pool.replay",
     ),
     "varlen_states": (

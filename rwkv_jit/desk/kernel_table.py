@@ -15,8 +15,8 @@ from rwkv_jit.schedules.problem import Op
 from rwkv_jit.schedules.table import ALL
 
 _OF_OPERANDS = {
-    "delta": ("layer_delta_operands", "update_rules"),
-    "diagonal": ("diagonal_operands", "head_steps", "skip_gate", "update_rules"),
+    "delta": ("layer_delta_operands", "update_rules", "replay_rules"),
+    "diagonal": ("diagonal_operands", "head_steps", "skip_gate", "update_rules", "replay_rules"),
 }
 _OF_OTHERS = (
     *(f"{op.stem}_" for op in ALL.values() if op.through is not None and op.stem != op.through.stem),

@@ -117,7 +117,7 @@ def cross_entropy(
     loss, *_ = registry.find("cross_entropy_fwd")(rows, flat, ignore_index, float(l2_wrap), False)
     if reduction == "none":
         return loss.view(targets.shape)  # type: ignore[no-any-return]
-    total = loss.sum()
+    total: Tensor = loss.sum()
     # A row that does not count has no gradient even where that of the sum is infinite.
     return total if reduction == "sum" else total / (targets != ignore_index).sum()
 

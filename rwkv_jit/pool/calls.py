@@ -170,10 +170,11 @@ def _checked_call(
     if cast is not None:
         with tensors.exactly(cast[0]):
             return call(kind, op, state, cast, options, ring, traits)
-    named, more = dict(traits), [] if ring is None else [ring]
-    if op.traits:
+    named, more = dict(traits), list[Any]() if ring is None else [ring]
+    if op.traits and kind.has_tokens:
         checks.check_switches(op, arrays, named)
-    step = kind.check(op, name, state, arrays, options, *more, *([torch_op.traits_of(op, named)] if op.traits else []))
+        more = [*more, torch_op.traits_of(op, named)]
+    step = kind.check(op, name, state, arrays, options, *more)
     y: Tensor = step.y  # type: ignore[assignment]  # or None
     if not (step.state.is_cuda and tensors.is_eager() and tensors.are_plain(step.tensors)):
         registry.find(kind.torch_op)(op.name, *step.given, **named)

@@ -1219,15 +1219,8 @@ def wkv5_replay(
     ----------
     state, ring, **options
         As `PoolOptions` and `ReplayOptions` say, errors and precision too.
-    r, k : torch.Tensor, shape (B, H, K) or (B, T, H, K), float16, bfloat16 or float32
-        Receptance and key. Any strides; if the last one is not 1, the input is copied. DLPack hands over arrays of
-        other libraries.
-    v : torch.Tensor, shape (B, H, V) or (B, T, H, V), dtype of r
-        Value.
-    w : torch.Tensor, shape (H, K), dtype of r or float32
-        Decay before the map that `decay` names, the same for every token.
-    u : torch.Tensor, shape (H, K), dtype of r or float32
-        Bonus of the current token.
+    r, k, v, w, u
+        As in `wkv5_update`, T up to 8.
 
     Returns
     -------
@@ -1268,15 +1261,8 @@ def wkv6_replay(
     ----------
     state, ring, **options
         As `PoolOptions` and `ReplayOptions` say, errors and precision too.
-    r, k : torch.Tensor, shape (B, H, K) or (B, T, H, K), float16, bfloat16 or float32
-        Receptance and key. Any strides; if the last one is not 1, the input is copied. DLPack hands over arrays of
-        other libraries.
-    v : torch.Tensor, shape (B, H, V) or (B, T, H, V), dtype of r
-        Value.
-    w : torch.Tensor, shape (B, H, K) or (B, T, H, K), dtype of r or float32
-        Decay before the map that `decay` names.
-    u : torch.Tensor, shape (H, K), dtype of r or float32
-        Bonus of the current token.
+    r, k, v, w, u
+        As in `wkv6_update`, T up to 8.
 
     Returns
     -------
@@ -1318,13 +1304,8 @@ def wkv7_replay(
     ----------
     state, ring, **options
         As `PoolOptions` and `ReplayOptions` say, errors and precision too.
-    r, k, a, b : torch.Tensor, shape (B, H, K) or (B, T, H, K), float16, bfloat16 or float32
-        Receptance, key, and the two sides of the state's rank-one correction (in the model a = -kk, b = kk * a').
-        Any strides; if the last one is not 1, the input is copied. DLPack hands over arrays of other libraries.
-    w : torch.Tensor, shape (B, H, K) or (B, T, H, K), dtype of r or float32
-        Decay before the map that `decay` names.
-    v : torch.Tensor, shape (B, H, V) or (B, T, H, V), dtype of r
-        Value.
+    r, w, k, v, a, b
+        As in `wkv7_update`, T up to 8.
 
     Returns
     -------
@@ -1365,13 +1346,8 @@ def gla_replay(
     state, ring, **options
         As `PoolOptions` and `ReplayOptions` say, errors and precision too. By default scale is K^-0.5 and state_layout
         "kv".
-    q, k : torch.Tensor, shape (B, H, K) or (B, T, H, K), float16, bfloat16 or float32
-        Query and key. Any strides; if the last one is not 1, the input is copied. DLPack hands over arrays of other
-        libraries.
-    v : torch.Tensor, shape (B, H, V) or (B, T, H, V), dtype of q
-        Value.
-    g : torch.Tensor, shape (B, H, K) or (B, T, H, K), dtype of q or float32
-        Decay before the map that `decay` names; by default its logarithm.
+    q, k, v, g
+        As in `gla_update`, T up to 8.
 
     Returns
     -------
@@ -1413,11 +1389,8 @@ def linear_attention_replay(
     state, ring, **options
         As `PoolOptions` and `ReplayOptions` say, errors and precision too. By default scale is K^-0.5 and state_layout
         "kv".
-    q, k : torch.Tensor, shape (B, H, K) or (B, T, H, K), float16, bfloat16 or float32
-        Query and key. Any strides; if the last one is not 1, the input is copied. DLPack hands over arrays of other
-        libraries.
-    v : torch.Tensor, shape (B, H, V) or (B, T, H, V), dtype of q
-        Value.
+    q, k, v
+        As in `linear_attention_update`, T up to 8.
 
     Returns
     -------
@@ -1439,6 +1412,349 @@ def linear_attention_replay(
     torch.Size([3, 4, 64])
     """
     return calls.call(STEP, ALL["linear_attention"], state, (q, k, v), options, ring)
+
+
+def kda_replay(
+    state: Array, ring: ReplayRing, q: Array, k: Array, v: Array, g: Array, beta: Array, *, A_log: Array | None = None,
+    dt_bias: Array | None = None, lower_bound: float | None = None, qk_norm: bool = False,
+    beta_map: BetaMap = "identity", **options: Unpack[ReplayOptions],
+) -> Tensor:  # fmt: skip
+    r"""Kimi Delta Attention of one or a few tokens, which reads states and writes them once in a while.
+
+        S <- S diag(e^g);   u = beta (v - S k);   S <- S + u k^T;   y = scale S q
+
+    per row and head, token by token, with S [V, K].
+
+    The state is that in the pool with the entries of its slot, as `ReplayRing` says. The 1 to 8 tokens become entries.
+    Where there would be more than `ring.length`, the state is written with all of them, and the slot has none from then
+    on. Entries in the place of a state are what Albatross calls a delta log.
+
+    Parameters
+    ----------
+    state, ring, **options
+        As `PoolOptions` and `ReplayOptions` say, errors and precision too. By default scale is K^-0.5 and state_layout
+        "kv".
+    q, k, v, g, beta, A_log, dt_bias, lower_bound, qk_norm, beta_map
+        As in `kda_update`, T up to 8.
+
+    Returns
+    -------
+    y : torch.Tensor, shape and dtype of v
+
+    References
+    ----------
+    Kimi Team, Kimi Linear: An Expressive, Efficient Attention Architecture, arXiv:2510.26692.
+
+    Examples
+    --------
+    >>> pool = torch.zeros(16, 4, 64, 64, device="cuda")
+    >>> ring = rwkv_jit.ReplayRing(16, "kda", 4, 64, key_heads=2, dtype=torch.float32, device="cuda")
+    >>> slots = torch.tensor([5, 2, 11], dtype=torch.int32, device="cuda")
+    >>> q, k = torch.randn(2, 3, 2, 64, device="cuda")
+    >>> v = torch.randn(3, 4, 64, device="cuda")
+    >>> g = -torch.rand(3, 4, 64, device="cuda")
+    >>> beta = torch.rand(3, 4, device="cuda")
+    >>> y = rwkv_jit.kda_replay(pool, ring, q, k, v, g, beta, state_indices=slots)
+    >>> y.shape
+    torch.Size([3, 4, 64])
+    """
+    if qk_norm is not True and qk_norm is not False:
+        qk_norm = checks.check_flag("qk_norm", qk_norm)
+    arrays = q, k, v, g, beta, A_log, dt_bias
+    traits = ("lower_bound", lower_bound), ("qk_norm", qk_norm), ("beta_map", beta_map)
+    return calls.call(STEP, ALL["kda"], state, arrays, options, ring, traits=traits)
+
+
+def gated_delta_rule_replay(
+    state: Array, ring: ReplayRing, q: Array, k: Array, v: Array, g: Array, beta: Array, *, A_log: Array | None = None,
+    dt_bias: Array | None = None, qk_norm: bool = False, beta_map: BetaMap = "identity",
+    **options: Unpack[ReplayOptions],
+) -> Tensor:  # fmt: skip
+    r"""The gated delta rule of one or a few tokens, which reads states and writes them once in a while.
+
+        S <- e^g S;   u = beta (v - S k);   S <- S + u k^T;   y = scale S q
+
+    per row and head, token by token, with S [V, K].
+
+    The state is that in the pool with the entries of its slot, as `ReplayRing` says. The 1 to 8 tokens become entries.
+    Where there would be more than `ring.length`, the state is written with all of them, and the slot has none from then
+    on. Entries in the place of a state are what Albatross calls a delta log.
+
+    Parameters
+    ----------
+    state, ring, **options
+        As `PoolOptions` and `ReplayOptions` say, errors and precision too. By default scale is K^-0.5 and state_layout
+        "kv".
+    q, k, v, g, beta, A_log, dt_bias, qk_norm, beta_map
+        As in `gated_delta_rule_update`, T up to 8.
+
+    Returns
+    -------
+    y : torch.Tensor, shape and dtype of v
+
+    References
+    ----------
+    Yang et al., Gated Delta Networks: Improving Mamba2 with Delta Rule, arXiv:2412.06464.
+
+    Examples
+    --------
+    >>> pool = torch.zeros(16, 4, 64, 64, device="cuda")
+    >>> ring = rwkv_jit.ReplayRing(16, "gated_delta_rule", 4, 64, key_heads=2, dtype=torch.float32, device="cuda")
+    >>> slots = torch.tensor([5, 2, 11], dtype=torch.int32, device="cuda")
+    >>> q, k = torch.randn(2, 3, 2, 64, device="cuda")
+    >>> v = torch.randn(3, 4, 64, device="cuda")
+    >>> g = -torch.rand(3, 4, device="cuda")
+    >>> beta = torch.rand(3, 4, device="cuda")
+    >>> y = rwkv_jit.gated_delta_rule_replay(pool, ring, q, k, v, g, beta, state_indices=slots)
+    >>> y.shape
+    torch.Size([3, 4, 64])
+    """
+    if qk_norm is not True and qk_norm is not False:
+        qk_norm = checks.check_flag("qk_norm", qk_norm)
+    arrays = q, k, v, g, beta, A_log, dt_bias
+    traits = ("qk_norm", qk_norm), ("beta_map", beta_map)
+    return calls.call(STEP, ALL["gated_delta_rule"], state, arrays, options, ring, traits=traits)
+
+
+def delta_rule_replay(
+    state: Array, ring: ReplayRing, q: Array, k: Array, v: Array, beta: Array, *, qk_norm: bool = False,
+    beta_map: BetaMap = "identity", **options: Unpack[ReplayOptions],
+) -> Tensor:  # fmt: skip
+    r"""The delta rule of one or a few tokens, which reads states and writes them once in a while.
+
+        u = beta (v - S k);   S <- S + u k^T;   y = scale S q
+
+    per row and head, token by token, with S [V, K].
+
+    The state is that in the pool with the entries of its slot, as `ReplayRing` says. The 1 to 8 tokens become entries.
+    Where there would be more than `ring.length`, the state is written with all of them, and the slot has none from then
+    on. Entries in the place of a state are what Albatross calls a delta log.
+
+    Parameters
+    ----------
+    state, ring, **options
+        As `PoolOptions` and `ReplayOptions` say, errors and precision too. By default scale is K^-0.5 and state_layout
+        "kv".
+    q, k, v, beta, qk_norm, beta_map
+        As in `delta_rule_update`, T up to 8.
+
+    Returns
+    -------
+    y : torch.Tensor, shape and dtype of v
+
+    References
+    ----------
+    Yang et al., Parallelizing Linear Transformers with the Delta Rule over Sequence Length, arXiv:2406.06484.
+
+    Examples
+    --------
+    >>> pool = torch.zeros(16, 4, 64, 64, device="cuda")
+    >>> ring = rwkv_jit.ReplayRing(16, "delta_rule", 4, 64, key_heads=2, dtype=torch.float32, device="cuda")
+    >>> slots = torch.tensor([5, 2, 11], dtype=torch.int32, device="cuda")
+    >>> q, k = torch.randn(2, 3, 2, 64, device="cuda")
+    >>> v = torch.randn(3, 4, 64, device="cuda")
+    >>> beta = torch.rand(3, 4, device="cuda")
+    >>> y = rwkv_jit.delta_rule_replay(pool, ring, q, k, v, beta, state_indices=slots)
+    >>> y.shape
+    torch.Size([3, 4, 64])
+    """
+    if qk_norm is not True and qk_norm is not False:
+        qk_norm = checks.check_flag("qk_norm", qk_norm)
+    arrays = q, k, v, beta
+    traits = ("qk_norm", qk_norm), ("beta_map", beta_map)
+    return calls.call(STEP, ALL["delta_rule"], state, arrays, options, ring, traits=traits)
+
+
+def gated_delta_rule2_replay(
+    state: Array, ring: ReplayRing, q: Array, k: Array, v: Array, g: Array, beta: Array, write_gate: Array, *,
+    A_log: Array | None = None, dt_bias: Array | None = None, lower_bound: float | None = None, qk_norm: bool = False,
+    **options: Unpack[ReplayOptions],
+) -> Tensor:  # fmt: skip
+    r"""The gated delta rule by channels of one or a few tokens, which reads states and writes them once in a while.
+
+        S <- S diag(e^g);   u = write_gate v - S (beta k);   S <- S + u k^T;   y = scale S q
+
+    per row and head, token by token, with S [V, K].
+
+    The state is that in the pool with the entries of its slot, as `ReplayRing` says. The 1 to 8 tokens become entries.
+    Where there would be more than `ring.length`, the state is written with all of them, and the slot has none from then
+    on. Entries in the place of a state are what Albatross calls a delta log.
+
+    Parameters
+    ----------
+    state, ring, **options
+        As `PoolOptions` and `ReplayOptions` say, errors and precision too. By default scale is K^-0.5 and state_layout
+        "kv".
+    q, k, v, g, beta, write_gate, A_log, dt_bias, lower_bound, qk_norm
+        As in `gated_delta_rule2_update`, T up to 8.
+
+    Returns
+    -------
+    y : torch.Tensor, shape and dtype of v
+
+    References
+    ----------
+    Yang et al., Gated Delta Networks: Improving Mamba2 with Delta Rule, arXiv:2412.06464, with gates for channels as in
+    NVIDIA's GDN-2.
+
+    Examples
+    --------
+    >>> pool = torch.zeros(16, 4, 64, 64, device="cuda")
+    >>> ring = rwkv_jit.ReplayRing(16, "gated_delta_rule2", 4, 64, key_heads=2, dtype=torch.float32, device="cuda")
+    >>> slots = torch.tensor([5, 2, 11], dtype=torch.int32, device="cuda")
+    >>> q, k = torch.randn(2, 3, 2, 64, device="cuda")
+    >>> v = torch.randn(3, 4, 64, device="cuda")
+    >>> g = -torch.rand(3, 4, 64, device="cuda")
+    >>> beta, write_gate = torch.rand(2, 3, 4, 64, device="cuda")
+    >>> y = rwkv_jit.gated_delta_rule2_replay(pool, ring, q, k, v, g, beta, write_gate, state_indices=slots)
+    >>> y.shape
+    torch.Size([3, 4, 64])
+    """
+    if qk_norm is not True and qk_norm is not False:
+        qk_norm = checks.check_flag("qk_norm", qk_norm)
+    arrays = q, k, v, g, beta, write_gate, A_log, dt_bias
+    traits = ("lower_bound", lower_bound), ("qk_norm", qk_norm)
+    return calls.call(STEP, ALL["gated_delta_rule2"], state, arrays, options, ring, traits=traits)
+
+
+def simple_gla_replay(
+    state: Array, ring: ReplayRing, q: Array, k: Array, v: Array, g: Array, **options: Unpack[ReplayOptions]
+) -> Tensor:
+    r"""Scalar-gated linear attention of one or a few tokens, which reads states and writes them once in a while.
+
+        S <- e^g S + v k^T;   y = scale S q
+
+    per row and head, token by token, with S [V, K].
+
+    The state is that in the pool with the entries of its slot, as `ReplayRing` says. The 1 to 8 tokens become entries.
+    Where there would be more than `ring.length`, the state is written with all of them, and the slot has none from then
+    on. Entries in the place of a state are what Albatross calls a delta log.
+
+    Parameters
+    ----------
+    state, ring, **options
+        As `PoolOptions` and `ReplayOptions` say, errors and precision too. By default scale is K^-0.5 and state_layout
+        "kv".
+    q, k, v, g
+        As in `simple_gla_update`, T up to 8.
+
+    Returns
+    -------
+    y : torch.Tensor, shape and dtype of v
+
+    References
+    ----------
+    Sun et al., Retentive Network: A Successor to Transformer for Large Language Models, arXiv:2307.08621, with a fixed
+    decay; Qin et al., Lightning Attention-2, arXiv:2401.04658.
+
+    Examples
+    --------
+    >>> pool = torch.zeros(16, 4, 64, 64, device="cuda")
+    >>> ring = rwkv_jit.ReplayRing(16, "simple_gla", 4, 64, key_heads=2, dtype=torch.float32, device="cuda")
+    >>> slots = torch.tensor([5, 2, 11], dtype=torch.int32, device="cuda")
+    >>> q, k = torch.randn(2, 3, 2, 64, device="cuda")
+    >>> v = torch.randn(3, 4, 64, device="cuda")
+    >>> g = -torch.rand(3, 4, device="cuda")
+    >>> y = rwkv_jit.simple_gla_replay(pool, ring, q, k, v, g, state_indices=slots)
+    >>> y.shape
+    torch.Size([3, 4, 64])
+    """
+    return calls.call(STEP, ALL["simple_gla"], state, (q, k, v, g), options, ring)
+
+
+def hgrn2_replay(
+    state: Array, ring: ReplayRing, q: Array, g: Array, v: Array, **options: Unpack[ReplayOptions]
+) -> Tensor:
+    r"""HGRN2 of one or a few tokens, which reads states and writes them once in a while.
+
+        S <- S diag(e^g) + v (1 - e^g)^T;   y = scale S q
+
+    per row and head, token by token, with S [V, K].
+
+    The state is that in the pool with the entries of its slot, as `ReplayRing` says. The 1 to 8 tokens become entries.
+    Where there would be more than `ring.length`, the state is written with all of them, and the slot has none from then
+    on. Entries in the place of a state are what Albatross calls a delta log.
+
+    Parameters
+    ----------
+    state, ring, **options
+        As `PoolOptions` and `ReplayOptions` say, errors and precision too. By default scale is 1 and state_layout "kv".
+    q, g, v
+        As in `hgrn2_update`, T up to 8.
+
+    Returns
+    -------
+    y : torch.Tensor, shape and dtype of v
+
+    References
+    ----------
+    Qin et al., HGRN2: Gated Linear RNNs with State Expansion, arXiv:2404.07904.
+
+    Examples
+    --------
+    >>> pool = torch.zeros(16, 4, 64, 64, device="cuda")
+    >>> ring = rwkv_jit.ReplayRing(16, "hgrn2", 4, 64, dtype=torch.float32, device="cuda")
+    >>> slots = torch.tensor([5, 2, 11], dtype=torch.int32, device="cuda")
+    >>> q = torch.randn(3, 4, 64, device="cuda")
+    >>> g = -torch.rand(3, 4, 64, device="cuda")
+    >>> v = torch.randn(3, 4, 64, device="cuda")
+    >>> y = rwkv_jit.hgrn2_replay(pool, ring, q, g, v, state_indices=slots)
+    >>> y.shape
+    torch.Size([3, 4, 64])
+    """
+    return calls.call(STEP, ALL["hgrn2"], state, (q, g, v), options, ring)
+
+
+def ssd_replay(
+    state: Array, ring: ReplayRing, x: Array, dt: Array, A: Array, B: Array, C: Array, *, D: Array | None = None,
+    z: Array | None = None, dt_bias: Array | None = None, dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf), **options: Unpack[ReplayOptions],
+) -> Tensor:  # fmt: skip
+    r"""The state space of Mamba-2 of one or a few tokens, which reads states and writes them once in a while.
+
+        S <- e^(dt A) S + dt x B^T;   y = (S C + D x) silu(z)
+
+    per row and head, token by token, with S [V, K].
+
+    The state is that in the pool with the entries of its slot, as `ReplayRing` says. The 1 to 8 tokens become entries.
+    Where there would be more than `ring.length`, the state is written with all of them, and the slot has none from then
+    on. Entries in the place of a state are what Albatross calls a delta log.
+
+    Parameters
+    ----------
+    state, ring, **options
+        As `PoolOptions` and `ReplayOptions` say, errors and precision too.
+    x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit
+        As in `ssd_update`, T up to 8.
+
+    Returns
+    -------
+    y : torch.Tensor, shape and dtype of x
+
+    References
+    ----------
+    Dao and Gu, Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State Space
+    Duality, arXiv:2405.21060.
+
+    Examples
+    --------
+    >>> pool = torch.zeros(16, 4, 64, 64, device="cuda")
+    >>> ring = rwkv_jit.ReplayRing(16, "ssd", 4, 64, key_heads=2, dtype=torch.float32, device="cuda")
+    >>> slots = torch.tensor([5, 2, 11], dtype=torch.int32, device="cuda")
+    >>> x = torch.randn(3, 4, 64, device="cuda")
+    >>> dt = torch.rand(3, 4, device="cuda")
+    >>> A = -torch.rand(4, device="cuda")
+    >>> B, C = torch.randn(2, 3, 2, 64, device="cuda")
+    >>> y = rwkv_jit.ssd_replay(pool, ring, x, dt, A, B, C, state_indices=slots)
+    >>> y.shape
+    torch.Size([3, 4, 64])
+    """
+    if dt_softplus is not True and dt_softplus is not False:
+        dt_softplus = checks.check_flag("dt_softplus", dt_softplus)
+    least_step, most_step = checks.step_limits(dt_limit)
+    arrays = x, dt, A, B, C, D, z, dt_bias
+    traits = ("dt_softplus", dt_softplus), ("least_step", least_step), ("most_step", most_step)
+    return calls.call(STEP, ALL["ssd"], state, arrays, options, ring, traits=traits)
 
 
 def wkv5_verify(
@@ -1635,3 +1951,328 @@ def linear_attention_verify(
     >>> rwkv_jit.replay_commit(pool, ring, accepted, state_indices=slots)
     """
     return calls.call(DRAFT, ALL["linear_attention"], state, (q, k, v), options, ring)
+
+
+def kda_verify(
+    state: Array, ring: ReplayRing, q: Array, k: Array, v: Array, g: Array, beta: Array, *, A_log: Array | None = None,
+    dt_bias: Array | None = None, lower_bound: float | None = None, qk_norm: bool = False,
+    beta_map: BetaMap = "identity", **options: Unpack[ReplayOptions],
+) -> Tensor:  # fmt: skip
+    r"""Kimi Delta Attention of drafted tokens, none of which counts until `replay_commit`.
+
+        S <- S diag(e^g);   u = beta (v - S k);   S <- S + u k^T;   y = scale S q
+
+    per row and head, token by token, with S [V, K].
+
+    y is that of `kda_replay`. The speculative tokens are written behind the entries of each slot; cursors and states
+    stay as they are. The next call of `kda_verify` or `kda_replay` writes over what was not committed.
+
+    Parameters
+    ----------
+    state, ring, q, k, v, g, beta, A_log, dt_bias, lower_bound, qk_norm, beta_map, **options
+        As in `kda_replay`, T up to `ring.drafts`.
+
+    Returns
+    -------
+    y : torch.Tensor, shape and dtype of v
+
+    References
+    ----------
+    Kimi Team, Kimi Linear: An Expressive, Efficient Attention Architecture, arXiv:2510.26692.
+
+    Examples
+    --------
+    >>> pool = torch.zeros(16, 4, 64, 64, device="cuda")
+    >>> ring = rwkv_jit.ReplayRing(16, "kda", 4, 64, drafts=4, key_heads=2, dtype=torch.float32, device="cuda")
+    >>> slots = torch.tensor([5, 2, 11], dtype=torch.int32, device="cuda")
+    >>> q, k = torch.randn(2, 3, 4, 2, 64, device="cuda")
+    >>> v = torch.randn(3, 4, 4, 64, device="cuda")
+    >>> g = -torch.rand(3, 4, 4, 64, device="cuda")
+    >>> beta = torch.rand(3, 4, 4, device="cuda")
+    >>> y = rwkv_jit.kda_verify(pool, ring, q, k, v, g, beta, state_indices=slots)
+    >>> accepted = torch.tensor([4, 0, 2], device="cuda")  # as the model's head says
+    >>> rwkv_jit.replay_commit(pool, ring, accepted, state_indices=slots)
+    """
+    if qk_norm is not True and qk_norm is not False:
+        qk_norm = checks.check_flag("qk_norm", qk_norm)
+    arrays = q, k, v, g, beta, A_log, dt_bias
+    traits = ("lower_bound", lower_bound), ("qk_norm", qk_norm), ("beta_map", beta_map)
+    return calls.call(DRAFT, ALL["kda"], state, arrays, options, ring, traits=traits)
+
+
+def gated_delta_rule_verify(
+    state: Array, ring: ReplayRing, q: Array, k: Array, v: Array, g: Array, beta: Array, *, A_log: Array | None = None,
+    dt_bias: Array | None = None, qk_norm: bool = False, beta_map: BetaMap = "identity",
+    **options: Unpack[ReplayOptions],
+) -> Tensor:  # fmt: skip
+    r"""The gated delta rule of drafted tokens, none of which counts until `replay_commit`.
+
+        S <- e^g S;   u = beta (v - S k);   S <- S + u k^T;   y = scale S q
+
+    per row and head, token by token, with S [V, K].
+
+    y is that of `gated_delta_rule_replay`. The speculative tokens are written behind the entries of each slot; cursors
+    and states stay as they are. The next call of `gated_delta_rule_verify` or `gated_delta_rule_replay` writes over
+    what was not committed.
+
+    Parameters
+    ----------
+    state, ring, q, k, v, g, beta, A_log, dt_bias, qk_norm, beta_map, **options
+        As in `gated_delta_rule_replay`, T up to `ring.drafts`.
+
+    Returns
+    -------
+    y : torch.Tensor, shape and dtype of v
+
+    References
+    ----------
+    Yang et al., Gated Delta Networks: Improving Mamba2 with Delta Rule, arXiv:2412.06464.
+
+    Examples
+    --------
+    >>> pool = torch.zeros(16, 4, 64, 64, device="cuda")
+    >>> ring = rwkv_jit.ReplayRing(
+    ...     16, "gated_delta_rule", 4, 64, drafts=4, key_heads=2, dtype=torch.float32, device="cuda"
+    ... )
+    >>> slots = torch.tensor([5, 2, 11], dtype=torch.int32, device="cuda")
+    >>> q, k = torch.randn(2, 3, 4, 2, 64, device="cuda")
+    >>> v = torch.randn(3, 4, 4, 64, device="cuda")
+    >>> g = -torch.rand(3, 4, 4, device="cuda")
+    >>> beta = torch.rand(3, 4, 4, device="cuda")
+    >>> y = rwkv_jit.gated_delta_rule_verify(pool, ring, q, k, v, g, beta, state_indices=slots)
+    >>> accepted = torch.tensor([4, 0, 2], device="cuda")  # as the model's head says
+    >>> rwkv_jit.replay_commit(pool, ring, accepted, state_indices=slots)
+    """
+    if qk_norm is not True and qk_norm is not False:
+        qk_norm = checks.check_flag("qk_norm", qk_norm)
+    arrays = q, k, v, g, beta, A_log, dt_bias
+    traits = ("qk_norm", qk_norm), ("beta_map", beta_map)
+    return calls.call(DRAFT, ALL["gated_delta_rule"], state, arrays, options, ring, traits=traits)
+
+
+def delta_rule_verify(
+    state: Array, ring: ReplayRing, q: Array, k: Array, v: Array, beta: Array, *, qk_norm: bool = False,
+    beta_map: BetaMap = "identity", **options: Unpack[ReplayOptions],
+) -> Tensor:  # fmt: skip
+    r"""The delta rule of drafted tokens, none of which counts until `replay_commit`.
+
+        u = beta (v - S k);   S <- S + u k^T;   y = scale S q
+
+    per row and head, token by token, with S [V, K].
+
+    y is that of `delta_rule_replay`. The speculative tokens are written behind the entries of each slot; cursors and
+    states stay as they are. The next call of `delta_rule_verify` or `delta_rule_replay` writes over what was not
+    committed.
+
+    Parameters
+    ----------
+    state, ring, q, k, v, beta, qk_norm, beta_map, **options
+        As in `delta_rule_replay`, T up to `ring.drafts`.
+
+    Returns
+    -------
+    y : torch.Tensor, shape and dtype of v
+
+    References
+    ----------
+    Yang et al., Parallelizing Linear Transformers with the Delta Rule over Sequence Length, arXiv:2406.06484.
+
+    Examples
+    --------
+    >>> pool = torch.zeros(16, 4, 64, 64, device="cuda")
+    >>> ring = rwkv_jit.ReplayRing(16, "delta_rule", 4, 64, drafts=4, key_heads=2, dtype=torch.float32, device="cuda")
+    >>> slots = torch.tensor([5, 2, 11], dtype=torch.int32, device="cuda")
+    >>> q, k = torch.randn(2, 3, 4, 2, 64, device="cuda")
+    >>> v = torch.randn(3, 4, 4, 64, device="cuda")
+    >>> beta = torch.rand(3, 4, 4, device="cuda")
+    >>> y = rwkv_jit.delta_rule_verify(pool, ring, q, k, v, beta, state_indices=slots)
+    >>> accepted = torch.tensor([4, 0, 2], device="cuda")  # as the model's head says
+    >>> rwkv_jit.replay_commit(pool, ring, accepted, state_indices=slots)
+    """
+    if qk_norm is not True and qk_norm is not False:
+        qk_norm = checks.check_flag("qk_norm", qk_norm)
+    arrays = q, k, v, beta
+    traits = ("qk_norm", qk_norm), ("beta_map", beta_map)
+    return calls.call(DRAFT, ALL["delta_rule"], state, arrays, options, ring, traits=traits)
+
+
+def gated_delta_rule2_verify(
+    state: Array, ring: ReplayRing, q: Array, k: Array, v: Array, g: Array, beta: Array, write_gate: Array, *,
+    A_log: Array | None = None, dt_bias: Array | None = None, lower_bound: float | None = None, qk_norm: bool = False,
+    **options: Unpack[ReplayOptions],
+) -> Tensor:  # fmt: skip
+    r"""The gated delta rule by channels of drafted tokens, none of which counts until `replay_commit`.
+
+        S <- S diag(e^g);   u = write_gate v - S (beta k);   S <- S + u k^T;   y = scale S q
+
+    per row and head, token by token, with S [V, K].
+
+    y is that of `gated_delta_rule2_replay`. The speculative tokens are written behind the entries of each slot; cursors
+    and states stay as they are. The next call of `gated_delta_rule2_verify` or `gated_delta_rule2_replay` writes over
+    what was not committed.
+
+    Parameters
+    ----------
+    state, ring, q, k, v, g, beta, write_gate, A_log, dt_bias, lower_bound, qk_norm, **options
+        As in `gated_delta_rule2_replay`, T up to `ring.drafts`.
+
+    Returns
+    -------
+    y : torch.Tensor, shape and dtype of v
+
+    References
+    ----------
+    Yang et al., Gated Delta Networks: Improving Mamba2 with Delta Rule, arXiv:2412.06464, with gates for channels as in
+    NVIDIA's GDN-2.
+
+    Examples
+    --------
+    >>> pool = torch.zeros(16, 4, 64, 64, device="cuda")
+    >>> ring = rwkv_jit.ReplayRing(
+    ...     16, "gated_delta_rule2", 4, 64, drafts=4, key_heads=2, dtype=torch.float32, device="cuda"
+    ... )
+    >>> slots = torch.tensor([5, 2, 11], dtype=torch.int32, device="cuda")
+    >>> q, k = torch.randn(2, 3, 4, 2, 64, device="cuda")
+    >>> v = torch.randn(3, 4, 4, 64, device="cuda")
+    >>> g = -torch.rand(3, 4, 4, 64, device="cuda")
+    >>> beta, write_gate = torch.rand(2, 3, 4, 4, 64, device="cuda")
+    >>> y = rwkv_jit.gated_delta_rule2_verify(pool, ring, q, k, v, g, beta, write_gate, state_indices=slots)
+    >>> accepted = torch.tensor([4, 0, 2], device="cuda")  # as the model's head says
+    >>> rwkv_jit.replay_commit(pool, ring, accepted, state_indices=slots)
+    """
+    if qk_norm is not True and qk_norm is not False:
+        qk_norm = checks.check_flag("qk_norm", qk_norm)
+    arrays = q, k, v, g, beta, write_gate, A_log, dt_bias
+    traits = ("lower_bound", lower_bound), ("qk_norm", qk_norm)
+    return calls.call(DRAFT, ALL["gated_delta_rule2"], state, arrays, options, ring, traits=traits)
+
+
+def simple_gla_verify(
+    state: Array, ring: ReplayRing, q: Array, k: Array, v: Array, g: Array, **options: Unpack[ReplayOptions]
+) -> Tensor:
+    r"""Scalar-gated linear attention of drafted tokens, none of which counts until `replay_commit`.
+
+        S <- e^g S + v k^T;   y = scale S q
+
+    per row and head, token by token, with S [V, K].
+
+    y is that of `simple_gla_replay`. The speculative tokens are written behind the entries of each slot; cursors and
+    states stay as they are. The next call of `simple_gla_verify` or `simple_gla_replay` writes over what was not
+    committed.
+
+    Parameters
+    ----------
+    state, ring, q, k, v, g, **options
+        As in `simple_gla_replay`, T up to `ring.drafts`.
+
+    Returns
+    -------
+    y : torch.Tensor, shape and dtype of v
+
+    References
+    ----------
+    Sun et al., Retentive Network: A Successor to Transformer for Large Language Models, arXiv:2307.08621, with a fixed
+    decay; Qin et al., Lightning Attention-2, arXiv:2401.04658.
+
+    Examples
+    --------
+    >>> pool = torch.zeros(16, 4, 64, 64, device="cuda")
+    >>> ring = rwkv_jit.ReplayRing(16, "simple_gla", 4, 64, drafts=4, key_heads=2, dtype=torch.float32, device="cuda")
+    >>> slots = torch.tensor([5, 2, 11], dtype=torch.int32, device="cuda")
+    >>> q, k = torch.randn(2, 3, 4, 2, 64, device="cuda")
+    >>> v = torch.randn(3, 4, 4, 64, device="cuda")
+    >>> g = -torch.rand(3, 4, 4, device="cuda")
+    >>> y = rwkv_jit.simple_gla_verify(pool, ring, q, k, v, g, state_indices=slots)
+    >>> accepted = torch.tensor([4, 0, 2], device="cuda")  # as the model's head says
+    >>> rwkv_jit.replay_commit(pool, ring, accepted, state_indices=slots)
+    """
+    return calls.call(DRAFT, ALL["simple_gla"], state, (q, k, v, g), options, ring)
+
+
+def hgrn2_verify(
+    state: Array, ring: ReplayRing, q: Array, g: Array, v: Array, **options: Unpack[ReplayOptions]
+) -> Tensor:
+    r"""HGRN2 of drafted tokens, none of which counts until `replay_commit`.
+
+        S <- S diag(e^g) + v (1 - e^g)^T;   y = scale S q
+
+    per row and head, token by token, with S [V, K].
+
+    y is that of `hgrn2_replay`. The speculative tokens are written behind the entries of each slot; cursors and states
+    stay as they are. The next call of `hgrn2_verify` or `hgrn2_replay` writes over what was not committed.
+
+    Parameters
+    ----------
+    state, ring, q, g, v, **options
+        As in `hgrn2_replay`, T up to `ring.drafts`.
+
+    Returns
+    -------
+    y : torch.Tensor, shape and dtype of v
+
+    References
+    ----------
+    Qin et al., HGRN2: Gated Linear RNNs with State Expansion, arXiv:2404.07904.
+
+    Examples
+    --------
+    >>> pool = torch.zeros(16, 4, 64, 64, device="cuda")
+    >>> ring = rwkv_jit.ReplayRing(16, "hgrn2", 4, 64, drafts=4, dtype=torch.float32, device="cuda")
+    >>> slots = torch.tensor([5, 2, 11], dtype=torch.int32, device="cuda")
+    >>> q = torch.randn(3, 4, 4, 64, device="cuda")
+    >>> g = -torch.rand(3, 4, 4, 64, device="cuda")
+    >>> v = torch.randn(3, 4, 4, 64, device="cuda")
+    >>> y = rwkv_jit.hgrn2_verify(pool, ring, q, g, v, state_indices=slots)
+    >>> accepted = torch.tensor([4, 0, 2], device="cuda")  # as the model's head says
+    >>> rwkv_jit.replay_commit(pool, ring, accepted, state_indices=slots)
+    """
+    return calls.call(DRAFT, ALL["hgrn2"], state, (q, g, v), options, ring)
+
+
+def ssd_verify(
+    state: Array, ring: ReplayRing, x: Array, dt: Array, A: Array, B: Array, C: Array, *, D: Array | None = None,
+    z: Array | None = None, dt_bias: Array | None = None, dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf), **options: Unpack[ReplayOptions],
+) -> Tensor:  # fmt: skip
+    r"""The state space of Mamba-2 of drafted tokens, none of which counts until `replay_commit`.
+
+        S <- e^(dt A) S + dt x B^T;   y = (S C + D x) silu(z)
+
+    per row and head, token by token, with S [V, K].
+
+    y is that of `ssd_replay`. The speculative tokens are written behind the entries of each slot; cursors and states
+    stay as they are. The next call of `ssd_verify` or `ssd_replay` writes over what was not committed.
+
+    Parameters
+    ----------
+    state, ring, x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit, **options
+        As in `ssd_replay`, T up to `ring.drafts`.
+
+    Returns
+    -------
+    y : torch.Tensor, shape and dtype of x
+
+    References
+    ----------
+    Dao and Gu, Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State Space
+    Duality, arXiv:2405.21060.
+
+    Examples
+    --------
+    >>> pool = torch.zeros(16, 4, 64, 64, device="cuda")
+    >>> ring = rwkv_jit.ReplayRing(16, "ssd", 4, 64, drafts=4, key_heads=2, dtype=torch.float32, device="cuda")
+    >>> slots = torch.tensor([5, 2, 11], dtype=torch.int32, device="cuda")
+    >>> x = torch.randn(3, 4, 4, 64, device="cuda")
+    >>> dt = torch.rand(3, 4, 4, device="cuda")
+    >>> A = -torch.rand(4, device="cuda")
+    >>> B, C = torch.randn(2, 3, 4, 2, 64, device="cuda")
+    >>> y = rwkv_jit.ssd_verify(pool, ring, x, dt, A, B, C, state_indices=slots)
+    >>> accepted = torch.tensor([4, 0, 2], device="cuda")  # as the model's head says
+    >>> rwkv_jit.replay_commit(pool, ring, accepted, state_indices=slots)
+    """
+    if dt_softplus is not True and dt_softplus is not False:
+        dt_softplus = checks.check_flag("dt_softplus", dt_softplus)
+    least_step, most_step = checks.step_limits(dt_limit)
+    arrays = x, dt, A, B, C, D, z, dt_bias
+    traits = ("dt_softplus", dt_softplus), ("least_step", least_step), ("most_step", most_step)
+    return calls.call(DRAFT, ALL["ssd"], state, arrays, options, ring, traits=traits)

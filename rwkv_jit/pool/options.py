@@ -176,7 +176,7 @@ class ReplayOptions(PoolOptions, total=False):
     Attributes
     ----------
     decay, w0
-        As in `DecayUpdateOptions`. There are none of linear attention.
+        As in `DecayUpdateOptions`. There are none of linear attention, and of ops such as `kda`.
 
     Raises
     ------

@@ -13,6 +13,8 @@ from rwkv_jit.plain import operands, rounding
 from rwkv_jit.plain.reference import decay_factor, gla_ref, linear_attention_ref, wkv4_ref, wkv5_ref, wkv6_ref, wkv7_ref
 from rwkv_jit.schedules.legal import Wkv4Decay
 from rwkv_jit.schedules.problem import Op
+from rwkv_jit.schedules.replay import entry_fields
+from rwkv_jit.schedules.table import ALL
 from rwkv_jit.schedules.update import FEW_TOKENS
 
 
@@ -149,10 +151,10 @@ def replay(
     op: Op, state: Tensor, y: Tensor | None, cursors: Tensor, arrivals: Tensor, d: Tensor | None, b: Tensor | None,
     k: Tensor, v: Tensor, u: Tensor | None, length: int, inputs: Sequence[Tensor], w0: Tensor | None,
     state_indices: Tensor | None, accept_lens: Tensor | None, seed: Tensor | None, null_index: int, scale: float,
-    decay: str, state_layout: str, kept: int | None,
+    decay: str, state_layout: str, kept: int | None, traits: Any = (),
 ) -> None:  # fmt: skip
     """Run the tokens of each row on its state with its entries; with more than `kept` of them the state is written."""
-    slots, tokens = state.shape[0], inputs[op.lead].shape[1] if inputs else 0
+    slots, tokens, heads = state.shape[0], inputs[op.lead].shape[1] if inputs else 0, state.shape[1]
     wide = torch.promote_types(state.dtype, torch.promote_types(k.dtype, torch.float32))
     rows = next((x for x in (*inputs[:1], accept_lens) if x is not None), state)
     read = torch.arange(len(rows), device=state.device) if state_indices is None else state_indices.to(torch.int64)
@@ -163,40 +165,65 @@ def replay(
         past = past + accept_lens[there].to(torch.int64).clamp(0, k.shape[2] - length)
     now = state[places].to(wide)
     now = now if state_layout == "vk" else now.transpose(-1, -2)
+    keys_say_decays = entry_fields(ALL[op.name])["k"][1]
     for i in range(k.shape[2]):
-        entry = [None if x is None else x[places, :, i].to(wide) for x in (d, u, b, v, k)]
-        now = torch.where((i < past)[:, None, None, None], _with_entry(now, *entry), now)
+        of_d, of_u, of_b, of_v = (None if x is None else x[places, :, i].to(wide) for x in (d, u, b, v))
+        of_k = operands.of_value_heads(k[places, :, i].to(wide), heads)
+        of_d = 1 - of_k if keys_say_decays else of_d.unsqueeze(-1) if of_d is not None and of_d.dim() == 2 else of_d
+        with_entry = _with_entry(now, of_d, of_u, of_b, of_v, of_k)
+        now = torch.where((i < past)[:, None, None, None], with_entry, now)
     is_written = torch.zeros_like(past, dtype=torch.bool) if kept is None else past + tokens > kept
 
     if tokens and y is not None:
         summed = inputs if w0 is None else _with_w0(op, inputs, w0)
-        given = {
-            name: (x[there] if "B" in op.inputs[name] else x).to(wide) for name, x in zip(op.names, summed, strict=True)
-        }
-        if "w" in given:
-            given["w"] = decay_factor(given["w"], decay)
-        shown = y.view(inputs[op.names.index("v")].shape)
-        shown.zero_()
+        several = zip(summed, op.inputs.values(), strict=True)
+        some = [x if x is None else (x[there] if "B" in dims else x).to(wide) for x, dims in several]
+        given, of_entry = _tokens_of(op, some, dict(traits), decay)
+        results = []
         for t in range(tokens):
-            token = {
-                name: x[:, t] if "T" in op.inputs[name] else x.expand_as(given["k"][:, t]) for name, x in given.items()
-            }
+            token = {name: x[:, t] if x.dim() == 4 else x.expand_as(given["k"][:, t]) for name, x in given.items()}
             own_u = (now @ token["a"].unsqueeze(-1)).squeeze(-1) if "a" in token else None
             before, now = now, _with_entry(now, token.get("w"), own_u, token.get("b"), token["v"], token["k"])
             result = ((before if "u" in token else now) @ token["r"].unsqueeze(-1)).squeeze(-1)
             if "u" in token:
                 result = result + (token["u"] * token["r"] * token["k"]).sum(-1, keepdim=True) * token["v"]
-            shown[there, t] = (scale * result).to(shown.dtype)
-            keeps = ~is_written
-            made = (token.get("w"), own_u, token.get("b"), token["v"], token["k"])
-            for field, x in zip((d, u, b, v, k), made, strict=True):
+            results.append(scale * result)
+            keeps, added, of_w, of_k = ~is_written, token["v"], token.get("w"), token["k"]
+            if of_entry is not None:
+                of_k, factor = (x[:, t] for x in of_entry)
+                added = (added if own_u is None else added - own_u) * factor
+            if d is not None and d.dim() == 3 and of_w is not None:
+                of_w = of_w[..., 0]
+            for field, x in zip((d, u, b, v, k), (of_w, own_u, token.get("b"), added, of_k), strict=True):
                 if field is not None and x is not None:
                     field[places[keeps], :, (past + t)[keeps]] = x[keeps].to(field.dtype)
+        found = operands.behind(op, torch.stack(results, 1), some) if op.through else torch.stack(results, 1)
+        shown = y.view(inputs[op.names.index("v")].shape)
+        shown.zero_()
+        shown[there] = found.to(shown.dtype)
     if kept is None:
         return
     final = now if state_layout == "vk" else now.transpose(-1, -2)
     _write(state, places[is_written], final[is_written].contiguous(), seed)
     cursors[places] = torch.where(is_written, 0, past + tokens).to(torch.int32)
+
+
+def _tokens_of(
+    op: Op, inputs: Sequence[Any], traits: dict[str, Any], decay: str
+) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor] | None]:
+    """Return the inputs of the recurrence by name, decays as factors; of an op below, what entries have too.
+
+    That is keys as they come, and the factors of what is added to the state that are theirs in the op below.
+    """
+    named = {name: x for name, x in zip(op.names, inputs, strict=True) if x is not None}
+    if op.through is None:
+        return {**named, **({"w": decay_factor(named["w"], decay)} if "w" in named else {})}, None
+    below = dict(zip(op.through.inputs, operands.operands(op, inputs, traits), strict=True))
+    below["w"] = below["w"].exp()
+    keys = named.get("k", below["k"])
+    whole = operands.of_value_heads(keys, below["v"].shape[-2])
+    squares = whole.square().sum(-1, keepdim=True).clamp(torch.finfo(whole.dtype).tiny)
+    return below, (keys, (below["k"] * whole).sum(-1, keepdim=True) / squares)
 
 
 def _with_entry(

@@ -4,6 +4,8 @@ A state after tokens i = 1 ... n is read by a sum, with p_i the product of the d
 
     S_n x = S_0 (p_0 x) + sum_i ((b_i . (p_i x)) u_i + (k_i . (p_i x)) v_i)
 
+Of ops that go through another, v_i is all that token i adds, and there are no b and u.
+
 So a step reads the state and its entries, and adds an entry. Speculative tokens are entries that do not count yet.
 """
 
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rwkv_jit.call import checks, switches, tensors
+from rwkv_jit.call import checks, switches, tensors, torch_op
 from rwkv_jit.call.plan import Plan
 from rwkv_jit.call.tensors import Array
 from rwkv_jit.kernels.errors import brief
@@ -26,7 +28,7 @@ from rwkv_jit.pool.options import FlushOptions, ReplayOptions
 from rwkv_jit.pool.ring import ReplayRing
 from rwkv_jit.schedules import replay as schedules
 from rwkv_jit.schedules.problem import Op, Problem
-from rwkv_jit.schedules.table import OPS
+from rwkv_jit.schedules.table import ALL
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -38,7 +40,7 @@ def op_of(ring: Any) -> Op:
     """Return the op whose tokens a ring has. Raises TypeError where it is none."""
     if not isinstance(ring, ReplayRing):
         raise TypeError(f"ring: expected a ReplayRing, got {brief(ring)}")
-    return OPS[ring.op]
+    return ALL[ring.op]
 
 
 # ---- commits and flushes -----------------------------------------------------------------------------------------
@@ -99,15 +101,16 @@ def _kept(step: Step) -> int | None:
 
 def _plan(step: Step) -> Plan:
     *_, k, v, _, length = step.ring
+    fields = schedules.entry_fields(ALL[step.op.name])
     state, named, kept, tokens, accept_bytes = step.state, step.named, _kept(step), 0, 0
     if step.y is not None:
-        problem, tokens = step.problem(), step.inputs[0].shape[1]
+        problem, tokens = step.problem()._replace(is_pooled=True), step.inputs[step.op.lead].shape[1]
     else:
         problem = Problem(  # rows have no tokens
             replace(step.op, inputs={"cursors": "N"}), tensors.gpu(state.device.index),
-            {"v": tensors.STORAGE[k.dtype]}, B=step.rows, N=step.rows, T=0, H=state.shape[1], K=k.shape[-1],
-            V=v.shape[-1], state_type=tensors.STORAGE[state.dtype], decay=named["decay"],
-            state_layout=named["state_layout"], is_batch_invariant=switches.is_batch_invariant(),
+            {"v": tensors.STORAGE[(v if fields["k"][1] else k).dtype]}, B=step.rows, N=step.rows, T=0,
+            H=state.shape[1], K=k.shape[-1], V=v.shape[-1], G=k.shape[1], state_type=tensors.STORAGE[state.dtype],
+            decay=named["decay"], state_layout=named["state_layout"], is_batch_invariant=switches.is_batch_invariant(),
         )  # fmt: skip
         accept_bytes = sum(x.element_size() for x in step.inputs)
     ring = schedules.Ring(length, k.shape[2], kept or 0, kept is None, accept_bytes)
@@ -121,13 +124,14 @@ def _given(step: Step) -> tuple[Any, ...]:
     return (step.kind.name, step.state, step.y, *step.ring, inputs, w0, indices, accepted, *others)
 
 
-def _step_of(op: str, phase: str, state: Tensor, y: Tensor | None, *given: Any) -> Step:
+def _step_of(op: str, phase: str, state: Tensor, y: Tensor | None, *given: Any, **named: Any) -> Step:
     """Return the step of what the torch op takes."""
     kind = next(kind for kind in (STEP, DRAFT, COMMIT, FLUSH) if kind.name == phase)
     ring, (inputs, w0, indices, accepted, *others) = given[: len(calls.RING) + 1], given[len(calls.RING) + 1 :]
     if y is None:
-        return _of_rows(kind, OPS[op], state, accepted, (w0, indices, *others), ring)
-    return Step(kind, OPS[op], state, y, inputs, (w0, indices, *others), ring=ring)
+        return _of_rows(kind, ALL[op], state, accepted, (w0, indices, *others), ring)
+    fitted_op, inputs = calls.fitted(ALL[op], inputs)
+    return Step(kind, fitted_op, state, y, inputs, (w0, indices, *others), torch_op.traits_of(fitted_op, named), ring)
 
 
 def _of_rows(
@@ -143,17 +147,22 @@ def _of_rows(
 
 
 def _check_step(
-    op: Op, name: str, state: Any, arrays: Sequence[Any], options: dict[str, Any], ring: Any = None
-) -> Step:
+    op: Op, name: str, state: Any, arrays: Sequence[Any], options: dict[str, Any], ring: Any = None,
+    traits: calls.Traits = (),
+) -> Step:  # fmt: skip
     """Check a step as `update.check` does, and return it with all options."""
     is_draft = name.endswith("_verify")
-    unfit = ("decay", "w0") * (op.decay == "none") + ("rounding", "seed") * is_draft
+    unfit = ("decay", "w0") * (op.decay == "none" or op.through is not None) + ("rounding", "seed") * is_draft
     checks.check_names(name, options, [option for option in ReplayOptions.__annotations__ if option not in unfit])
     if op_of(ring) != op:
         raise ValueError(f"ring: expected one of {op.name}, got one of {ring.op}")
-    given = update.check(op, name, state, arrays, options)
-    _check_sizes(ring, given.state, given.named["state_layout"], given.inputs[0].dtype)
-    tokens, most = given.inputs[0].shape[1], min(MOST_TOKENS, ring.drafts) if is_draft else MOST_TOKENS
+    given = update.check(op, name, state, arrays, options, traits)
+    lead = given.inputs[op.lead]
+    _check_sizes(ring, given.state, given.named["state_layout"], lead.dtype)
+    key_heads = torch_op.sizes_of(given.op, given.inputs).get("G", ring.heads)
+    if key_heads != ring.key_heads:
+        raise ValueError(f"ring: expected one of {key_heads} key heads, got one of {ring.key_heads}")
+    tokens, most = lead.shape[1], min(MOST_TOKENS, ring.drafts) if is_draft else MOST_TOKENS
     if tokens > most:
         whose = f", as the ring was created for {ring.drafts} speculative tokens" if is_draft else ""
         raise ValueError(f"{op.public_names[0]}: expected at most {most} tokens{whose}, got {tokens}")
@@ -220,7 +229,7 @@ COMMIT, FLUSH = (
 
 
 def _plainly(step: Step) -> None:
-    plain.replay(step.op, *[*_given(step)[1:], _kept(step)])
+    plain.replay(step.op, *[*_given(step)[1:], _kept(step), step.traits])
 
 
 calls.implement_steps(STEP.torch_op, _step_of, _plainly, lambda op, phase, *_: phase.format(op=op))

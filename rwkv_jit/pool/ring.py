@@ -13,7 +13,7 @@ from rwkv_jit.kernels.errors import brief
 from rwkv_jit.pool import arguments
 from rwkv_jit.schedules import replay
 from rwkv_jit.schedules.legal import ReplayOp
-from rwkv_jit.schedules.table import OPS
+from rwkv_jit.schedules.table import ALL
 
 OP_NAMES: tuple[str, ...] = get_args(ReplayOp)
 _DTYPES = (*tensors.STORAGE, torch.float64)
@@ -30,18 +30,21 @@ class ReplayRing:
         S = S0 diag(d_1 ... d_n) + sum_i (u_i (p_i b_i)^T + v_i (p_i k_i)^T)   with p_i = d_{i+1} ... d_n
 
     with n the cursor of the slot, and u_i = S_{i-1} a_i; without the delta term there are no u and b, and linear
-    attention has no d. `replay_flush` computes it into S0, before a state is saved, copied or read by other calls.
+    attention has no d. Ops such as `kda` have no u and b either: v_i is all that token i adds to the state, as
+    beta (v - S k) of delta rules. `replay_flush` computes it into S0, before a state is saved, copied or read by other
+    calls.
 
     Parameters
     ----------
-    slots, op : int, and {"wkv7", "wkv6", "wkv5", "gla", "linear_attention"}
-        How many slots the pool has, and the op of the tokens.
+    slots, op : int, and str
+        How many slots the pool has, and the op of the tokens: "wkv7", "wkv6", "wkv5", "gla", "linear_attention", "kda",
+        "gated_delta_rule", "delta_rule", "gated_delta_rule2", "simple_gla", "hgrn2" or "ssd".
     heads, head_size, value_size : int, value_size optional
         H, K and V of a state; V is K by default.
     length : int, from 1 to 16, optional
         The most entries: the state is written once in `length` + 1 tokens. The default minimizes the time of a token,
         which is its share of that write and the entries that it reads: 4 for wkv7 with heads of 64 and float32 states,
-        3 for 16-bit states, 6 for heads of 128; fewer where `drafts` are many.
+        3 for 16-bit states, 6 for heads of 128, 7 of kda, 12 of Mamba-2; fewer where `drafts` are many.
     drafts : int, default 0
         The most speculative tokens of a call such as `wkv7_verify`; there is always memory for them behind the cursor.
         `length` and it together are at most 16.
@@ -49,15 +52,18 @@ class ReplayRing:
         Of r, k and v in the calls, which may be float64 on the CPU, and of the states.
     device : torch.device or str, default "cuda"
         Where the memory is.
+    key_heads : int, optional
+        G, the heads of keys that are shared by neighbouring heads of values; H by default.
 
     Attributes
     ----------
-    slots, op, heads, head_size, value_size, length, drafts, dtype, state_dtype : the arguments
-    d : torch.Tensor, shape (slots, H, length + drafts, K), float32, or None
-        The factors of decay.
-    b, k : torch.Tensor, shape (slots, H, length + drafts, K), dtype; b may be None
+    slots, op, heads, key_heads, head_size, value_size, length, drafts, dtype, state_dtype : the arguments
+    d : torch.Tensor, shape (slots, H, length + drafts, K) or (slots, H, length + drafts), float32, or None
+        The factors of decay, of keys or one for all; those of hgrn2 are 1 - k.
+    b, k : torch.Tensor, shape (slots, H, length + drafts, K), k of G heads, dtype; b may be None
     u, v : torch.Tensor, shape (slots, H, length + drafts, V), float32 and dtype; u may be None
-        The keys of u and v, the products S a of state and a, and values.
+        The keys of u and v, the products S a of state and a, and values. v of delta rules and Mamba-2, and k of hgrn2
+        are float32.
     cursors : torch.Tensor, shape (slots,), int32
         How many entries each slot has.
     arrivals : torch.Tensor, shape (slots,), int32
@@ -93,6 +99,7 @@ class ReplayRing:
         dtype: torch.dtype = torch.bfloat16,
         state_dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cuda",
+        key_heads: int | None = None,
     ):
         if op not in OP_NAMES:
             raise ValueError(f"op: expected one of {', '.join(OP_NAMES)}, got {op!r}")
@@ -104,26 +111,33 @@ class ReplayRing:
         self.head_size = arguments.count("head_size", head_size, 1)
         self.value_size = head_size if value_size is None else arguments.count("value_size", value_size, 1)
         self.drafts = arguments.count("drafts", drafts, most=MOST_ENTRIES - 1)
-        has_decay, has_delta = OPS[op].decay != "none", OPS[op].family == "delta"
+        self.key_heads = heads if key_heads is None else arguments.count("key_heads", key_heads, 1)
+        several = replay.entry_fields(ALL[op])
+        if heads % self.key_heads or (self.key_heads < heads and "G" not in several["k"][0]):
+            whose = f"a divisor of {heads} heads" if "G" in several["k"][0] else f"{heads} of {op}"
+            raise ValueError(f"key_heads: expected {whose}, got {key_heads}")
+        sizes = {"H": heads, "G": self.key_heads, "K": head_size, "V": self.value_size}
         if length is None:
-            of_state = head_size * self.value_size * state_dtype.itemsize
-            of_entry = replay.entry_bytes(has_decay, has_delta, head_size, self.value_size, dtype.itemsize)
+            of_state = heads * head_size * self.value_size * state_dtype.itemsize
+            of_entry = replay.entry_bytes(ALL[op], sizes, dtype.itemsize)
             length = min(replay.best_length(of_state, of_entry), MOST_ENTRIES - drafts)
         self.length = arguments.count("length", length, 1)
         if self.entries > MOST_ENTRIES:
             raise ValueError(f"length: expected at most {MOST_ENTRIES} with {drafts} speculative tokens, got {length}")
         wide = torch.promote_types(dtype, torch.float32)
 
-        def new(size: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(slots, heads, self.entries, size, dtype=dtype, device=device)
+        def new(name: str) -> Tensor | None:
+            if name not in several:
+                return None
+            dims, is_wide = several[name]
+            shape = [slots, sizes[dims[0]], self.entries, *(sizes[dim] for dim in dims[1:])]
+            return torch.zeros(shape, dtype=wide if is_wide else dtype, device=device)
 
         # A tensor that is made in inference mode could not be written outside of it.
         with torch.inference_mode(False):
-            self.d = new(head_size, wide) if has_decay else None
-            self.b = new(head_size, dtype) if has_delta else None
-            self.k = new(head_size, dtype)
-            self.v = new(self.value_size, dtype)
-            self.u = new(self.value_size, wide) if has_delta else None
+            self.d, self.b, self.u = new("d"), new("b"), new("u")
+            self.k: Tensor = new("k")  # type: ignore[assignment]  # which all have
+            self.v: Tensor = new("v")  # type: ignore[assignment]
             self.cursors = torch.zeros(slots, dtype=torch.int32, device=device)
             self.arrivals = torch.zeros(slots, dtype=torch.int32, device=device)
         # In the order in which kernels take them; None for those that are not there.
@@ -160,7 +174,7 @@ class ReplayRing:
         """
         arguments.count("rows", rows)
         is_large = rows * self.heads * self.head_size * self.value_size * self.state_dtype.itemsize >= _LEAST_BYTES
-        return is_large and (OPS[self.op].family != "delta" or self.state_dtype.itemsize > 2)
+        return is_large and (self.u is None or self.state_dtype.itemsize > 2)
 
     @property
     def nbytes(self) -> int:

@@ -134,7 +134,7 @@ def forward(p: Problem) -> Schedule:
 
 def step(p: Problem, pool: Pool, is_packed: bool = False) -> Step:
     """Return the launch for p.B rows: of as many tokens each, or pieces of packed sequences."""
-    name, parameters, bind = _of_recurrence(p, pool) if p.op.through is None else _of_rule(p)
+    name, parameters, bind = _of_recurrence(p, pool) if p.op.through is None else of_rule(p)
     parameters |= {"ONE_TOKEN": _has_one_token(p, is_packed), "PACKED": is_packed, "HAS_STATE": True}
     parameters |= geometry(p, pool, is_packed)
     others = ("state_indices", "write_indices") if is_packed else ("bounds", "pieces")
@@ -152,7 +152,7 @@ def _of_recurrence(p: Problem, pool: Pool) -> tuple[str, dict[str, Parameter], d
     return "update_states", parameters, {}
 
 
-def _of_rule(p: Problem) -> tuple[str, dict[str, Parameter], dict[str, Any]]:
+def of_rule(p: Problem) -> tuple[str, dict[str, Parameter], dict[str, Any]]:
     """Return the same of an op that goes through another, with what the launches around that one are told."""
     around = through.forward(p, Schedule(())).launches
     first, last = around[0], around[-1]

@@ -4,6 +4,7 @@ The calls are as small as the kernels allow, and together they launch every temp
 """
 
 import math
+import random
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -418,6 +419,13 @@ def replay(name, tokens, K, V):
     pool.check(torch.cat(made, 1))
 
 
+def replay_rules(name, how):
+    """Steps, drafts that are accepted in part, and a flush."""
+    more = {"sizes": (1, 2, 16, 24), "rows": 2, "slots": 3, "steps": 4, "drafts": 2, "length": 2}
+    found = derived_cases.replay_in_any_order(name, how, "kv", BF16, FP32, random.Random(2), **more)
+    is_close(dict(zip(("y", "states"), found, strict=True)), LIMITS[BF16])
+
+
 def wkv4_update(tokens, channels):
     w, u, k, v = (torch.randn(x) for x in (channels, channels, (2, tokens, channels), (2, tokens, channels)))
     pool, slots = torch.rand(5, 3, channels), torch.tensor([3, 1])
@@ -821,6 +829,8 @@ CASES = [
     ),
     case("sm_80", "replay_states", replay, "wkv7", 5, 32, 16),
     case("sm_90", "replay_states", replay, "gla", 3, 12, 20),
+    case("sm_90", "replay_rules replay_states", replay_rules, "kda", "raw bias sigmoid norm"),
+    case("sm_80", "replay_rules replay_states", replay_rules, "ssd", "D z bias softplus"),
     # Ops without heads.
     case("sm_80", "wkv4_forward wkv4_backward sum_buffers", wkv4, (2, 20, 33), FP32),
     case("sm_90", "wkv4_forward wkv4_backward sum_buffers", wkv4, (1, 256, 8), BF16, backend="split"),

@@ -5,20 +5,17 @@ Nothing is rounded before it is written, so that y and states are as near to flo
 
 import itertools
 import math
-from dataclasses import replace
 
 import derived_cases
 import pytest
 import torch
 from comparing import relative
-from problems import by_turns
+from problems import by_turns, problem_of
 
 import rwkv_jit
 from rwkv_jit.kernels import kernel
 from rwkv_jit.kernels.errors import UnsupportedConfigError
-from rwkv_jit.kernels.gpu import Gpu
-from rwkv_jit.schedules import table, update
-from rwkv_jit.schedules.problem import Problem
+from rwkv_jit.schedules import update
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LIMITS = {FP32: 2e-6, FP16: 6e-4, BF16: 4e-3}
@@ -176,28 +173,6 @@ def test_any_decay_is_safe(op, how, interpreted):
 
 
 # ---- compilation -------------------------------------------------------------------------------------------------
-
-
-def problem_of(op, how, arch, sizes, tokens, layout, state, few_heads=True):
-    """The problem of calls of bfloat16 inputs with float32 gates."""
-    entry, words = table.ALL[op], how.split()
-    absent = {
-        name for name, word in (("a_log", "raw bounded"), ("dt_bias", "bias"), ("own", "D wide"), ("z", "z"))
-        if name in entry.optional and not {*word.split()} & {*words}
-    }  # fmt: skip
-    dims = {"own": "HV" if "wide" in words else "H", "w": "H" if "fixed" in words else entry.inputs.get("w")}
-    shaped = replace(entry, inputs={x: dims.get(x) or each for x, each in entry.inputs.items()})
-    types = {x: "fp32" if x in entry.wide else "bf16" for x in entry.inputs if x not in absent}
-    traits = {
-        "qk_norm": "norm" in words, "lower_bound": -5.0 if "bounded" in words else None,
-        "beta_map": next((x for x in ("twice_sigmoid", "sigmoid") if x in words), "identity"),
-        "dt_softplus": "softplus" in words, "least_step": 0.1 if "limit" in words else None, "most_step": None,
-    }  # fmt: skip
-    return Problem(
-        shaped, Gpu(arch, multiprocessors=1 << 20 if few_heads else None), types, 4, tokens, 4, *sizes, 4,
-        2 if "G" in "".join(entry.inputs.values()) else 0, state_type=state, state_layout=layout, decay=entry.decay,
-        traits=tuple((name, traits[name]) for name in entry.traits),
-    )  # fmt: skip
 
 
 @pytest.mark.usefixtures("from_ledger")

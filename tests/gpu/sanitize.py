@@ -6,6 +6,7 @@ prints each call with the templates that it launched. Without a part it fails wh
 tools say of these calls stands in kernel_templates/README.md.
 """
 
+import random
 import sys
 from functools import partial
 
@@ -328,6 +329,11 @@ CALLS = [
     partial(gated_pools, BF16),
     partial(gated_pools, FP32, torch.int32),
     *(partial(replay, 2, head_size, dtype) for head_size in (64, 40) for dtype in (FP32, BF16)),
+    *(
+        partial(derived_cases.replay_in_any_order, name, how, layout, dtype, FP32, random.Random(3), device="cuda")
+        for name, how in derived_cases.ALL
+        for dtype, layout in ((BF16, "vk"), (FP32, "kv"))
+    ),
     *(partial(shards, name, (64, 1, 128), 2, 64) for name in (*GATED, "wkv7")),
     *(partial(layer, 5, *sizes, dtype=dtype) for sizes in ((4, 64), (3, 33), (1, 1000)) for dtype in (BF16, FP32)),
     partial(layer, 9, 32, 64, texts=(4, 4, 5, 9)),

@@ -3,6 +3,7 @@
 import random
 
 import comparing
+import derived_cases
 import pytest
 import torch
 
@@ -12,6 +13,8 @@ from rwkv_jit.schedules.table import OPS
 
 DTYPES, NAMES, FIXED = comparing.DTYPES, comparing.NAMES, comparing.FIXED
 SLOTS, ROWS, HEADS, NULL = 5, 3, 2, -1
+# Of ops that go through another: heads of keys and of values, and their sizes.
+SHARED = [(2, 4, 64, 64), (1, 3, 12, 20), (2, 2, 128, 128), (1, 2, 33, 40)]
 # K and V: multiples of an access and not, one block of values and several, one entry for a group of lanes and many.
 SIZES = [(64, 64), (12, 20), (7, 13), (100, 100), (128, 128), (1, 1), (33, 40), (48, 33)]
 pytestmark = pytest.mark.parametrize("op", ["inference"])  # the section of the record
@@ -138,6 +141,54 @@ def run_one_order(recurrence, layout, sizes, dtypes, request):
     texts = Texts(recurrence, sizes, *dtypes, layout, length, tokens, spare=spare, index=index)
     run_in_any_order(texts, tokens, draw)
     texts.check()
+
+
+@pytest.mark.parametrize(("recurrence", "how"), derived_cases.ALL)
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+@pytest.mark.parametrize("dtypes", [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16"), ("fp16", "fp16")])
+def test_ops_through_another_in_any_order(op, recurrence, how, layout, dtypes, request):
+    """Inputs are read as they come, and nothing is rounded before it is written."""
+    draw = random.Random(request.config.option.seed)
+    for sizes in draw.sample(SHARED, 2):
+        length, drafts = draw.choice([(1, 1), (3, 4), (7, 8), (12, 4)])
+        of_y, of_states = derived_cases.replay_in_any_order(
+            recurrence, how, layout, *(DTYPES[x] for x in dtypes), draw, sizes, length, drafts, 24, "cuda"
+        )
+        # A state of 16 bits is rounded each time that it is written, and what is read of it is as near.
+        assert of_states < (5e-6 if dtypes[1] == "fp32" else 2e-2)
+        assert of_y < max(5e-6 if dtypes[0] == "fp32" else 8e-3, 0 if dtypes[1] == "fp32" else 2e-2)
+
+
+@pytest.mark.parametrize(("recurrence", "how"), [("kda", "raw bias sigmoid norm"), ("ssd", "D z bias softplus")])
+def test_a_graph_of_ops_through_another_goes_on(op, recurrence, how):
+    """Each replay of a graph has more entries, and a state that is written in between."""
+    rows, sizes = 150, (1, 2, 64, 64)
+    dtypes = torch.bfloat16, torch.float32, torch.float32
+    case = derived_cases.make(recurrence, how, (rows, 1, *sizes), *dtypes, device="cuda")
+    pool = case.state.clone()
+    ring = rwkv_jit.ReplayRing(rows, recurrence, 2, 64, 64, 2, 4, key_heads=1)
+    outs = [torch.full_like(case.inputs["x" if recurrence == "ssd" else "v"], float("nan")) for _ in range(2)]
+
+    def run():
+        derived_cases.pooled(case, "replay", pool, ring=ring, out=outs[0])
+        derived_cases.pooled(case, "verify", pool, ring=ring, out=outs[1])
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    pool.copy_(case.state)
+    ring.reset()
+    wanted = case.reference()
+    for _ in range(5):
+        graph.replay()
+        for out in outs:  # the verified token is the one of the next step, as inputs stay
+            y, final = wanted.run(getattr(rwkv_jit, f"{recurrence}_ref"))
+            if out is outs[0]:
+                wanted = wanted._replace(state=final)
+            assert comparing.relative(out, y) < 8e-3
+    rwkv_jit.replay_flush(pool, ring)
+    assert comparing.relative(pool, wanted.state) < 5e-6
 
 
 @pytest.mark.parametrize("recurrence", [name for name in NAMES if "w" in NAMES[name]])

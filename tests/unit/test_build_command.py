@@ -276,7 +276,6 @@ REFUSED = [
     ("kda", {"heads": 4, "key_heads": 3}, ValueError, "key_heads: expected a divisor of the 4 heads, got 3"),
     ("kda", {"key_heads": 3}, TypeError, "heads: expected a number where key_heads is given, got None and 3"),
     ("wkv7", {"heads": 4}, ValueError, "heads: kernels of wkv7 do not depend on how many there are, got 4"),
-    ("kda", {"updates": True, "backward": False, "rings": [(4, 2)]}, ValueError, "rings: kda has no calls over a ring"),
     ("token_shift", {"head_sizes": None}, TypeError, "widths: token_shift needs some, got None"),
     ("token_shift", {}, ValueError, "head_size: token_shift has none, got 64"),
     ("gated_norm", {"widths": 8}, ValueError, "width: is only for shift_mix, activate, gated, token_shift, "),

@@ -21,7 +21,7 @@ OPS = ["wkv5", "wkv6", "wkv7", "gla", "linear_attention"]
 WITHOUT_HEADS = ["timex", "wkv4", "wkv4_update"]  # their arguments are their own
 UPDATES = [f"{op}_{kind}" for kind in ("update", "varlen", "replay", "verify") for op in OPS]
 DERIVED = [*ROWS]
-DERIVED_POOLED = [f"{op}_{kind}" for kind in ("update", "varlen") for op in DERIVED]
+DERIVED_POOLED = [f"{op}_{kind}" for kind in ("update", "varlen", "replay", "verify") for op in DERIVED]
 COMMITTING = ["replay_commit", "replay_flush"]
 DIFFERENTIABLE = ["prepare_keys", "gated_norm", "activate", "gated", "token_shift", "norm_shift"]
 CONVOLUTIONS = ["causal_conv1d", "causal_conv1d_update"]
@@ -264,7 +264,7 @@ for op, inputs, more in (
     }
 SIGNATURES |= {
     f"{op}_{kind}": SIGNATURES[f"{op}_update"].replace("state, ", "state, ring, ", 1)
-    for op in OPS for kind in ("replay", "verify")
+    for op in (*OPS, *DERIVED) for kind in ("replay", "verify")
 }  # fmt: skip
 
 

@@ -140,7 +140,7 @@ def test_every_op_is_covered():
 @pytest.mark.parametrize(
     ("path", "old", "new"),
     [
-        ("kernel_templates/inference/replay_states.cu", "past + TOKENS > kept", "past + TOKENS >= kept"),
+        ("kernel_templates/inference/replay.cuh", "past + TOKENS > kept", "past + TOKENS >= kept"),
         ("rwkv_jit/schedules/varlen.py", "_THREADS = 128", "_THREADS = 64"),
         ("rwkv_jit/call/plan.py", "if x is None else x.data_ptr()", "if x is None else 0"),
     ],

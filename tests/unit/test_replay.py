@@ -3,6 +3,7 @@
 import ctypes
 import random
 
+import derived_cases
 import pytest
 import torch
 from stub_driver import entered
@@ -192,18 +193,32 @@ def test_a_compiled_graph_has_all_calls_in_it():
         torch.testing.assert_close(x, y)
 
 
+# ---- ops that go through another ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+@pytest.mark.parametrize(("op", "how"), derived_cases.ALL)
+def test_ops_through_another_are_the_recurrence(op, how, layout):
+    """Keys that heads share, gates, norms, steps, and rates are as in one update."""
+    torch.manual_seed(derived_cases.ALL.index((op, how)))
+    errors = derived_cases.replay_in_any_order(op, how, layout, torch.float64, torch.float64, random.Random(4))
+    assert all(x < 1e-9 for x in errors)
+
+
 # ---- what is checked ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"op": "wkv8"}, ValueError, "op: expected one of wkv5, wkv6, wkv7, gla, linear_attention, got 'wkv8'"),
+        ({"op": "wkv8"}, ValueError, "op: expected one of wkv5, wkv6, .*, hgrn2, ssd, got 'wkv8'"),
         ({"slots": 0}, ValueError, "slots: expected at least 1, got 0"),
         ({"heads": 2.0}, TypeError, "heads: expected an int, got 2.0"),
         ({"length": 0}, ValueError, "length: expected at least 1, got 0"),
         ({"length": 13}, ValueError, "length: expected at most 16 with 4 speculative tokens, got 13"),
         ({"drafts": -1}, ValueError, "drafts: expected at least 0, got -1"),
+        ({"key_heads": 1}, ValueError, "key_heads: expected 2 of wkv7, got 1"),
+        ({"op": "kda", "key_heads": 3}, ValueError, "key_heads: expected a divisor of 2 heads, got 3"),
         ({"drafts": 16}, ValueError, "drafts: expected at most 15, got 16"),
         ({"dtype": torch.int8}, TypeError, "dtype: expected .*torch.float16.* got torch.int8"),
     ],
@@ -455,6 +470,85 @@ def test_every_kernel_is_made_ahead(name, state, on_gpu, monkeypatch):
         assert kernel.memory_key(launch.request) in keys, launch.parameters
 
 
+@pytest.mark.parametrize(("op", "how"), [(op, several[-1]) for op, several in derived_cases.WAYS.items()])
+@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16])
+def test_every_kernel_of_ops_through_another_is_made_ahead(op, how, state, on_gpu, monkeypatch):
+    """Each call is one launch, of kernels that `warm` names."""
+    monkeypatch.setattr(warm, "compile_all", lambda requests, progress: requests)
+    case = derived_cases.make(op, how, (B, 1, 1, 2, K, V), torch.bfloat16, torch.float32, state)
+    switches = {name: x for name, x in case.options.items() if name not in ("state_layout", "dt_limit")}
+    if "dt_limit" in case.options:
+        switches |= {"least_step": derived_cases.LIMIT[0], "most_step": derived_cases.LIMIT[1]}
+    made = rwkv_jit.warm(
+        op, K, torch.bfloat16, backward=False, arch="sm_80", updates=True, state_dtype=state, value_sizes=V,
+        rings=[(LENGTH, DRAFTS)], w_dtype=torch.float32, inputs=[*case.parameters], **switches,
+    )  # fmt: skip
+    keys = {kernel.memory_key(request) for request in made}
+    for batch in (B, 5000):
+        key_heads = 2 if op == "hgrn2" else 1
+        case = derived_cases.make(op, how, (batch, 1, 1, 2, K, V), torch.bfloat16, torch.float32, state)
+        ring = rwkv_jit.ReplayRing(batch, op, 2, K, V, LENGTH, DRAFTS, torch.bfloat16, state, "cpu", key_heads)
+        for count, kind in ((1, "replay"), (1, "verify"), (DRAFTS, "verify")):
+            given = derived_cases.make(op, how, (batch, count, 1, 2, K, V), torch.bfloat16, torch.float32, state)
+            derived_cases.pooled(given, kind, case.state, ring=ring)
+        rwkv_jit.replay_commit(case.state, ring, torch.ones(batch, dtype=torch.int32))
+        rwkv_jit.replay_flush(case.state, ring)
+    launches = on_gpu.take()
+    assert [launch.template for launch in launches] == [*["replay_rules"] * 3, *["replay_states"] * 2] * 2
+    for launch in launches:
+        assert kernel.memory_key(launch.request) in keys, launch.parameters
+        if launch.template == "replay_rules":
+            fields = ("cursors", "arrivals", "entry_d", "entry_k", "entry_v")
+            found = {name: launch.named[name] for name in fields}
+            assert launch.named["group"] == (1 if op == "hgrn2" else 2)
+    of_ring = [0 if x is None else x.data_ptr() for x in (ring.cursors, ring.arrivals, ring.d, ring.k, ring.v)]
+    assert [*found.values()] == of_ring
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"decay": "log"}, "unexpected keyword argument 'decay'"),
+        ({"w0": torch.zeros(2, K)}, "unexpected keyword argument 'w0'"),
+        ({"write_indices": torch.arange(B)}, "unexpected keyword argument 'write_indices'"),
+    ],
+)
+def test_options_that_ops_through_another_have_not(options, message):
+    case = derived_cases.make("kda", "", (B, 1, 2, 2, K, V), torch.float32)
+    ring = rwkv_jit.ReplayRing(B, "kda", 2, K, V, LENGTH, DRAFTS, torch.float32, device="cpu")
+    with pytest.raises(TypeError, match=message):
+        derived_cases.pooled(case, "replay", case.state, ring=ring, **options)
+    with pytest.raises(ValueError, match="dt_bias: needs A_log too"):
+        rwkv_jit.kda_verify(case.state, ring, *case.inputs.values(), dt_bias=torch.zeros(2, K))
+    assert not ring.cursors.any()
+
+
+def test_keys_are_of_as_many_heads_as_the_ring_has():
+    case = derived_cases.make("kda", "", (B, 1, 1, 2, K, V), torch.float32)
+    ring = rwkv_jit.ReplayRing(B, "kda", 2, K, V, LENGTH, DRAFTS, torch.float32, device="cpu")
+    with pytest.raises(ValueError, match="ring: expected one of 1 key heads, got one of 2"):
+        derived_cases.pooled(case, "replay", case.state, ring=ring)
+    assert not ring.cursors.any()
+
+
+@pytest.mark.parametrize(("op", "how"), [("kda", "raw bias sigmoid norm"), ("ssd", "D z bias softplus")])
+def test_a_compiled_graph_of_ops_through_another_has_all_calls_in_it(op, how):
+    def run(case, pool, ring):
+        y = derived_cases.pooled(case, "replay", pool, ring=ring)
+        y = y + derived_cases.pooled(case, "verify", pool, ring=ring)
+        rwkv_jit.replay_commit(pool, ring, torch.tensor([1, 0, 2, 1]))
+        return y
+
+    found = []
+    for function in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+        torch.manual_seed(2)
+        case = derived_cases.make(op, how, (B, 2, 1, 2, K, V), torch.float32)
+        ring = rwkv_jit.ReplayRing(B, op, 2, K, V, LENGTH, DRAFTS, torch.float32, device="cpu", key_heads=1)
+        found.append((function(case, case.state, ring), case.state, *ring.tensors))
+    for x, y in zip(*found, strict=True):
+        torch.testing.assert_close(x, y)
+
+
 def test_first_use_in_a_capture_says_so(on_gpu):
     on_gpu.capturing = True
     with pytest.raises(RwkvJitError, match="first use inside a CUDA graph capture"):
@@ -469,6 +563,7 @@ def test_first_use_in_a_capture_says_so(on_gpu):
         ("gla", torch.bfloat16, 32, True),
         ("gla", torch.bfloat16, 31, False),
         ("wkv7", torch.bfloat16, 512, False),
+        ("kda", torch.bfloat16, 512, True),
     ],
 )
 def test_where_replay_pays(name, state, rows, pays):
@@ -477,7 +572,8 @@ def test_where_replay_pays(name, state, rows, pays):
 
 
 @pytest.mark.parametrize(
-    ("state_bytes", "entry", "length"), [(16384, 896, 4), (8192, 896, 3), (65536, 1792, 6), (64, 4096, 1)]
+    ("state_bytes", "entry", "length"),
+    [(16384, 896, 4), (8192, 896, 3), (65536, 1792, 6), (64, 4096, 1), (65536, 1280, 7), (32768, 268, 12)],
 )
 def test_the_length_takes_the_least_time(state_bytes, entry, length):
     assert replay.best_length(state_bytes, entry) == length
