@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rwkv_jit.schedules.problem import Op
-from rwkv_jit.schedules.table import ALL, OPS
+from rwkv_jit.schedules.table import ALL
 
 ROOT = Path(__file__).resolve().parents[1] / "rwkv_jit"
 WIDTH = 120
