@@ -64,15 +64,15 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     case = inputs.Case(op, inputs.shape_of(op, arguments.shape, phase), inputs.DTYPES[arguments.dtype], phase).check()
     if arguments.ncu is not None:
         return {"command": _ncu_command(arguments)}
-    folder = Path(arguments.trace) if arguments.trace else None
+    folder, has_gpu = Path(arguments.trace) if arguments.trace else None, versions.is_available()
     try:
-        if folder:
+        if folder and (has_gpu or folder.exists()):  # a call that cannot run leaves no folder
             folder.mkdir(parents=True, exist_ok=True)
             files.check_writable(folder)
     except OSError as error:
         expected = f"expected a folder that can be written, got {folder}"
         raise ValueError(f"--trace: {expected} ({error.strerror})") from error
-    if not versions.is_available():
+    if not has_gpu:
         raise ValueError("kernels need a GPU, CuPy and NVRTC; `rwkv-jit info` shows what is missing")
     about = {name: getattr(arguments, name) for name in ("op", *_OPTIONS)} | {"shape": list(case.shape)}
     call = prepare(case, arguments.backend)

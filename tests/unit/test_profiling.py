@@ -215,8 +215,10 @@ def test_trace_that_cannot_be_written_is_told_before_anything_runs(run, tmp_path
     assert f"--trace: expected a folder that can be written, got {tmp_path / 'file'} (File exists)" in said
 
 
-@pytest.mark.parametrize("option", [[], ["--bare"]])
-def test_without_a_gpu_it_is_one_sentence(option, run, monkeypatch):
+@pytest.mark.parametrize("option", [[], ["--bare"], ["--trace", "folder"]])
+def test_without_a_gpu_it_is_one_sentence(option, run, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(versions, "is_available", lambda: False)
     sentence = "kernels need a GPU, CuPy and NVRTC; `rwkv-jit info` shows what is missing"
     assert run("profile", "wkv7", *option) == (2, "", f"rwkv-jit profile: {sentence}\n")
+    assert not [*tmp_path.iterdir()]
