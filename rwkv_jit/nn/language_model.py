@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rwkv_jit.call import checks
+from rwkv_jit.kernels.errors import brief
 from rwkv_jit.layers.loss import cross_entropy, linear_cross_entropy
 from rwkv_jit.nn import common, pools, sampling
 from rwkv_jit.nn.checkpoints import InFiles
@@ -397,6 +398,8 @@ class LanguageModel(InFiles):
             "repetition_penalty": repetition_penalty, "presence_penalty": presence_penalty,
             "frequency_penalty": frequency_penalty,
         }  # fmt: skip
+        if stream is not None and not callable(stream):
+            raise TypeError(f"stream: expected a function of the tokens of a step, got {brief(stream)}")
         prompts, sampler = sampling.prompts_of(tokens, count, lengths), Sampler(**options)
         written = prompts[0].new_empty(sum(map(len, prompts)), count)
         place = 0

@@ -110,7 +110,7 @@ class ChannelMix(Channels):
     ):  # fmt: skip
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         super().__init__(width, layer, layers, "kr", place)
-        hidden = int(3.5 * width) // 32 * 32 if hidden is None else count("hidden", hidden, 1)
+        hidden = max(int(3.5 * width) // 32, 1) * 32 if hidden is None else count("hidden", hidden, 1)
         self.key = nn.Linear(width, hidden, bias=False, **place)
         self.receptance = nn.Linear(width, width, bias=False, **place)
         self.value = nn.Linear(hidden, width, bias=False, **place)

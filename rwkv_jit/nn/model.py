@@ -23,7 +23,7 @@ class RWKV5(LanguageModel):
     ----------
     vocabulary, width, layers, head_size, hidden, checkpointing, device, dtype
         As in `RWKV7`, with K and V of `wkv5`; by default `hidden` is the multiple of 32 at or below 3.5 times the
-        width.
+        width, 32 at least.
 
     Notes
     -----

@@ -110,7 +110,7 @@ class RWKV5ChannelMix(ChannelMix):
     Parameters
     ----------
     width, layer, layers, hidden, device, dtype
-        As in `RWKV4ChannelMix`, but that F is by default the multiple of 32 at or below 3.5 C.
+        As in `RWKV4ChannelMix`, but that F is by default the multiple of 32 at or below 3.5 C, 32 at least.
 
     Attributes
     ----------
@@ -139,7 +139,8 @@ class RWKV5Block(Block):
     Parameters
     ----------
     width, layer, layers, head_size, hidden, device, dtype
-        As `RWKV7Block` takes them, but that `hidden` is by default the multiple of 32 at or below 3.5 times the width.
+        As `RWKV7Block` takes them, but that `hidden` is by default the multiple of 32 at or below 3.5 times the width,
+        32 at least.
 
     Attributes
     ----------

@@ -762,11 +762,19 @@ def test_sizes_that_do_not_fit_are_errors(name, sizes, message):
 
 
 @MODELS
+def test_a_small_model_has_hidden_channels(name):
+    model = getattr(nn, name)(VOCABULARY, 8, 1, head_size=4)
+    assert model.blocks[0].ffn.key.out_features == 32
+
+
+@MODELS
 def test_calls_that_do_not_fit_are_errors(name):
     with pytest.raises(ValueError, match=re.escape("state: expected one of each of the 3 layers, got 0")):
         make(name)(make_tokens(), [])
     with pytest.raises(ValueError, match=re.escape("tokens: expected shape [batch, tokens], got [3]")):
         make(name)(make_tokens(3))
+    with pytest.raises(TypeError, match="^stream: expected a function of the tokens of a step, got 3$"):
+        make(name).generate(make_tokens(), 2, stream=3)
 
 
 @MODELS
