@@ -111,11 +111,6 @@ class Case(NamedTuple):
         """How many there are."""
         return {"packed": PACKED, "served": DECODES + PROMPTS}.get(self.kind.split("+")[-1], self.shape[0])
 
-    @property
-    def longest(self) -> int:
-        """The tokens of the longest sequence, where all are equal or served."""
-        return (self.shape[1] - DECODES) // PROMPTS if "served" in self.kind else self.shape[1]
-
     def _fits(self, kind: str) -> bool:
         """Return whether the op has inputs of one kind."""
         op = self.about
@@ -124,7 +119,7 @@ class Case(NamedTuple):
         if kind.endswith("-gates"):
             return self.op == "kda"
         if kind == "served":
-            return self.phase == VARLEN and self.shape[0] == 1 and self.shape[1] > DECODES
+            return self.phase == VARLEN and self.shape[0] == 1 and (self.shape[1] - DECODES) % PROMPTS == 0
         has_strong = op.decay != "none" and self.op not in DERIVED
         return op.has_heads and f"{op.state_layout}-" not in kind and ("strong" not in kind or has_strong)
 
@@ -214,7 +209,7 @@ def ends_of(case: Case, device: str = "cuda") -> Tensor | None:
     Behind decodes there are prompts of equal lengths.
     """
     if "served" in case.kind:
-        lengths = [*[1] * DECODES, *[case.longest] * PROMPTS]
+        lengths = [*[1] * DECODES, *[(case.shape[1] - DECODES) // PROMPTS] * PROMPTS]
         return torch.tensor([0, *lengths]).cumsum(0).to(device)
     if case.kind != "packed":
         return None

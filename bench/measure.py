@@ -333,9 +333,10 @@ def _over_a_pool(case: Case, verb: str, given: Given) -> dict[str, Any]:
     others: dict[str, Any] = {"state_indices": given.slots, "out": torch.empty_like(given.dy)}
     if verb == VARLEN:
         batch, tokens = given.dy.shape[:2]
-        ends = torch.arange(0, batch * tokens + 1, tokens, device=given.dy.device)
-        others["cu_seqlens"] = (ends if given.cu_seqlens is None else given.cu_seqlens).int()
-        others |= {"out": others["out"].flatten(0, 1)[None], "max_seqlen": case.longest}  # [1, B T, H, V]
+        equal = torch.arange(0, batch * tokens + 1, tokens, device=given.dy.device)
+        ends = (equal if given.cu_seqlens is None else given.cu_seqlens).int()
+        out = others["out"].flatten(0, 1)[None]  # [1, B T, H, V]
+        others |= {"out": out, "cu_seqlens": ends, "max_seqlen": int(ends.diff().max())}
     if verb not in (REPLAY, VERIFY):
         return {"ring": None, "others": others}
     (batch, tokens, *sizes), new_ring = case.shape, cast(Any, rwkv_jit.ReplayRing)

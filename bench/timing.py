@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
-from rwkv_jit.desk.figures import host_us
+from rwkv_jit.desk.figures import HOST_SECONDS, host_us
 
 SMALL = 10_000_000  # elements; below, a call is timed in a CUDA graph, as the host would take longer than the GPU
 _CYCLES_PER_US = 2000  # at least those of a GPU
 _LONGEST_SLEEP_US = 100_000.0
 MANY, FEW = 20, 4  # calls of a graph at least, of small ones and of others
-_HOST_SECONDS, _ROWS = 0.25, 10  # of the host's time of calls, and rows of them until the GPU has ended
+_HOST_SECONDS = 0.25  # for the host's time of what is in a graph, whose calls are short
+_ROWS = 10  # of calls until the GPU has ended
 _SLEEP_SECONDS = 0.05  # for the host's time where a sleep of the GPU goes by it, which grows where it is too short
 
 
@@ -31,7 +32,7 @@ class Turns:
     def __init__(self, calls: Sequence[Callable[[], Any]], in_graph: int, flush: torch.Tensor | None = None) -> None:
         self.calls, self._flush = calls, flush  # a graph reads the inputs of its calls, and does not hold them
         torch.cuda.synchronize()
-        self.host_us = host_us(calls, _HOST_SECONDS)
+        self.host_us = host_us(calls, _HOST_SECONDS if in_graph else HOST_SECONDS)
         count = -(-in_graph // len(calls)) * len(calls)  # a whole number of rounds over the sets
         graph = _captured(calls, count) if in_graph else None
         self.in_graph = graph is not None

@@ -188,6 +188,45 @@ def test_everyone_of_a_case_has_figures_and_errors(op, phase, kind, names, monke
             assert row["other_error"] is None or row["other_error"] < 5e-2, row
 
 
+@pytest.mark.parametrize("phase", ["replay", "verify"])
+def test_slots_of_a_ring_are_in_all_phases_of_it(phase):
+    """So that a call takes the average of a cycle, before and behind it."""
+    case = Case("ssd", (26, {"replay": 1, "verify": 4}[phase], 2, 8, 4), torch.float32, phase).check()
+    given = cases.given_for(case, "cpu")
+    step, _ = measure.ours(case, given)[0]
+    pool, more = measure.beside(case, step, given)
+    ring = more["ring"]
+    assert ring.drafts == {"replay": 0, "verify": 4}[phase]
+    for _ in range(3):
+        counts = ring.cursors.bincount(minlength=ring.length + 1)
+        assert len(counts) == ring.length + 1 <= 13
+        assert counts.max() - counts.min() <= 1
+        step.run(given.inputs, pool, more)
+
+
+@pytest.mark.parametrize("phase", ["decode", *cases.OF_FEW, "varlen"])
+@pytest.mark.parametrize("op", [*cases.DERIVED, "gla", "wkv7"])
+def test_calls_over_a_pool_take_the_kernels_of_their_verbs(op, phase, on_gpu):
+    on_gpu.archs = ("sm_90",)
+    case = Case(op, (8, {"verify": 4, "varlen": 200}.get(phase, 1), 4, 64, 64), torch.bfloat16, phase).check()
+    given = cases.given_for(case, "cpu")
+    own = measure.ours(case, given)[0] if case.is_pooled else [measure.our_call(case, "auto", "auto")]
+    launches = []
+    for each in own:
+        call = measure.run_once(case, each, given)
+        on_gpu.take()
+        call()
+        launches.append([launch.template for launch in on_gpu.take()])
+    if phase == "varlen":
+        assert all(launches), launches
+        assert launches[0] != launches[1]  # which has no slots
+        return
+    assert [len(each) for each in launches] == [1] * len(own)
+    templates = [each[0] for each in launches]
+    assert "replay" in templates[0] if len(own) == 2 else "update" in templates[0], templates
+    assert len(own) == 1 or "update" in templates[1]
+
+
 # ---- processes ---------------------------------------------------------------------------------------------------
 
 
