@@ -119,7 +119,8 @@ class Case(NamedTuple):
         if kind.endswith("-gates"):
             return self.op == "kda"
         if kind == "served":
-            return self.phase == VARLEN and self.shape[0] == 1 and (self.shape[1] - DECODES) % PROMPTS == 0
+            rest = self.shape[1] - DECODES
+            return self.phase == VARLEN and self.shape[0] == 1 and rest > 0 and rest % PROMPTS == 0
         has_strong = op.decay != "none" and self.op not in DERIVED
         return op.has_heads and f"{op.state_layout}-" not in kind and ("strong" not in kind or has_strong)
 

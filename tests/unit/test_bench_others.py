@@ -19,7 +19,7 @@ from bench.__main__ import main
 from bench.cases import Case
 from bench.measure import Entry
 from rwkv_jit.desk import bench, figures, versions
-from rwkv_jit.schedules.table import OPS
+from rwkv_jit.schedules.table import ALL, OPS
 
 SMALL = (2, 6, 2, 4, 3)
 
@@ -48,7 +48,8 @@ def refer_to(op, called):
         def run(*inputs, use_qk_l2norm_in_kernel=False, initial_state=None, **more):
             normed = {"use_qk_l2norm_in_kernel": True} if use_qk_l2norm_in_kernel else {}
             if real is not None:
-                inspect.signature(real).bind(*inputs, initial_state=initial_state, **normed, **more)
+                bound = inspect.signature(real).bind(*inputs, initial_state=initial_state, **normed, **more)
+                assert ("beta" in bound.arguments) == ("beta" in ALL[op].public_names and "gdn2" not in name)
             called.append((module, name))
             for each in ("safe_gate", "lower_bound", "disable_recompute"):
                 more.pop(each, None)
@@ -201,7 +202,8 @@ def test_slots_of_a_ring_are_in_all_phases_of_it(phase):
         counts = ring.cursors.bincount(minlength=ring.length + 1)
         assert len(counts) == ring.length + 1 <= 13
         assert counts.max() - counts.min() <= 1
-        step.run(given.inputs, pool, more)
+        with torch.no_grad():
+            step.run(given.inputs, pool, more)
 
 
 @pytest.mark.parametrize("phase", ["decode", *cases.OF_FEW, "varlen"])
