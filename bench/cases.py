@@ -38,7 +38,7 @@ class Case(NamedTuple):
     """A call that is measured; a decode takes one token and a state, a prefill returns the state.
 
     An update takes a few tokens of each sequence, whose states are in a pool and change in place. A replay keeps tokens
-    in a ring, in all phases of which there are rows, and a verify takes those for drafts. A varlen takes prompts.
+    in a ring, in all phases of which there are rows, and a verify takes speculative ones. A varlen takes prompts.
     """
 
     op: str
