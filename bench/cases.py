@@ -14,25 +14,31 @@ from rwkv_jit.plain.reference import SIGMOID_RATE
 from rwkv_jit.schedules.problem import Op
 from rwkv_jit.schedules.table import ALL
 
-PACKED = 16  # sequences
+# Phases over a pool of states, by the functions that are named after them: of a few tokens of each row, and of prompts.
+REPLAY, VERIFY, VARLEN = "replay", "verify", "varlen"
+OF_FEW = (UPDATE, REPLAY, VERIFY)
+POOLED = (*OF_FEW, VARLEN)
+PACKED, DECODES, PROMPTS = 16, 256, 4  # sequences
 # Kinds of inputs. One head is one of one sequence. States are float32, in the layout that the op takes by itself.
 KINDS = {
     "usual": "", "strong": "strong decays", "one-strong": "one head's decays strong", "packed": "16 packed",
     "bf16-states": "bfloat16 states", "kv-states": "states [K, V]", "vk-states": "states [V, K]",
     "bf16-kv-states": "bfloat16 states [K, V]", "bf16-vk-states": "bfloat16 states [V, K]",
 }  # fmt: skip
-# Ops that run others are measured by suites alone, in some phases, with some kinds that the others do not have.
+# Ops that run others are measured by suites alone, with some kinds that the others do not have. A kind of suites may be
+# several, with + between them, those of states last.
 DERIVED = {name: op.through.name for name, op in ALL.items() if op.through is not None}
-KINDS_OF_SUITES = {**KINDS, "16-keys": "16 key heads", "strong-gates": "strong gates", "slow-gates": "slow gates"}
-_OPS_OF_KINDS = {
-    "16-keys": ("kda", "gated_delta_rule", "delta_rule", "simple_gla"), "strong-gates": ("kda",), "slow-gates": ("kda",)
+KINDS_OF_SUITES = {
+    **KINDS, "16-keys": "16 key heads", "4-keys": "4 key heads", "strong-gates": "strong gates",
+    "slow-gates": "slow gates", "served": f"{DECODES} decodes and {PROMPTS} prompts",
 }  # fmt: skip
 
 
 class Case(NamedTuple):
     """A call that is measured; a decode takes one token and a state, a prefill returns the state.
 
-    An update takes one token of each sequence, whose states are in a pool and change in place.
+    An update takes a few tokens of each sequence, whose states are in a pool and change in place. A replay keeps tokens
+    in a ring, in all phases of which there are rows, and a verify takes speculative ones. A varlen takes prompts.
     """
 
     op: str
@@ -40,7 +46,7 @@ class Case(NamedTuple):
     dtype: torch.dtype
     phase: str = "forward"
     wide_decay: bool = False  # whether w is float32 beside inputs in 16 bits
-    kind: str = "usual"  # of KINDS
+    kind: str = "usual"  # of KINDS_OF_SUITES
 
     @property
     def about(self) -> Op:
@@ -92,24 +98,41 @@ class Case(NamedTuple):
     @property
     def key_heads(self) -> int:
         """The heads of keys, of which one of a state space is for all."""
-        return 16 if self.kind == "16-keys" else 1 if self.op == "ssd" else self.shape[2]
+        count, keys, _ = self.kind.partition("-keys")
+        return int(count) if keys else 1 if self.op == "ssd" else self.shape[2]
+
+    @property
+    def is_pooled(self) -> bool:
+        """Whether its states are in a pool."""
+        return self.phase in POOLED
+
+    @property
+    def sequences(self) -> int:
+        """How many there are."""
+        return {"packed": PACKED, "served": DECODES + PROMPTS}.get(self.kind.split("+")[-1], self.shape[0])
+
+    def _fits(self, kind: str) -> bool:
+        """Return whether the op has inputs of one kind."""
+        op = self.about
+        if kind.endswith("-keys"):
+            return "G" in op.inputs.get("k", "") and self.op != "ssd"
+        if kind.endswith("-gates"):
+            return self.op == "kda"
+        if kind == "served":
+            rest = self.shape[1] - DECODES
+            return self.phase == VARLEN and self.shape[0] == 1 and rest > 0 and rest % PROMPTS == 0
+        has_strong = op.decay != "none" and self.op not in DERIVED
+        return op.has_heads and f"{op.state_layout}-" not in kind and ("strong" not in kind or has_strong)
 
     def check(self) -> Case:
         """Return the case itself. Raises ValueError where the op has no such phase, or no such inputs."""
-        of_ops.Case(*self[:4]).check()
-        op, of_all = self.about, self.kind in KINDS and self.op not in DERIVED
-        fits = op.has_heads and f"{op.state_layout}-" not in self.kind
-        if "strong" in self.kind:
-            fits = fits and op.decay != "none"
-        if self.kind != "usual" and not (fits if of_all else self.op in _OPS_OF_KINDS.get(self.kind, ())):
+        of_ops.Case(*self[:3], UPDATE if self.is_pooled else self.phase).check()
+        if self.kind != "usual" and not all(map(self._fits, self.kind.split("+"))):
             raise ValueError(f"--inputs: {self.op} has none that are {self.kind}")
-        if self.kind.endswith("states") and self.phase != UPDATE:
+        if self.kind.endswith("states") and not self.is_pooled:
             raise ValueError(f"--inputs: {self.kind} are only for updates, not for {self.phase}")
         if self.kind == "packed" and (self.shape[0] != 1 or self.shape[1] < PACKED or self.phase == "decode"):
             raise ValueError(f"--inputs: packed ones are a batch of 1 with {PACKED} or more tokens, and no decode")
-        if self.op in DERIVED and self.phase not in of_ops.PHASES[:3]:
-            expected = f"{', '.join(of_ops.PHASES[:3])} for {self.op}"
-            raise ValueError(f"--phase: expected one of {expected}, got {self.phase}")
         if self.shape[2] % self.key_heads:
             raise ValueError(f"--inputs: {self.kind} are for a multiple of as many heads, and not for {self.shape[2]}")
         return self
@@ -118,7 +141,7 @@ class Case(NamedTuple):
 class Given(NamedTuple):
     """What a call is given: leaves that want gradients, the gradient of y, the state of a decode, ends of sequences.
 
-    The state of an update is the pool, and `slots` says where the state of each sequence lies in it.
+    The state of a call over a pool is the pool, and `slots` says where the state of each sequence lies in it.
     """
 
     inputs: list[Tensor]
@@ -155,9 +178,10 @@ def given_for(case: Case, device: str = "cuda") -> Given:
     leaves = [x.requires_grad_(name != "A") for name, x in zip(names, made, strict=True)]
     like_y = leaves[names.index(next(name for name in ("v", "x", "k") if name in names))]
     state = None
-    if case.phase in OF_ONE_TOKEN:
-        state = of_ops.state_of(*case[:2], device, case.state_layout).to(case.state_dtype)
-    slots = torch.randperm(case.shape[0], device=device).int() if case.phase == UPDATE else None
+    if case.is_pooled or case.phase in OF_ONE_TOKEN:
+        shape = (case.sequences, *case.shape[1:])
+        state = of_ops.state_of(case.op, shape, device, case.state_layout).to(case.state_dtype)
+    slots = torch.randperm(case.sequences, device=device).int() if case.is_pooled else None
     return Given(leaves, torch.randn_like(like_y, requires_grad=False), state, ends_of(case, device), slots)
 
 
@@ -181,7 +205,13 @@ def _decays(case: Case, w: Tensor) -> Tensor:
 
 
 def ends_of(case: Case, device: str = "cuda") -> Tensor | None:
-    """Return where packed sequences end, whose lengths grow from a few tokens to a tenth of all; None for others."""
+    """Return where packed sequences end, whose lengths grow from a few tokens to a tenth of all; None for others.
+
+    Behind decodes there are prompts of equal lengths.
+    """
+    if "served" in case.kind:
+        lengths = [*[1] * DECODES, *[(case.shape[1] - DECODES) // PROMPTS] * PROMPTS]
+        return torch.tensor([0, *lengths]).cumsum(0).to(device)
     if case.kind != "packed":
         return None
     shares = torch.linspace(0, 1, PACKED + 1, dtype=torch.float64).pow(1.5)
@@ -194,13 +224,14 @@ def ends_of(case: Case, device: str = "cuda") -> Tensor | None:
 def floor_ms(case: Case, given: Given, copy_tb_per_s: float) -> float:
     """Return the milliseconds of the fewest bytes at the bandwidth of a copy, in terabytes (10^12) a second.
 
-    A pass reads inputs and writes results, and a backward reads all inputs again.
+    A pass reads inputs and writes results, and a backward reads all inputs again. A ring is counted as no bytes, and as
+    no write of a state.
     """
-    batch, _, heads, head_size, value_size = case.shape
-    channels = (PACKED if case.kind == "packed" else batch) * heads * head_size
+    _, _, heads, head_size, value_size = case.shape
+    channels = case.sequences * heads * head_size
     state = case.state_dtype.itemsize * channels * (value_size if case.about.has_heads else 3)
     reads, writes = {"backward": (2, 1), "forward+backward": (3, 2)}.get(case.phase, (1, 1))
-    of_states = {"prefill": 1, "decode": 2, UPDATE: 2}.get(case.phase, 0) * state
+    of_states = {"prefill": 1, "decode": 2, UPDATE: 2, VARLEN: 2, REPLAY: 1, VERIFY: 1}.get(case.phase, 0) * state
     inputs = sum(x.nbytes for x in given.inputs)
     return (reads * inputs + writes * given.dy.nbytes + of_states) / copy_tb_per_s * 1e-9
 

@@ -6,14 +6,14 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 import rwkv_jit
 from bench import cases, timing
-from bench.cases import Case, Given
+from bench.cases import OF_FEW, POOLED, REPLAY, VARLEN, VERIFY, Case, Given
 from rwkv_jit.call import rule, switches, torch_op
 from rwkv_jit.call.options import complete
 from rwkv_jit.desk import bench, figures, inputs
@@ -36,22 +36,25 @@ Inputs = Sequence[Tensor]
 Run = Callable[[Inputs, Tensor | None, Mapping[str, Any]], tuple[Tensor | None, Any]]
 COLUMNS = (
     "suite", "op", "shape", "dtype", "phase", "inputs", "who", "what", "median_ms", "low_ms", "high_ms", "runs",
-    "in_graph", "host_us", "floor_ms", "fraction", "peak_mib", "error", "errors", "other_error", "other", "skipped",
+    "in_graph", "host_us", "calls_us", "floor_ms", "fraction", "peak_mib", "error", "errors", "other_error", "other",
+    "skipped",
 )  # fmt: skip
 SHOWN = {
     "by": "{who} {what}", "ms": "{median_ms:.4f}", "quartiles": "{low_ms:.4f} to {high_ms:.4f}",
     "of the floor": "{fraction:.0%}", "in a graph": "{in_graph}", "host us": "{host_us:.1f}", "": "{mark}",
+    "calls us": "{calls_us:.1f}",
     "peak MiB": "{peak_mib:.1f}", "error": "{error:.1e}", "other": "{other_error:.1e}",
 }  # fmt: skip
 METHODS = (
     "Median and quartiles of the GPU's time by CUDA events, after a warm-up, in rounds over everyone of a case; small "
-    "calls in a CUDA graph, the others queued while the GPU waits. Inputs come round when they have left the L2 cache. "
-    "Clocks as found. Floor: the fewest bytes of a call at the bandwidth of a copy in the same run. Host: until a call "
-    "has returned, in the fastest row of calls; a † marks where it takes longer than the GPU, so that calls one after "
-    "another take its time. Peak: memory of one call, of a backward with its forward, and the inputs. Error: relative "
-    "L2 of the call that was timed against float64, the largest of y, the gradients and the states of an update, over "
-    "at most 300 tokens of a row, or 64 rows. Other: the largest distance, over all tokens, from another backend of "
-    "ours, or from our update."
+    "calls and those over a pool in a CUDA graph, the others queued while the GPU waits. Inputs come round when they "
+    "have left the L2 cache. Clocks as found. Floor: the fewest bytes of a call at the bandwidth of a copy in the same "
+    "run. Host: until a call has returned, in the fastest row of calls; a † marks where it takes longer than the GPU, "
+    "so that calls one after another take its time. Calls: what is in a graph, one after another without it, until the "
+    "GPU has ended. Peak: memory of a call, of a backward with its forward, and the inputs. Error: relative L2 of the "
+    "call that was timed against float64, the largest of y, the gradients and the states of few tokens over a pool, "
+    "over at most 300 tokens of a row, or 64 rows. Other: the largest distance, over all tokens, from another backend "
+    "of ours, or from our call over the pool."
 )
 
 
@@ -71,8 +74,8 @@ class Contestant(NamedTuple):
     takes the time that others are held against. `convert` makes such inputs of the op's, as differentiable operations,
     and `convert_state` such states of the op's, and after an update the op's of such; they are not timed.
 
-    An update gives states in the order of the rows, but to what `takes_pools`: that gets the pool, the slots in it, and
-    memory for y, and returns the pool.
+    A call over a pool gives states in the order of the rows, but to what is a `verb` of pools: that gets the pool, the
+    slots in it, memory for y, and what else the verb takes, and returns the pool.
     """
 
     who: str
@@ -81,7 +84,7 @@ class Contestant(NamedTuple):
     convert: Callable[[Inputs], Inputs] = lambda inputs: inputs
     convert_state: Callable[[Tensor], Tensor] = lambda state: state
     is_foreign: bool = False  # whether it is tried in a process of its own first, as it may end one
-    takes_pools: bool = False
+    verb: str = ""
 
 
 # ---- ours --------------------------------------------------------------------------------------------------------
@@ -90,11 +93,12 @@ class Contestant(NamedTuple):
 def backend_of(case: Case, given: Given, asked: str) -> str:
     """Return the backend that a case takes where this one is asked for, as the rule of its calls chooses it.
 
-    That of an update is "update"; segments and kernels of large heads are "split", as calls name them; "dedicated" are
-    kernels that an op has for itself. Raises UnsupportedConfigError where it cannot do it: what is in the way.
+    That of a call over a pool is its verb, as "update"; segments and kernels of large heads are "split", as calls name
+    them; "dedicated" are kernels that an op has for itself. Raises UnsupportedConfigError where it cannot do it: what
+    is in the way.
     """
-    if case.phase == UPDATE:
-        return UPDATE
+    if case.is_pooled:
+        return case.phase
     arrays = [*given.inputs, *[None] * (len(case.about.inputs) - len(given.inputs))]  # optional ones stand behind
     problem = problem_of(case, given, arrays, asked)
     if case.op == "wkv4":
@@ -125,8 +129,13 @@ def problem_of(case: Case, given: Given, arrays: Sequence[Tensor | None], asked:
 def ours(case: Case, given: Given, asked: Sequence[str] | None = None) -> tuple[list[Contestant], dict[str, str]]:
     """Return our contestants, first what "auto" takes, and what is in the way of backends that were asked for.
 
-    By default all backends that can do it are. Names that come to the same backend are one contestant.
+    By default all backends that can do it are. Names that come to the same backend are one contestant. Beside a call
+    over a pool there is what a caller would take without it.
     """
+    if case.is_pooled:
+        beside_it = {REPLAY: UPDATE, VERIFY: UPDATE, VARLEN: "forward"}
+        several = [case.phase, *([beside_it[case.phase]] if case.phase in beside_it else [])]
+        return [our_call(case, "auto", each) for each in several], {}
     taken: dict[str, Contestant] = {}
     obstacles: dict[str, str] = {}
     for name in inputs.backends_of(case.op, case.phase) if asked is None else asked:
@@ -141,11 +150,21 @@ def ours(case: Case, given: Given, asked: Sequence[str] | None = None) -> tuple[
 
 
 def our_call(case: Case, asked: str, backend: str) -> Contestant:
-    """Return the contestant that asks for a backend of ours; updates take "auto" alone."""
-    if case.phase != UPDATE:
+    """Return the contestant that asks for a backend of ours, or calls a function of pools, which takes "auto" alone."""
+    if backend not in POOLED:
         return Contestant(OURS, backend, _calling(inputs.OPS[case.op], backend=asked, **case.options))
-    update = partial(getattr(rwkv_jit, f"{case.op}_update"), **case.options)
-    return Contestant(OURS, backend, lambda x, pool, more: (update(pool, *x, **more), pool), takes_pools=True)
+    step = partial(getattr(rwkv_jit, f"{case.op}_{backend}"), **case.options)
+
+    def run(x: Inputs, pool: Tensor | None, more: Mapping[str, Any]) -> tuple[Tensor, Any]:
+        ring, others = more["ring"], more["others"]
+        return (step(pool, *x, **others) if ring is None else step(pool, ring, *x, **others)), pool
+
+    def in_one_row(x: Inputs) -> Inputs:  # [1, B T, ..]
+        several = zip(case.names, x, strict=True)
+        return [each.flatten(0, 1)[None] if "T" in case.dims(name) else each for name, each in several]
+
+    convert = in_one_row if backend == VARLEN else list
+    return Contestant(OURS, backend, run, convert, verb=backend)
 
 
 def _calling(function: Callable[..., Any], **options: Any) -> Run:
@@ -162,13 +181,14 @@ def _calling(function: Callable[..., Any], **options: Any) -> Run:
 
 
 def torch_peers(case: Case) -> list[Contestant]:
-    """Return what torch alone can do of a case; of an update a copy of the states too, which reads and writes them."""
-    if case.phase == UPDATE:
+    """Return what torch alone can do of a case; for few tokens a copy of the states, which reads and writes them."""
+    if case.phase in OF_FEW:
         copy = Contestant(
             "torch", "copy", lambda _, both, more: (None, None if both is None else both[1].copy_(both[0])),
             convert_state=lambda states: torch.stack([states, states]),
         )  # fmt: skip
-        return [copy, Contestant("torch", "step in place", partial(_step, case))]
+        steps = [Contestant("torch", "step in place", partial(_step, case))]
+        return [copy, *(steps if case.phase == UPDATE and case.op not in cases.DERIVED else ())]
     if case.op == "timex":
         return [Contestant("torch", "conv1d", _conv1d), Contestant("torch", "fft", _fft)]
     if case.op in ("wkv5", "wkv6") and case.shape[1] <= MOST_LOOPED_TOKENS and case.kind != "packed":
@@ -255,8 +275,8 @@ def rows_of(entry: Entry, copy_tb_per_s: float, peers: Sequence[Contestant] = ()
             skipped.append(row(entry, *who, one_line(times)))
         elif not all(map(math.isfinite, (*errors["errors"].values(), errors["other_error"] or 0.0))):
             skipped.append(row(entry, *who, "its results are not finite, so it has no speed"))
-        # Updates have changed their states many times.
-        elif case.phase == UPDATE and not all(
+        # Calls over a pool have changed their states many times.
+        elif case.is_pooled and not all(
             bool(x.isfinite().all()) for call in turns.calls for x in call() if x is not None
         ):
             skipped.append(row(entry, *who, "its states did not stay finite, so it has no speed"))
@@ -264,7 +284,7 @@ def rows_of(entry: Entry, copy_tb_per_s: float, peers: Sequence[Contestant] = ()
             measured.append(
                 row(entry, *who)
                 | figures.spread(times)
-                | {"in_graph": turns.in_graph, "host_us": turns.host_us, "floor_ms": floor}
+                | {"in_graph": turns.in_graph, "host_us": turns.host_us, "calls_us": turns.calls_us, "floor_ms": floor}
                 | {"fraction": floor / statistics.median(times), "peak_mib": peak / 2**20, **errors}
             )
     return measured + skipped
@@ -273,20 +293,20 @@ def rows_of(entry: Entry, copy_tb_per_s: float, peers: Sequence[Contestant] = ()
 def run_once(case: Case, contestant: Contestant, given: Given) -> Callable[[], Any]:
     """Return the call of a case by a contestant; for a backward alone, the forward runs here.
 
-    An update changes states of its own. It holds what it returned last: where that is new memory, each set has its own.
+    One over a pool changes states of its own, and holds what it returned last: new memory is another for each set.
     """
     inputs = [
         x.detach().requires_grad_(case.has_gradients and x.requires_grad) for x in contestant.convert(given.inputs)
     ]
     state, more = beside(case, contestant, given)
-    if case.phase == UPDATE:
+    if case.is_pooled:
         last: list[Any] = []
 
-        def update() -> Any:
+        def step() -> Any:
             last[:] = [contestant.run(inputs, state, more)]
             return last[0]
 
-        return update
+        return step
     if not case.has_gradients:
         return lambda: contestant.run(inputs, state, more)
     leaves = [x for x in inputs if x.requires_grad]
@@ -298,16 +318,49 @@ def run_once(case: Case, contestant: Contestant, given: Given) -> Callable[[], A
 
 
 def beside(case: Case, contestant: Contestant, given: Given) -> tuple[Tensor | None, dict[str, Any]]:
-    """Return the state a contestant begins with, a copy as updates change it, and what else it is given with inputs."""
-    if given.slots is not None and given.state is not None:
-        if contestant.takes_pools:
-            return given.state.clone(), {"state_indices": given.slots, "out": torch.empty_like(given.dy)}
-        return contestant.convert_state(given.state[given.slots]), {"output_final_state": True}
-    with_states = *inputs.WITH_STATES, UPDATE
-    more: dict[str, Any] = {"output_final_state": True} if case.phase in with_states else {}
+    """Return the state a contestant begins with, a copy as calls change it, and what else it is given with inputs."""
+    if contestant.verb and given.state is not None:
+        return given.state.clone(), _over_a_pool(case, contestant.verb, given)
+    more: dict[str, Any] = {"output_final_state": True} if case.is_pooled or case.phase in inputs.WITH_STATES else {}
     if given.cu_seqlens is not None:
         more["cu_seqlens"] = given.cu_seqlens
-    return None if given.state is None else contestant.convert_state(given.state), more
+    states = given.states()
+    return None if states is None else contestant.convert_state(states), more
+
+
+def _over_a_pool(case: Case, verb: str, given: Given) -> dict[str, Any]:
+    """Return what a call of a verb takes: a ring or None, and others by name."""
+    others: dict[str, Any] = {"state_indices": given.slots, "out": torch.empty_like(given.dy)}
+    if verb == VARLEN:
+        batch, tokens = given.dy.shape[:2]
+        equal = torch.arange(0, batch * tokens + 1, tokens, device=given.dy.device)
+        ends = (equal if given.cu_seqlens is None else given.cu_seqlens).int()
+        out = others["out"].flatten(0, 1)[None]  # [1, B T, H, V]
+        others |= {"out": out, "cu_seqlens": ends, "max_seqlen": int(ends.diff().max())}
+    if verb not in (REPLAY, VERIFY):
+        return {"ring": None, "others": others}
+    (batch, tokens, *sizes), new_ring = case.shape, cast(Any, rwkv_jit.ReplayRing)
+    ring = new_ring(
+        batch, case.op, *sizes, drafts=tokens if verb == VERIFY else 0, dtype=case.dtype, state_dtype=case.state_dtype,
+        device=given.dy.device, key_heads=case.key_heads,
+    )  # fmt: skip
+    # Slots are in all phases, so that a call takes the average of a cycle, and their entries leave states as they are.
+    ring.cursors.copy_(torch.arange(batch) % (ring.length + 1))
+    if ring.d is not None:
+        ring.d.fill_(1)
+    return {"ring": ring, "others": others}
+
+
+def _states_behind(case: Case, contestant: Contestant, final: Tensor, given: Given, more: Mapping[str, Any]) -> Tensor:
+    """Return the states that a call over a pool leaves, in the order of the rows, with all that its ring has."""
+    if not contestant.verb:
+        return contestant.convert_state(final)
+    if (ring := more.get("ring")) is not None and given.slots is not None:
+        about: dict[str, Any] = {"state_layout": case.state_layout, "state_indices": given.slots}
+        if contestant.verb == VERIFY:
+            rwkv_jit.replay_commit(final, ring, torch.full_like(given.slots, case.shape[1]), **about)
+        rwkv_jit.replay_flush(final, ring, **about)
+    return final[given.slots]
 
 
 def _ready(case: Case, contestant: Contestant, sets: Sequence[Given], flush: Tensor | None) -> tuple[timing.Turns, int]:
@@ -315,14 +368,14 @@ def _ready(case: Case, contestant: Contestant, sets: Sequence[Given], flush: Ten
     first = run_once(case, contestant, sets[0])
     first()
     torch.cuda.synchronize()
-    # The states of an update are those of the set: what makes a copy of them is no part of the call.
-    whole = first if case.phase == UPDATE else lambda: run_once(case, contestant, sets[0])()
+    # The states of a pool are those of the set: what makes a copy of them is no part of the call.
+    whole = first if case.is_pooled else lambda: run_once(case, contestant, sets[0])()
     peak = figures.peak_bytes(whole) + sets[0].size()
     calls = [first, *(run_once(case, contestant, given) for given in sets[1:])]
     for call in calls:
         call()
     small = not case.has_gradients and sets[0].dy.numel() < timing.SMALL
-    return timing.Turns(calls, small, flush), peak
+    return timing.Turns(calls, timing.MANY if small else timing.FEW if case.is_pooled else 0, flush), peak
 
 
 # ---- errors ------------------------------------------------------------------------------------------------------
@@ -337,8 +390,9 @@ def _errors(
 
     The first tokens of a row depend on nothing behind them. Where the gradient of y is zero elsewhere, so do their
     gradients. So float64 judges the whole call, with its backend and geometry, by the first tokens of its first row.
-    All tokens of it are held against another backend of ours. Of an update float64 judges y and the states of its first
-    rows, whose slots lie anywhere in the pool; those of others are held against ours, in all rows.
+    All tokens of it are held against another backend of ours. Of few tokens over a pool float64 judges y and the states
+    of the first rows, whose slots lie anywhere in the pool; those of others are held against ours, in all rows. States
+    behind prompts are held against those of the op.
 
     For each contestant there are errors, by the names of the results; error, the largest of them; other, the backend of
     ours that did it too; and other_error, the largest distance to that. They are None where something cannot be done,
@@ -348,6 +402,8 @@ def _errors(
     tokens = min(case.shape[1], MOST_TOKENS, max(16, _MOST_STATES // state))
     exact = Contestant("float64", "reference", _calling(REFERENCES[case.op], **case.options))
     wanted = _results(case, exact, _first_tokens(case, given, tokens))
+    if case.phase == VARLEN:  # whose states are those behind all tokens
+        wanted.pop("state", None)
     begun = given._replace(dy=torch.zeros_like(given.dy))
     beginning(case, "y", begun.dy, tokens).copy_(beginning(case, "y", given.dy, tokens))
     # First those that are made for exact sums and not for speed.
@@ -370,25 +426,25 @@ def _errors(
 def beginning(case: Case, name: str, x: Tensor, tokens: int) -> Tensor:
     """Return the part of an input, of y or of their gradients that the first tokens of the first row need.
 
-    Of an update, and of its states in the order of the rows, it is that of the first rows.
+    Of few tokens over a pool, and of states in the order of the rows, it is that of the first rows.
     """
     if case.op == "timex":  # the last column of w is that of the token itself
         return x[:, -tokens:] if name in ("w", "dw") else x[:1, :, :tokens]
     if "T" not in case.dims(name.removeprefix("d")):
         return x
-    return x[:MOST_ROWS] if case.phase == UPDATE else x[:1, :tokens]
+    return x[:MOST_ROWS] if case.phase in OF_FEW else x[:1, :tokens]
 
 
 def _first_tokens(case: Case, given: Given, tokens: int) -> Given:
-    """Return in float64 what decides about the first tokens of the first row, or of an update about the first rows."""
+    """Return in float64 what decides about the first tokens of the first row, or about the first rows over a pool."""
     first = [
         beginning(case, name, x.detach(), tokens).double().requires_grad_(x.requires_grad)
         for name, x in zip(case.names, given.inputs, strict=True)
     ]
-    state, ends = given.states(MOST_ROWS if case.phase == UPDATE else 1), given.cu_seqlens
+    ends = None if given.cu_seqlens is None else given.cu_seqlens.clamp(max=tokens).unique()
+    state = given.states(MOST_ROWS if case.phase in OF_FEW else 1 if ends is None else len(ends) - 1)
     return Given(
-        first, beginning(case, "y", given.dy, tokens).double(), None if state is None else state.double(),
-        None if ends is None else ends.clamp(max=tokens).unique(),
+        first, beginning(case, "y", given.dy, tokens).double(), None if state is None else state.double(), ends
     )  # fmt: skip
 
 
@@ -400,13 +456,12 @@ def _results(case: Case, contestant: Contestant, given: Given) -> Results:
         y, final = contestant.run(inputs, state, more)
         if y is None:
             return {}
-        results = {"y": y.detach()}
+        results = {"y": y.detach().view_as(given.dy)}
         if case.has_gradients:
             leaves = {f"d{name}": x for name, x in zip(case.names, given.inputs, strict=True) if x.requires_grad}
             results |= zip(leaves, torch.autograd.grad(y, list(leaves.values()), given.dy), strict=True)
-        if case.phase == UPDATE:
-            final = final[given.slots] if contestant.takes_pools else contestant.convert_state(final)
-            results["state"] = final.detach()
+        if case.is_pooled:
+            results["state"] = _states_behind(case, contestant, final, given, more).detach()
         return results
     except Exception:
         return {}

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from bench import measure
-from bench.cases import Case
+from bench.cases import DERIVED, OF_FEW, Case
 from bench.measure import Contestant, Inputs
-from rwkv_jit.desk.inputs import UPDATE
+from rwkv_jit.desk.inputs import PHASES, UPDATE
 from rwkv_jit.plain.reference import SIGMOID_RATE
 
 
@@ -59,8 +59,8 @@ def _replacing(index: int | None, change: Callable[[Tensor], Tensor]) -> Callabl
 # illegal memory access.
 _LARGEST_BOUNDED = 128
 # Tokens up to which its kernels that go token by token are measured: above they take ten times as long as its chunks,
-# and minutes to tune.
-_MOST_STEPS = 1024
+# and minutes to tune. Up to so few of them its chunks are left out.
+_MOST_STEPS, _FEW = 1024, 8
 _NORMED_KEYS = {"use_qk_l2norm_in_kernel": True}
 _SAFE_GATE = {"safe_gate": True, "lower_bound": -5.0}  # which takes the tensor cores for more; gates here are above
 # By op: module, and functions with what they are given beside the inputs to compute the same.
@@ -68,16 +68,24 @@ _OF_FLA: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "wkv6": ("rwkv6", {"chunk_rwkv6": {"scale": 1.0}, "fused_recurrent_rwkv6": {"scale": 1.0}}),
     "wkv7": ("rwkv7", {"chunk_rwkv7": {"scale": 1.0}, "fused_recurrent_rwkv7": {"scale": 1.0}}),
     "gla": ("gla", {"chunk_gla": {}, "fused_recurrent_gla": {}}),
-    "kda": ("kda", {"chunk_kda": _NORMED_KEYS, "chunk_kda safe_gate": {**_NORMED_KEYS, **_SAFE_GATE}}),
-    "gated_delta_rule": ("gated_delta_rule", {"chunk_gated_delta_rule": _NORMED_KEYS}),
-    "delta_rule": ("delta_rule", {"chunk_delta_rule": _NORMED_KEYS}),
-    "simple_gla": ("simple_gla", {"chunk_simple_gla": {}}),
+    "kda": ("kda", {
+        "chunk_kda": _NORMED_KEYS, "chunk_kda safe_gate": {**_NORMED_KEYS, **_SAFE_GATE},
+        "fused_recurrent_kda": _NORMED_KEYS,
+    }),
+    **{
+        op: (op, {f"{name}_{op}": _NORMED_KEYS for name in ("chunk", "fused_recurrent")})
+        for op in ("gated_delta_rule", "delta_rule")
+    },
+    "gated_delta_rule2": ("gdn2", {"chunk_gdn2": _NORMED_KEYS, "fused_recurrent_gdn2": _NORMED_KEYS}),
+    "simple_gla": ("simple_gla", {"chunk_simple_gla": {}, "fused_recurrent_simple_gla": {}}),
+    "hgrn2": ("gla", {"chunk_gla": {"scale": 1.0}, "fused_recurrent_gla": {"scale": 1.0}}),
     "linear_attention": ("linear_attn", {
         f"{name}_linear_attn": {"normalize": False} for name in ("chunk", "fused_chunk", "fused_recurrent")
     }),
 }  # fmt: skip
 # Functions that take `disable_recompute`, to keep for the backward what they compute again by default.
 _KEEPING = ("chunk_rwkv7", "chunk_kda", "chunk_kda safe_gate")
+_LATE_RATES = "fused_recurrent_gated_delta_rule"  # which has other gates before beta
 
 
 def _fla(case: Case) -> list[Contestant]:
@@ -87,7 +95,9 @@ def _fla(case: Case) -> list[Contestant]:
     if case.op not in _OF_FLA:
         return []
     module, functions = _OF_FLA[case.op]
-    fits = {True: case.shape[1] <= _MOST_STEPS, False: case.phase != UPDATE}  # token by token, and in chunks
+    # Token by token, of which not all have gradients, and in chunks.
+    steps = case.shape[1] <= _MOST_STEPS and not (case.op in DERIVED and case.has_gradients)
+    fits = {True: steps, False: case.shape[1] > _FEW}
     functions = {name: each for name, each in functions.items() if fits[name.startswith("fused_recurrent")]}
     if "chunk_rwkv7" in functions and case.decay == "sigmoid" and case.shape[3] <= _LARGEST_BOUNDED:
         functions["chunk_rwkv7"] = {**functions["chunk_rwkv7"], "lower_bound": -SIGMOID_RATE}
@@ -101,16 +111,25 @@ def _fla(case: Case) -> list[Contestant]:
         return state.float().mT.contiguous() if case.state_layout == "vk" else state.float()
 
     convert = _replacing(index, partial(log_decay, decay=case.decay))
+    if case.op == "hgrn2":
+        convert = _with_keys
 
     def contestant(name: str, options: dict[str, Any]) -> Contestant:
         def run(inputs: Inputs, state: Tensor | None, more: Mapping[str, Any]) -> tuple[Tensor, Any]:
             function = _loaded(f"fla.ops.{module}", name.split()[0])
-            y, final = function(*inputs, initial_state=state, **options, **more)[:2]
+            late = {"beta": inputs[-1]} if name == _LATE_RATES else {}
+            y, final = function(*inputs[: -1 if late else None], initial_state=state, **late, **options, **more)[:2]
             return y, final
 
         return Contestant("fla", name, run, convert, as_there, is_foreign=True)
 
     return [contestant(name, options) for name, options in functions.items()]
+
+
+def _with_keys(inputs: Inputs) -> Inputs:
+    """Return q, k, v and g of q, g and v of hgrn2, whose keys are 1 - e^g."""
+    q, g, v = inputs
+    return [q, -torch.expm1(g.float()).to(g.dtype), v, g]
 
 
 def _fla_wkv4(inputs: Inputs, state: Tensor | None, more: Mapping[str, Any]) -> tuple[Tensor, Any]:
@@ -145,7 +164,7 @@ def _folder(*names: object) -> Path:
 
 def _wind(case: Case) -> list[Contestant]:
     """Wind takes RWKV-7 in bfloat16, decays as exp(-exp(w)) and states in bfloat16; its chunks are of 16 tokens."""
-    if case.op != "wkv7" or case.kind == "packed" or case.phase == UPDATE:
+    if case.op != "wkv7" or case.kind == "packed" or case.is_pooled:
         return []
 
     def run(name: str, inputs: Inputs, state: Tensor | None, more: Mapping[str, Any]) -> tuple[Tensor, Any]:
@@ -227,7 +246,7 @@ class _OfTrainer(torch.autograd.Function):
 
 def _cudnn(case: Case) -> list[Contestant]:
     """The frontend of cuDNN packs sequences. Its backward of KDA takes gates in float32, and q and k of length 1."""
-    if case.op != "kda" or case.kind == "packed":
+    if case.op != "kda" or case.kind == "packed" or case.phase not in PHASES[:3]:
         return []
 
     def convert(inputs: Inputs) -> Inputs:
@@ -251,7 +270,7 @@ def _ends(batch: int, tokens: int, device: torch.device) -> Tensor:
 
 def _flash_rwkv(case: Case) -> list[Contestant]:
     """flash-rwkv computes the forward of RWKV-6 at head size 64, on [B, T, C]."""
-    if case.op != "wkv6" or case.has_gradients or case.kind == "packed" or case.phase == UPDATE:
+    if case.op != "wkv6" or case.has_gradients or case.kind == "packed" or case.is_pooled:
         return []
 
     def run(inputs: Inputs, state: Tensor | None, more: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -268,12 +287,35 @@ def _flash_rwkv(case: Case) -> list[Contestant]:
 
 
 _MAMBA_CHUNK = 256  # tokens, as its models have
+_MAMBA_STEP, _MAMBA_SCAN = "selective_state_update", "mamba_chunk_scan_combined"
 
 
 def _mamba(case: Case) -> list[Contestant]:
-    """mamba-ssm computes the state space of Mamba-2 in Triton, with states [B, H, V, K]."""
-    if case.op != "ssd":
+    """mamba-ssm computes the state space of Mamba-2 in Triton, with states [B, H, V, K], and one token over a pool.
+
+    Its step wants a bias and D, which are zeros here, and takes its fast path where what a head has for all is no copy.
+    """
+    if case.op != "ssd" or case.sequences != case.shape[0] or case.phase == "decode":
         return []
-    name = "mamba_chunk_scan_combined"
-    function = partial(_loaded, "mamba_ssm.ops.triton.ssd_combined", name)
-    return [Contestant("mamba_ssm", name, lambda x, state, more: (function()(*x, _MAMBA_CHUNK), None), is_foreign=True)]
+    heads, keys, values = case.shape[2:]
+
+    def expand(inputs: Inputs) -> Inputs:
+        x, dt, a, *others = inputs
+        zeros = x.new_zeros(heads, 1).expand(heads, values)
+        wide = a.float()[:, None, None].expand(heads, values, keys)
+        return [x[:, 0], dt[:, 0, :, None].expand(-1, -1, values), wide, *(x[:, 0] for x in others), zeros, zeros]
+
+    def step(inputs: Inputs, pool: Tensor | None, more: Mapping[str, Any]) -> tuple[Tensor, Any]:
+        *several, own, bias = inputs
+        function, slots = _loaded("mamba_ssm.ops.triton.selective_state_update", _MAMBA_STEP), more["others"]
+        return function(pool, *several, own, dt_bias=bias, state_batch_indices=slots["state_indices"]), pool
+
+    def run(inputs: Inputs, state: Tensor | None, more: Mapping[str, Any]) -> tuple[Tensor, Any]:
+        function, wants = _loaded("mamba_ssm.ops.triton.ssd_combined", _MAMBA_SCAN), "output_final_state" in more
+        found = function(*inputs, _MAMBA_CHUNK, initial_states=state, return_final_states=wants)
+        return found if wants else (found, None)
+
+    if case.phase in OF_FEW:
+        few = [Contestant("mamba_ssm", _MAMBA_STEP, step, expand, is_foreign=True, verb=UPDATE)]
+        return few if case.shape[1] == 1 else []
+    return [Contestant("mamba_ssm", _MAMBA_SCAN, run, is_foreign=True)]

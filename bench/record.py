@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from bench import ROOT, plot
-from bench.cases import DERIVED
+from bench.cases import DERIVED, POOLED
 from bench.tables import PICTURE, RWKV7, Row, blocks, contestant, gpu_of, machine, milliseconds, shape_of
 from rwkv_jit.desk import terminal
-from rwkv_jit.desk.inputs import UPDATE
 
 FORMAT = 3
 FILE = ROOT / "bench.json"
@@ -63,13 +62,14 @@ def commit() -> str | None:
 def sources_of(row: Row) -> str:
     """Return the digest of all that runs for a row: templates, and the modules between a call and the driver.
 
-    Those of ops that are made of others, and of whole models, are made of layers' too, updates of inference's.
+    Those of ops that are made of others, and of whole models, are made of layers' too, and calls over a pool of
+    inference's.
     """
     op = str(row.get("op", row.get("model", RWKV7).replace("RWKV", "wkv")))
     parts = {DERIVED.get(op, op)}
     if op in DERIVED or "op" not in row:
         parts.add("layers")
-    if row.get("phase") == UPDATE or row.get("part") == "token":
+    if row.get("phase") in POOLED or row.get("part") == "token":
         parts.add("inference")
     return _digest(*sorted(parts))
 

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import torch
 
-from bench.cases import Case
+from bench.cases import DECODES, PROMPTS, REPLAY, VARLEN, VERIFY, Case
 from bench.measure import Entry
+from rwkv_jit.desk.inputs import UPDATE, shape_of
 from rwkv_jit.desk.inputs import USUAL_PHASES as BOTH
-from rwkv_jit.desk.inputs import shape_of
 
 
 class Rows(NamedTuple):
@@ -70,10 +70,38 @@ _STUDIES = {
         Rows("gla", [(n, 1, 32, 128) for n in (1, 64, 512)], ["update"], kinds=["usual", "vk-states"]),
     ],
 }  # fmt: skip
+# served: the ops that are made of others, and gla, in inference: one token of each sequence over a pool, and by the op
+# itself; prompts, also behind decodes; replay, and speculative tokens.
+_SERVED: Sequence[tuple[str, Sequence[str], tuple[int, ...]]] = (
+    ("kda", ["usual", "bf16-states"], (32, 128)), ("ssd", ["usual", "bf16-states"], (32, 128, 64)),
+    ("gated_delta_rule", ["16-keys", "16-keys+bf16-states"], (32, 128)),
+)  # fmt: skip
+_OF_A_POOL = {UPDATE: (256, 1), REPLAY: (256, 1), VERIFY: (256, 4), VARLEN: (8, 4096)}
 # family: the ops that are made of others, in training, at the shapes of models, with fewer heads of keys too. front:
 # what the first page shows, in training, with KDA of few heads too. gates: KDA of few heads, whose gates decide how far
 # others look back. float32: calls of the first page in float32, which says what exact kernels cost.
 _OTHERS = {
+    "served": [
+        *[
+            Rows(op, [(n, 1, *sizes) for n in (1, 32, 128, 256)], [UPDATE], kinds=kinds)
+            for op, kinds, sizes in _SERVED
+        ],
+        Rows("kda", [(1024, 1, 8, 128)], [UPDATE], kinds=["bf16-states"]),
+        Rows("gated_delta_rule", [(1024, 1, 8, 128)], [UPDATE], kinds=["4-keys+bf16-states"]),
+        *[
+            Rows(op, [(*size, *sizes)], [phase], kinds=kinds[:1])
+            for op, kinds, sizes in _SERVED
+            for phase, size in (("decode", (1, 1)), ("decode", (64, 1)), *[*_OF_A_POOL.items()][1:])
+        ],
+        Rows("gated_delta_rule", [(PROMPTS, 2048, 32, 128)], [VARLEN], kinds=["16-keys"]),
+        Rows("gated_delta_rule", [(1, DECODES + PROMPTS * 2048, 32, 128)], [VARLEN], kinds=["16-keys+served"]),
+        *[
+            Rows("delta_rule simple_gla hgrn2 gated_delta_rule2", [(*size, 32, 128)], [phase])
+            for phase, size in _OF_A_POOL.items()
+        ],
+        Rows("gla delta_rule simple_gla hgrn2 gated_delta_rule2", [(n, 1, 32, 128) for n in (1, 64)], ["decode"]),
+        Rows("gla", [(512, 1, 32, 128)], ["decode"]),
+    ],
     "family": [
         Rows("kda", [_TRAINING, (2, 8192, 64, 128)]),
         Rows("gated_delta_rule", [_TRAINING, (8, 4096, 64, 128), (1, 32768, 32, 128)], kinds=["16-keys"]),

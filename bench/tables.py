@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bench import suites
-from bench.cases import KINDS_OF_SUITES
-from rwkv_jit.desk.inputs import OURS, UPDATE
+from bench.cases import KINDS_OF_SUITES, POOLED
+from rwkv_jit.desk.inputs import OURS
 
 Row = Mapping[str, Any]
 Case = tuple[Any, ...]
@@ -34,7 +34,8 @@ def shape_of(row: Row) -> str:
     if len(sizes) == 5:
         *others, keys, values = sizes
         sizes = [*others, keys] if keys == values else [*others, f"K = {keys}", f"V = {values}"]
-    return ", ".join(filter(None, (f"({', '.join(map(str, sizes))})", KINDS_OF_SUITES[row["inputs"]])))
+    kinds = (KINDS_OF_SUITES[kind] for kind in row["inputs"].split("+"))
+    return ", ".join(filter(None, (f"({', '.join(map(str, sizes))})", *kinds)))
 
 
 def contestant(row: Row) -> str:
@@ -170,11 +171,11 @@ def sentence(rows: Sequence[Row]) -> str:
 def slower(rows: Sequence[Row]) -> str:
     """Return in words in which calls another implementation is faster, what we are slowest at first.
 
-    Updates are not among them: they stand beside a copy of their states, which is a bound.
+    Calls over a pool are not among them: they stand beside a copy of their states, which is a bound.
     """
     by_call: dict[Case, list[Speedup]] = {}
     for each in speedups(rows):
-        if each.times < 1 and each.ours["phase"] != UPDATE:
+        if each.times < 1 and each.ours["phase"] not in POOLED:
             by_call.setdefault((*case_of(each.ours)[:-1], library(each.peer)), []).append(each)
     calls, words = [], {"decode": "one token"}  # of each sequence
     for phases in sorted(by_call.values(), key=lambda phases: min(each.times for each in phases)):
@@ -246,7 +247,7 @@ def blocks(result: Mapping[str, Any]) -> dict[str, str]:
     Returns machine : how its tables read, and what was measured where; picture : the picture's line, and which calls
     are slower; speedups : the table of the first page; float32 : how much slower float32 is; training, decode : steps
     of whole models; service : a table of what the service costs; errors : a table of errors by result; inference : a
-    table of updates; and a table of all else for each op, by its name.
+    table of calls over a pool, whose functions are ops with a verb; and a table of all else for each op, by its name.
     """
     rows = result["rows"]
     shown = {
@@ -260,14 +261,14 @@ def blocks(result: Mapping[str, Any]) -> dict[str, str]:
         "service": _service(result.get("service")),
         "errors": _errors(rows),
         "inference": _table(
-            [row for row in rows if row["phase"] == UPDATE],
+            [{**row, "op": f"{row['op']}_{row['phase']}", "phase": "call"} for row in rows if row["phase"] in POOLED],
             "call",
             lambda row: f"{row['op']} {shape_of(row)}",
-            _OF_UPDATES,
+            _OF_POOLS,
         ),
     }
     for op in dict.fromkeys(entry.case.op for entries in suites.TABLES.values() for entry in entries):
-        of_op = [row for row in rows if row["op"] == op and row["phase"] != UPDATE]
+        of_op = [row for row in rows if row["op"] == op and row["phase"] not in POOLED]
         shown[op] = _table(of_op, "shape", shape_of, _OF_PASSES)
     return shown
 
@@ -378,7 +379,8 @@ Judged = Mapping[str, tuple[Callable[[Row], float | None], str]]
 _OF_PASSES: Judged = {
     "error": (lambda row: row["error"], "{:.1e}"), "memory MiB": (lambda row: row["peak_mib"], "{:.0f}"),
 }  # fmt: skip
-_OF_UPDATES: Judged = {
+_OF_POOLS: Judged = {
+    "calls us": (lambda row: row.get("calls_us"), "{:.1f}"),
     "error of y": (lambda row: row["errors"].get("y"), "{:.1e}"),
     "of the states": (lambda row: row["errors"].get("state"), "{:.1e}"),
 }

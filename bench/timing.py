@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import timeit
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import cycle
@@ -9,29 +10,34 @@ from typing import Any
 
 import torch
 
-from rwkv_jit.desk.figures import host_us
+from rwkv_jit.desk.figures import HOST_SECONDS, host_us
 
 SMALL = 10_000_000  # elements; below, a call is timed in a CUDA graph, as the host would take longer than the GPU
 _CYCLES_PER_US = 2000  # at least those of a GPU
 _LONGEST_SLEEP_US = 100_000.0
-_LEAST_IN_GRAPH = 20  # calls
+MANY, FEW = 20, 4  # calls of a graph at least, of small ones and of others
+_HOST_SECONDS = 0.25  # for the host's time of what is in a graph, whose calls are short
+_ROWS = 10  # of calls until the GPU has ended
 _SLEEP_SECONDS = 0.05  # for the host's time where a sleep of the GPU goes by it, which grows where it is too short
 
 
 class Turns:
     """Calls on sets of inputs that are taken in turn; `ms` times the next one, or a graph of some of them.
 
-    They are the same call on every set, and have run before. Where they cannot be captured `in_graph`, they are timed
-    one by one. `flush` is written before each run where the sets alone do not fill the cache.
+    They are the same call on every set, and have run before. A graph has at least `in_graph` of them; where that is 0,
+    or they cannot be captured, they are timed one by one. `flush` is written before each run where the sets alone do
+    not fill the cache.
     """
 
-    def __init__(self, calls: Sequence[Callable[[], Any]], in_graph: bool, flush: torch.Tensor | None = None) -> None:
+    def __init__(self, calls: Sequence[Callable[[], Any]], in_graph: int, flush: torch.Tensor | None = None) -> None:
         self.calls, self._flush = calls, flush  # a graph reads the inputs of its calls, and does not hold them
         torch.cuda.synchronize()
-        self.host_us = host_us(calls)
-        graph = _captured(calls) if in_graph else None
+        self.host_us = host_us(calls, _HOST_SECONDS if in_graph else HOST_SECONDS)
+        count = -(-in_graph // len(calls)) * len(calls)  # a whole number of rounds over the sets
+        graph = _captured(calls, count) if in_graph else None
         self.in_graph = graph is not None
-        self._calls_at_once = 1 if graph is None else _in_graph(calls)
+        self._calls_at_once = 1 if graph is None else count
+        self.calls_us = None if graph is None else _calls_us(calls, count)
         self._turns = cycle(calls if graph is None else [graph.replay])
         queued_us = self.host_us if graph is None else host_us([graph.replay], _SLEEP_SECONDS)
         self._sleep_us = min(2 * queued_us + 50, _LONGEST_SLEEP_US)  # of the GPU, while the host queues what is timed
@@ -59,18 +65,24 @@ class Turns:
             self._sleep_us = min(4 * self._sleep_us, _LONGEST_SLEEP_US)
 
 
-def _in_graph(calls: Sequence[Any]) -> int:
-    """Return how many calls a graph has: a whole number of rounds over the sets."""
-    return -(-_LEAST_IN_GRAPH // len(calls)) * len(calls)
+def _calls_us(calls: Sequence[Callable[[], Any]], count: int) -> float:
+    """Return the microseconds of a call among so many one after another, until the GPU has ended: the fastest row."""
+
+    def row() -> None:
+        for turn in range(count):
+            calls[turn % len(calls)]()
+        torch.cuda.synchronize()
+
+    return 1e6 * min(timeit.repeat(row, number=1, repeat=_ROWS)) / count
 
 
-def _captured(calls: Sequence[Callable[[], Any]]) -> torch.cuda.CUDAGraph | None:
-    """Return a graph of the calls, or None where something in them cannot be captured."""
+def _captured(calls: Sequence[Callable[[], Any]], count: int) -> torch.cuda.CUDAGraph | None:
+    """Return a graph of so many calls, or None where something in them cannot be captured."""
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     try:
         with _capture(graph):
-            for turn in range(_in_graph(calls)):
+            for turn in range(count):
                 calls[turn % len(calls)]()
         graph.replay()
     except Exception:

@@ -7,7 +7,7 @@ import torch
 
 from bench import __main__ as program
 from bench import processes, service
-from bench.cases import Case
+from bench.cases import POOLED, Case
 from bench.measure import Entry
 from rwkv_jit.schedules.table import OPS
 
@@ -86,6 +86,26 @@ def test_a_process_measures_hard_inputs(name, kind):
         assert row["skipped"] is None, row
         assert row["error"] < 1e-2
         assert row["other_error"] < 2e-2
+
+
+@pytest.mark.parametrize("phase", POOLED)
+@pytest.mark.parametrize("name", ["kda", "gated_delta_rule", "ssd", "wkv7"])
+def test_a_process_measures_calls_over_a_pool(name, phase):
+    """In a graph and without it, beside what a caller would take in their place."""
+    tokens = {"verify": 4, "varlen": 200}.get(phase, 1)
+    case = Case(name, (8, tokens, 4, 64, 64), torch.bfloat16, phase)
+    with processes.helping() as helper:
+        rows = processes.rows_of(helper, Entry(None, case), 1.0, False, {})
+    beside = {"update": [], "varlen": ["forward"]}.get(phase, ["update"])
+    assert [row["what"] for row in rows] == [phase, *beside]
+    for row in rows:
+        assert row["skipped"] is None, row
+        assert row["in_graph"]
+        assert 0 < row["low_ms"] <= row["median_ms"] <= row["high_ms"]
+        assert row["calls_us"] > 0.5e3 * row["low_ms"]
+        assert set(row["errors"]) == ({"y"} if phase == "varlen" else {"y", "state"})
+        assert row["error"] < 1e-2
+        assert row["other_error"] is None or row["other_error"] < 2e-2
 
 
 def test_host_times_of_calls():

@@ -338,7 +338,7 @@ def on_gpu(gpus, nothing_known, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "device", property(device), raising=False)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: x.device.type == "cuda"), raising=False)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda x: x.device.index, raising=False)
-    for name in ("empty", "empty_strided", "zeros", "ones", "full", "tensor", "arange", "rand", "randn"):
+    for name in ("empty", "empty_strided", "zeros", "ones", "full", "tensor", "arange", "linspace", "rand", "randn"):
         monkeypatch.setattr(torch, name, in_memory(getattr(torch, name)))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_: True)

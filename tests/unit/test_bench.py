@@ -228,6 +228,19 @@ def test_turns_take_the_sets_one_after_another(gpu):
         turns.ms()
     assert seen == [0, 1, 2, 0, 1]
     assert not turns.in_graph
+    assert turns.calls_us is None
+
+
+def test_calls_of_a_graph_are_timed_without_it_too(gpu):
+    """A whole number of rounds over the sets, at least as many calls as are wanted."""
+    seen, captured = [], []
+    graph = SimpleNamespace(replay=lambda: None)
+    gpu.setattr(timing, "_captured", lambda calls, count: captured.append(count) or graph)
+    gpu.setattr(timing.timeit, "repeat", lambda row, number, repeat: [row() or 6.0, row() or 3.0])
+    gpu.setattr(timing, "host_us", lambda *_: 1.0)
+    turns = timing.Turns([lambda n=n: seen.append(n) for n in range(3)], timing.FEW)
+    assert (captured, turns.in_graph, turns.calls_us) == ([6], True, 5e5)
+    assert seen == [0, 1, 2] * 4
 
 
 def test_the_folder_judges_the_call_that_was_timed():
@@ -264,6 +277,8 @@ BOTH = "forward+backward"
         ("wkv7", (1, 32768, 16, 64, 64), BOTH, "sm_90", ("split", "recurrent", "chunked", "split")),
         ("wkv7", (1, 1, 32, 64, 64), "decode", "sm_90", ("update", "recurrent", "chunked", None)),
         ("wkv7", (1, 1, 32, 64, 64), "update", "sm_90", ("update",) * 4),
+        ("kda", (1, 1, 32, 128, 128), "decode", "sm_90", ("update", "recurrent", "chunked", None)),
+        *[("kda", (8, 4, 32, 128, 128), phase, "sm_90", (phase,) * 4) for phase in ("replay", "verify", "varlen")],
         ("gla", (8, 4096, 4, 512, 512), "forward", "sm_80", ("split", "recurrent", None, "split")),
         ("kda", (8, 4096, 32, 128, 128), BOTH, "sm_90", ("dedicated", "recurrent", "chunked", "split")),
         ("kda", (8, 4096, 32, 128, 128), BOTH, "sm_80", ("chunked", "recurrent", "chunked", "split")),
@@ -281,7 +296,7 @@ def test_backends_are_those_that_the_rule_of_the_call_chooses(op, shape, phase, 
     case = cases.Case(op, shape, torch.bfloat16, phase)
     given = cases.given_for(case, "meta")
     for asked, backend in zip(("auto", "recurrent", "chunked", "split"), backends, strict=True):
-        if phase == "update" or asked in OPS[op].backends:
+        if case.is_pooled or asked in OPS[op].backends:
             try:
                 found = measure.backend_of(case, given, asked)
             except UnsupportedConfigError:

@@ -2,6 +2,8 @@
 
 import csv
 import functools
+import importlib
+import inspect
 import json
 import multiprocessing
 import os
@@ -17,6 +19,7 @@ from bench.__main__ import main
 from bench.cases import Case
 from bench.measure import Entry
 from rwkv_jit.desk import bench, figures, versions
+from rwkv_jit.schedules.table import ALL, OPS
 
 SMALL = (2, 6, 2, 4, 3)
 
@@ -33,45 +36,96 @@ def errors_of(case, contestants):
 # ---- peers -------------------------------------------------------------------------------------------------------
 
 
-def refer_to(op, names):
-    """A stand-in for another library's function: our reference, with what the library calls the norm of keys."""
+def refer_to(op, called):
+    """A stand-in for another library's function: our reference, with what the library calls the norm of keys.
 
-    def run(*inputs, use_qk_l2norm_in_kernel=False, initial_state=None, **more):
-        names.append(op)
-        for name in ("safe_gate", "lower_bound", "disable_recompute"):
-            more.pop(name, None)
-        normed = {"qk_norm": True} if use_qk_l2norm_in_kernel else {}
-        if op == "ssd":
-            return rwkv_jit.ssd_ref(*inputs[:5])[0]
-        return getattr(rwkv_jit, f"{op}_ref")(*inputs, initial_state, **normed, **more)
+    What FLA's function does not take is an error.
+    """
 
-    return run
+    def load(module, name):
+        real = getattr(importlib.import_module(module), name) if module.startswith("fla") else None
+
+        def run(*inputs, use_qk_l2norm_in_kernel=False, initial_state=None, **more):
+            normed = {"use_qk_l2norm_in_kernel": True} if use_qk_l2norm_in_kernel else {}
+            if real is not None:
+                bound = inspect.signature(real).bind(*inputs, initial_state=initial_state, **normed, **more)
+                assert ("beta" in bound.arguments) == ("beta" in ALL[op].public_names and "gdn2" not in name)
+            called.append((module, name))
+            for each in ("safe_gate", "lower_bound", "disable_recompute"):
+                more.pop(each, None)
+            inputs = (*inputs, *([more.pop("beta")] if "beta" in more else []))
+            reference = getattr(rwkv_jit, f"{'gla' if op == 'hgrn2' else op}_ref")
+            return reference(*inputs, initial_state, **({"qk_norm": True} if normed else {}), **more)
+
+        def scan(*inputs, initial_states, return_final_states):
+            called.append((module, name))
+            y, final = rwkv_jit.ssd_ref(*inputs[:5], initial_states, return_final_states)
+            return (y, final) if return_final_states else y
+
+        def step(pool, x, dt, a, b, c, own, dt_bias, state_batch_indices):
+            called.append((module, name))
+            assert a.stride()[1:] == (0, 0)  # by which it knows that they are the same for a head
+            assert dt.stride(-1) == own.stride(-1) == dt_bias.stride(-1) == 0
+            assert not own.any()
+            assert not dt_bias.any()
+            assert a.shape == pool.shape[1:]
+            assert own.shape == dt_bias.shape == pool.shape[1:3]
+            return rwkv_jit.ssd_update(pool, x, dt[..., 0], a[:, 0, 0], b, c, state_indices=state_batch_indices)
+
+        return {"mamba_chunk_scan_combined": scan, "selective_state_update": step}.get(name, run)
+
+    return load
 
 
 _OF_KDA = ["chunk_kda safe_gate", "chunk_kda disable_recompute", "chunk_kda safe_gate disable_recompute"]
+_TRAINED = "forward+backward"
+_OF_FEW = [(phase, tokens) for phase, tokens in (("decode", 1), ("update", 1), ("replay", 1), ("verify", 4))]
 
 
-@pytest.mark.parametrize(("op", "kind"), [
-    ("kda", "usual"), ("kda", "strong-gates"), ("kda", "slow-gates"), ("gated_delta_rule", "16-keys"),
-    ("delta_rule", "usual"), ("simple_gla", "usual"), ("ssd", "usual"),
+@pytest.mark.parametrize(("op", "kind", "phase", "tokens"), [
+    ("kda", "usual", _TRAINED, 20), ("kda", "strong-gates", _TRAINED, 20), ("kda", "slow-gates", _TRAINED, 20),
+    ("gated_delta_rule", "16-keys", _TRAINED, 20), ("delta_rule", "usual", _TRAINED, 20),
+    ("simple_gla", "usual", _TRAINED, 20), ("ssd", "usual", _TRAINED, 20), ("hgrn2", "usual", _TRAINED, 20),
+    ("gated_delta_rule2", "usual", _TRAINED, 20),
+    *[(op, "usual", *few) for op in cases.DERIVED for few in _OF_FEW if op != "ssd"],
+    ("ssd", "usual", "update", 1), ("ssd", "usual", "replay", 1), ("ssd", "usual", "varlen", 20),
+    ("gated_delta_rule", "16-keys+bf16-states", "update", 1), ("kda", "usual", "varlen", 1030),
+    ("gated_delta_rule", "16-keys+served", "varlen", 256 + 4 * 20), ("gated_delta_rule2", "usual", "prefill", 20),
 ])  # fmt: skip
-def test_peers_of_ops_made_of_others_compute_the_same(op, kind, monkeypatch):
-    asked, called = [], []
-    monkeypatch.setattr(peers, "_loaded", lambda *names: asked.append(names) or refer_to(op, called))
-    case = Case(op, (2, 20, 32, 4, 3), torch.float32, "forward+backward", kind=kind).check()
-    peer, *kept = peers._mamba(case) if op == "ssd" else peers._fla(case)
-    assert [each.what for each in kept] == _OF_KDA * (op == "kda")
-    errors = errors_of(case, [peer, *kept])
-    assert all(0 < error < 4e-6 for error in errors)
-    assert called
-    module, name = asked[0]
+def test_peers_of_ops_made_of_others_compute_the_same(op, kind, phase, tokens, monkeypatch):
+    called = []
+    monkeypatch.setattr(peers, "_loaded", refer_to(op, called))
+    case = Case(op, (1 if "served" in kind else 3, tokens, 32, 4, 3), torch.float32, phase, kind=kind).check()
+    found = peers._mamba(case) if op == "ssd" else peers._fla(case)
+    own = measure.ours(case, cases.given_for(case, "cpu"))[0] if case.is_pooled else []
+    judged = measure._errors(case, found, cases.given_for(case, "cpu"), own)
+    for each in judged:
+        assert 0 < each["error"] < 4e-6, each
+        assert not own or (each["other"], each["other_error"] < 5e-3) == (phase, True), each
+    module, whose = {"hgrn2": ("gla", "gla"), "gated_delta_rule2": ("gdn2", "gdn2")}.get(op, (op, op))
+    chunks, steps = f"chunk_{whose}", f"fused_recurrent_{whose}"
     if op == "ssd":
-        assert (peer.who, module, name) == (
-            "mamba_ssm", "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined",
-        )  # fmt: skip
+        few = phase in cases.OF_FEW
+        module, *names = ("selective_state_update" if few else "ssd_combined",) * 2
+        names = names if few else ["mamba_chunk_scan_combined"]
+        assert {*called} == {(f"mamba_ssm.ops.triton.{module}", name) for name in names}
     else:
-        assert (peer.who, module, name) == ("fla", f"fla.ops.{op}", f"chunk_{op}")
+        names = [chunks, *(["chunk_kda safe_gate"] if op == "kda" else [])] * (tokens > 8)
+        names += [steps] * (tokens <= 1024 and phase != _TRAINED)
+        names += _OF_KDA[1:] * (op == "kda" and phase == _TRAINED)
+        assert {*called} == {(f"fla.ops.{module}", name.split()[0]) for name in names}
+    assert [each.what for each in found] == names
+    assert {each.who for each in found} == {"mamba_ssm" if op == "ssd" else "fla"}
     assert peers._mamba(case._replace(op="kda")) == []
+
+
+@pytest.mark.parametrize(("op", "phase", "tokens", "kind"), [
+    ("ssd", "verify", 4, "usual"), ("ssd", "decode", 1, "usual"), ("ssd", "varlen", 256 + 4 * 20, "served"),
+    ("wkv7", "update", 1, "usual"), ("kda", "decode", 1, "usual"), ("kda", "varlen", 20, "usual"),
+])  # fmt: skip
+def test_what_a_library_does_not_have_is_no_peer(op, phase, tokens, kind):
+    case = Case(op, (1 if kind == "served" else 3, tokens, 4, 4, 4), torch.bfloat16, phase, kind=kind).check()
+    assert [each for make in (peers._mamba, peers._cudnn, peers._wind, peers._flash_rwkv) for each in make(case)] == []
 
 
 # ---- rows --------------------------------------------------------------------------------------------------------
@@ -86,16 +140,18 @@ def test_peers_of_ops_made_of_others_compute_the_same(op, kind, monkeypatch):
         ("ssd", "forward+backward", "usual", ["y", "dx", "ddt", "dB", "dC"]),
         ("timex", "backward", "usual", ["y", "dw", "dk"]),
         ("wkv7", "update", "usual", ["y", "state"]), ("wkv6", "update", "bf16-kv-states", ["y", "state"]),
+        ("kda", "update", "bf16-states", ["y", "state"]), ("wkv7", "replay", "usual", ["y", "state"]),
+        *[(op, phase, "usual", ["y", "state"]) for op in cases.DERIVED for phase in ("replay", "verify")],
+        ("ssd", "varlen", "usual", ["y"]), ("gated_delta_rule2", "varlen", "served", ["y"]),
+        ("gla", "varlen", "vk-states", ["y"]), ("hgrn2", "decode", "usual", ["y"]),
     ],
 )  # fmt: skip
 def test_everyone_of_a_case_has_figures_and_errors(op, phase, kind, names, monkeypatch):
     """CPU tensors stand in for those of a GPU, whose times are made up: ours, torch's, and what cannot do it."""
     torch.manual_seed(0)
-    given_for, (tokens, heads) = (
-        cases.given_for,
-        (40, 1) if kind == "packed" else (1 if phase in ("decode", "update") else 6, 2),
-    )
-    batch = 1 if kind == "packed" else 3
+    given_for, one_row = cases.given_for, {"packed": (1, 40, 1), "served": (1, 256 + 4 * 5, 2)}
+    few = {"decode": 1, "update": 1, "replay": 1, "verify": 3}
+    batch, tokens, heads = one_row.get(kind, (3, few.get(phase, 6), 2))
     case = Case(op, (batch, tokens, heads, 4, 4), torch.float32, phase, kind=kind).check()
     monkeypatch.setattr(cases, "given_for", lambda case: given_for(case, "cpu"))
     monkeypatch.setattr(measure, "backend_of", lambda case, given, asked: asked)
@@ -105,24 +161,72 @@ def test_everyone_of_a_case_has_figures_and_errors(op, phase, kind, names, monke
     monkeypatch.setattr(figures, "peak_bytes", lambda call: call() and 0)
 
     def turns(calls, small, flush):
-        return SimpleNamespace(ms=lambda: [call() for call in calls] and 2.0, calls=calls, in_graph=small, host_us=1.0)
+        us = {"host_us": 1.0, "calls_us": 3.0}
+        return SimpleNamespace(ms=lambda: [call() for call in calls] and 2.0, calls=calls, in_graph=small, **us)
 
     monkeypatch.setattr(measure.timing, "Turns", turns)
     broken = measure.Contestant("fla", "broken", lambda *_: {}["no"])
-    own = None if phase == "update" else ["auto", "reference"]
+    own = None if case.is_pooled else ["auto", "reference"]
     rows = measure.rows_of(Entry("gla", case, own), 1.0, [*measure.torch_peers(case), broken])
     *measured, last = rows
     assert (last["who"], last["skipped"], last["median_ms"]) == ("fla", "KeyError: 'no'", None)
     assert [row["skipped"] for row in measured] == [None] * len(measured)
-    assert len(measured) == (4 if op == "timex" else 3) - (op in ("wkv7", "gla", "ssd") and phase != "update")
+    by = [row["what"] for row in measured]
+    if case.is_pooled:
+        beside = {"update": ["copy"], "varlen": ["forward"]}.get(phase, ["update", "copy"])
+        steps = ["step in place"] * (phase == "update" and op in OPS)
+        assert by == [phase, *beside, *steps]
+    else:
+        others = {"timex": ["conv1d", "fft"], "wkv5": ["naive loop"], "wkv6": ["naive loop"]}
+        assert by == ["auto", "reference", *others.get(op, [])]
     for row in measured:
         assert list(row) == list(measure.COLUMNS)
-        assert (row["suite"], row["median_ms"], row["host_us"]) == ("gla", 2.0, 1.0)
+        assert (row["suite"], row["median_ms"], row["host_us"], row["calls_us"]) == ("gla", 2.0, 1.0, 3.0)
         assert row["fraction"] == pytest.approx(row["floor_ms"] / 2)
         if row["what"] != "copy":
             assert list(row["errors"]) == names
             assert 0 < row["error"] < (5e-2 if "bf16" in kind else 5e-5), row
             assert row["other_error"] is None or row["other_error"] < 5e-2, row
+
+
+@pytest.mark.parametrize("phase", ["replay", "verify"])
+def test_slots_of_a_ring_are_in_all_phases_of_it(phase):
+    """So that a call takes the average of a cycle, before and behind it."""
+    case = Case("ssd", (26, {"replay": 1, "verify": 4}[phase], 2, 8, 4), torch.float32, phase).check()
+    given = cases.given_for(case, "cpu")
+    step, _ = measure.ours(case, given)[0]
+    pool, more = measure.beside(case, step, given)
+    ring = more["ring"]
+    assert ring.drafts == {"replay": 0, "verify": 4}[phase]
+    for _ in range(3):
+        counts = ring.cursors.bincount(minlength=ring.length + 1)
+        assert len(counts) == ring.length + 1 <= 13
+        assert counts.max() - counts.min() <= 1
+        with torch.no_grad():
+            step.run(given.inputs, pool, more)
+
+
+@pytest.mark.parametrize("phase", ["decode", *cases.OF_FEW, "varlen"])
+@pytest.mark.parametrize("op", [*cases.DERIVED, "gla", "wkv7"])
+def test_calls_over_a_pool_take_the_kernels_of_their_verbs(op, phase, on_gpu):
+    on_gpu.archs = ("sm_90",)
+    case = Case(op, (8, {"verify": 4, "varlen": 200}.get(phase, 1), 4, 64, 64), torch.bfloat16, phase).check()
+    given = cases.given_for(case, "cpu")
+    own = measure.ours(case, given)[0] if case.is_pooled else [measure.our_call(case, "auto", "auto")]
+    launches = []
+    for each in own:
+        call = measure.run_once(case, each, given)
+        on_gpu.take()
+        call()
+        launches.append([launch.template for launch in on_gpu.take()])
+    if phase == "varlen":
+        assert all(launches), launches
+        assert launches[0] != launches[1]  # which has no slots
+        return
+    assert [len(each) for each in launches] == [1] * len(own)
+    templates = [each[0] for each in launches]
+    assert "replay" in templates[0] if len(own) == 2 else "update" in templates[0], templates
+    assert len(own) == 1 or "update" in templates[1]
 
 
 # ---- processes ---------------------------------------------------------------------------------------------------
@@ -202,6 +306,10 @@ def test_all_suites_are_recorded_and_nothing_else():
     assert recorded == everything
     assert len(everything) == 78
     assert len(suites.entries_of(["inference"])) == 20
+    served = [entry.case for entry in suites.entries_of(["served"])]
+    assert {case.op for case in served} == {*cases.DERIVED, "gla"}
+    phases = {"decode", "update", "replay", "verify", "varlen"}
+    assert all({case.phase for case in served if case.op == op} == phases for op in cases.DERIVED)
     (profile,) = suites.entries_of(["profile"])
     assert (profile.case.dtype, profile.case.wide_decay) == (torch.float16, True)
     assert set(profile.backends) == {"auto", "recurrent", "chunked"}

@@ -139,6 +139,28 @@ def test_writing_fills_the_pages_and_draws_the_picture(checkout):
     assert (checkout / "README.md").read_text(encoding="utf-8") == filled
 
 
+def test_calls_over_a_pool_have_a_table_of_their_functions():
+    """And none in those of their ops, nor among what is slower than others."""
+    about = {"op": "kda", "shape": (256, 1, 32, 128, 128), "inputs": "16-keys+bf16-states", "phase": "replay"}
+    rows = [
+        row(**about, what="replay", median=0.25, calls_us=251.5), row(**about, what="update", median=0.5),
+        row(**about, who="torch", what="copy", median=0.125),
+        row("kda", (1, 1, 32, 128, 128), "decode", what="update", median=0.004, calls_us=9.5),
+    ]  # fmt: skip
+    shown = tables.blocks(result(rows=rows))
+    call = "| H200 | kda_replay (256, 1, 32, 128), 16 key heads, bfloat16 states | bfloat16"
+    assert shown["inference"].splitlines()[0].startswith("| GPU | call | dtype | by | call ms | rwkv_jit is faster |")
+    assert shown["inference"].splitlines()[2:] == [
+        f"{call} | rwkv_jit replay | 0.250 (0.245 to 0.260) 200% |  | 12.0 | 251.5 |  |  |",
+        f"{call} | rwkv_jit update | 0.500 (0.490 to 0.520) 100% |  | 12.0 |  |  |  |",
+        f"{call} | torch copy | 0.125 (0.122 to 0.130) 400% | 0.5× | 12.0 |  |  |  |",
+    ]
+    assert shown["kda"].splitlines()[0].startswith("| GPU | shape | dtype | by | decode ms |")
+    assert len(shown["kda"].splitlines()) == 3
+    assert "No other implementation is faster." in shown["picture"]
+    assert record.sources_of(rows[0]) != record.sources_of(rows[-1])
+
+
 def test_a_record_is_made_in_parts(checkout):
     """A case takes the place of its own rows on the same kind of GPU; all others stay, with their commits."""
     wind, gla = [row(suite="wind"), row(suite="wind", who="fla")], [row("gla", suite="gla")]
