@@ -105,6 +105,20 @@ def test_backstepping(dtype):
     check([y, dq, dw, dk, dv, dz, da], [want, *of], dtype)
 
 
+def test_an_input_that_changed_before_the_backward_is_refused(calls):  # noqa: F811
+    name = "rwkv7_clampw"
+    load(name)
+    ops, (s, sa) = getattr(torch.ops, name), scratch()
+    for place in [*range(6)] * calls:
+        inputs = [x.requires_grad_() for x in delta_inputs(torch.float32)]
+        dy, (y, *grads) = rows(B, T, H, N), empty(*[(B, T, H, N)] * 7)
+        with torch.no_grad():
+            ops.forward(*inputs, y, s, sa)
+            inputs[place].mul_(2)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                ops.backward(*inputs, dy, s, sa, *grads)
+
+
 @pytest.mark.parametrize("is_recorded", [False, True])
 @pytest.mark.parametrize("passes", [False, True])
 def test_clampw_from_a_state(passes, is_recorded, calls):  # noqa: F811
