@@ -58,7 +58,11 @@ def find(
     found: tape.Recorded | bool | None = prepared.latest(key, arrays)
     # A check of likeness knows no tensor that is there twice.
     if found is None and len({*map(id, arrays)}) == len(arrays) and not (lead.is_cuda and tensors.capturing()):
-        found = _noted(function, arrays, has_gradients) or False
+        # Calls that take turns, as those of layers of which some are frozen, have come before too.
+        signature = find, key, tensors.autocast_dtype(lead), tensors.signature(arrays)
+        found = prepared.calls.get(signature)
+        if found is None:
+            found = prepared.calls.keep(signature, _noted(function, arrays, has_gradients) or False)
         prepared.keep_latest(key, arrays, found)
     return found or None  # type: ignore[return-value]
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rwkv_jit
 from rwkv_jit import compat
-from rwkv_jit.compat import buffers, extensions, loading, recurrences
+from rwkv_jit.compat import buffers, extensions, listed, loading, recurrences
 from rwkv_jit.desk import cli
 from rwkv_jit.kernels.errors import RwkvJitError
 
@@ -117,6 +117,25 @@ def test_an_input_that_changed_before_the_backward_is_refused(calls):  # noqa: F
             inputs[place].mul_(2)
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 ops.backward(*inputs, dy, s, sa, *grads)
+
+
+def test_calls_that_take_turns_are_noted_once(monkeypatch):
+    """Of inputs that want gradients or not, and of other strides."""
+    name, noted, note = "rwkv7_clampw", [], listed._noted
+    load(name)
+    monkeypatch.setattr(listed, "devices", {"cpu"})
+    monkeypatch.setattr(listed, "_noted", lambda *given: (noted.append(given), note(*given))[1])
+    ops, tokens = getattr(torch.ops, name), 48  # which no other test has
+    for turn in [*range(3)] * 2:
+        inputs = [torch.randn(B, tokens, H, N) for _ in range(6)]
+        inputs[0] = torch.randn(B, H, tokens, N).transpose(1, 2) if turn == 2 else inputs[0].requires_grad_(turn == 1)
+        inputs[1].requires_grad_()
+        dy, y, *grads = [torch.randn_like(x) for x in (inputs[1], *inputs, inputs[1])]
+        s, sa = torch.empty(B, H, tokens // 16, N, N), torch.empty(B, tokens, H, N)
+        with torch.no_grad():
+            ops.forward(*inputs, y, s, sa)
+            ops.backward(*inputs, dy, s, sa, *grads)
+    assert len(noted) == 2
 
 
 @pytest.mark.parametrize("is_recorded", [False, True])
