@@ -187,7 +187,8 @@ def check_inputs(op: Op, given: Sequence[Any], wide: bool) -> dict[str, int]:
     rows = list(zip(op.public_names, op.names, op.inputs.values(), given, strict=True))
     first, rows = rows[op.lead], [row for row in rows if row[3] is not None]
     streamed, fixed = [row for row in rows if "T" in row[2]], [row for row in rows if "T" not in row[2]]
-    sizes, sources = dict(op.sizes), dict[str, str]()  # of dimensions: the sizes, and the inputs that have shown them
+    sizes = dict(op.sizes)
+    sources: dict[str, str] = {}  # of dimensions: the inputs that have shown their sizes
     for name, own_name, dims, x in (first, *streamed, *fixed):
         is_known = all(dim in sizes for dim in dims)
         if x.dim() != len(dims) and not is_known:
