@@ -682,6 +682,13 @@ def test_every_op_has_a_schema_that_torch_takes():
                 assert schema.is_mutable != bool(schema.returns)
 
 
+@pytest.mark.parametrize("wrong", [[0.0] * C, None, 3])
+def test_what_is_no_tensor_is_named(wrong):
+    x = torch.zeros(B, T, C)
+    with pytest.raises(TypeError, match="w: expected a torch.Tensor, got"):
+        extensions.find("wkv").ops["forward"].run(B, T, C, wrong, torch.zeros(C), x, x, x)
+
+
 @pytest.mark.parametrize(
     ("name", "op", "wrong", "said"),
     [
