@@ -59,7 +59,8 @@ def find(
     # A check of likeness knows no tensor that is there twice.
     if found is None and len({*map(id, arrays)}) == len(arrays) and not (lead.is_cuda and tensors.capturing()):
         # Calls that take turns, as those of layers of which some are frozen, have come before too.
-        signature = find, key, tensors.autocast_dtype(lead), tensors.signature(arrays)
+        modes = torch.is_inference_mode_enabled(), tensors.autocast_dtype(lead)
+        signature = find, key, modes, tensors.signature(arrays)
         found = prepared.calls.get(signature)
         if found is None:
             found = prepared.calls.keep(signature, _noted(function, arrays, has_gradients) or False)
@@ -70,6 +71,8 @@ def find(
 def _noted(function: Function, arrays: Sequence[Tensor], has_gradients: bool) -> tape.Recorded | None:
     # Of integers a function may go by the values.
     if not tensors.are_plain(arrays) or not all(x.is_floating_point() for x in arrays):
+        return None
+    if has_gradients and torch.is_inference_mode_enabled():  # in which there are none
         return None
     leaves = [x.detach().requires_grad_(has_gradients) for x in arrays]
     try:

@@ -119,6 +119,16 @@ def test_an_input_that_changed_before_the_backward_is_refused(calls):  # noqa: F
                 ops.backward(*inputs, dy, s, sa, *grads)
 
 
+def test_there_are_no_gradients_in_inference_mode(monkeypatch):
+    name = "rwkv7_clampw"
+    load(name)
+    monkeypatch.setattr(listed, "devices", {"cpu"})
+    inputs, (s, sa) = delta_inputs(torch.float32), scratch()
+    dy, y, *grads = [torch.randn_like(inputs[0]) for _ in range(8)]
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
+        getattr(torch.ops, name).backward(*inputs, dy, s, sa, *grads[:6])
+
+
 def test_calls_that_take_turns_are_noted_once(monkeypatch):
     """Of inputs that want gradients or not, and of other strides."""
     name, noted, note = "rwkv7_clampw", [], listed._noted
