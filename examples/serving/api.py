@@ -11,7 +11,6 @@ from itertools import count
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
@@ -133,6 +132,21 @@ class Answer:
             yield f"data: {json.dumps(refused.body)}\n\n"
 
 
+class Stream(StreamingResponse):
+    """The events of an answer. Its requests leave at the end, whatever that is: the client may be gone."""
+
+    def __init__(self, answer: Answer):
+        super().__init__(answer.events(), media_type="text/event-stream")
+        self.answer = answer
+
+    async def __call__(self, scope, receive, send) -> None:
+        """Send the events."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.answer.engine.leave(self.answer.requests)
+
+
 async def body_of(http: HTTPRequest):
     """Return the JSON of a request. One that is too long is read to its end, before which clients read no answer."""
     body, size = bytearray(), 0
@@ -169,9 +183,6 @@ def application(engine: Engine, vocabulary, known: int, model: str, most_tokens:
             raise Refused(400, f"{name}: expected at least one token, got none in {shown(prompt)}", name)
         return tokens
 
-    async def leave(requests: list[Request]) -> None:
-        engine.leave(requests)
-
     async def complete(http: HTTPRequest, is_chat: bool) -> Response:
         options = read_fields(await body_of(http), model, most_tokens, known, is_chat)
         name = "messages" if is_chat else "prompt"
@@ -183,9 +194,8 @@ def application(engine: Engine, vocabulary, known: int, model: str, most_tokens:
             for index, prompt in enumerate(prompts)
         ]
         answer = Answer(engine, vocabulary, model, options, requests, is_chat)
-        if options.is_stream:  # starlette ends it when the client is gone too, and then runs the task
-            left = BackgroundTask(leave, requests)
-            return StreamingResponse(answer.events(), media_type="text/event-stream", background=left)
+        if options.is_stream:
+            return Stream(answer)
         whole, gone = asyncio.ensure_future(answer.whole()), asyncio.ensure_future(until_gone(http))
         try:
             await asyncio.wait({whole, gone}, return_when=asyncio.FIRST_COMPLETED)

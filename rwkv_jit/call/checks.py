@@ -188,6 +188,7 @@ def check_inputs(op: Op, given: Sequence[Any], wide: bool) -> dict[str, int]:
     first, rows = rows[op.lead], [row for row in rows if row[3] is not None]
     streamed, fixed = [row for row in rows if "T" in row[2]], [row for row in rows if "T" not in row[2]]
     sizes = dict(op.sizes)
+    sources: dict[str, str] = {}  # of dimensions: the inputs that have shown their sizes
     for name, own_name, dims, x in (first, *streamed, *fixed):
         is_known = all(dim in sizes for dim in dims)
         if x.dim() != len(dims) and not is_known:
@@ -196,10 +197,13 @@ def check_inputs(op: Op, given: Sequence[Any], wide: bool) -> dict[str, int]:
         if x.dim() != len(dims) or any(sizes.get(dim, size) != size for dim, size in zip(dims, x.shape, strict=True)):
             want = ", ".join(str(sizes.get(dim, _DIMENSIONS.get(dim, dim))) for dim in dims)
             listed = ", ".join("heads" if dim == "H" else _DIMENSIONS.get(dim, dim) for dim in dims)
-            whose = f"like {lead_name}" if "B" in dims else f"[{listed}]"
+            differ = [dim for dim, size in zip(dims, x.shape, strict=False) if sizes.get(dim, size) != size]
+            source = sources.get(differ[0] if differ and x.dim() == len(dims) else "B", lead_name)
+            whose = f"like {source}" if "B" in dims else f"[{listed}]"
             also = _also(op, own_name, sizes)
             raise ValueError(f"{name}: expected shape [{want}]{also or f' {whose}'}, got {list(x.shape)}")
         sizes.update(zip(dims, x.shape, strict=True))
+        sources = {**dict.fromkeys(dims, name), **sources}
         if dims[-1] in "KV" and x.shape[-1] < 1:
             raise ValueError(f"{name}: expected a head size of at least 1, got shape {list(x.shape)}")
         if x.device != lead.device:
@@ -211,7 +215,7 @@ def check_inputs(op: Op, given: Sequence[Any], wide: bool) -> dict[str, int]:
             also = " or torch.float32" if may_be_float32 else ""
             raise TypeError(f"{name}: expected {lead.dtype} like {lead_name}{also}, got {x.dtype}")
     if "G" in sizes and (sizes["H"] % sizes["G"] if sizes["G"] else sizes["H"]):
-        raise ValueError(f"{lead_name}: expected key heads that divide the {sizes['H']} heads, got {sizes['G']}")
+        raise ValueError(f"{sources['G']}: expected key heads that divide the {sizes['H']} heads, got {sizes['G']}")
     return sizes
 
 

@@ -112,6 +112,7 @@ class _Recorded:
         self.results: Sequence[Tensor | None] = ()
         if self._list is not None:
             outputs, self._values = self._list.forward(self._arrays)
+            self._versions = _versions(self._arrays)
             results: Sequence[Tensor] = outputs
         else:
             with recording.plain_torch():
@@ -142,10 +143,17 @@ class _Recorded:
             for grad, (shape, dtype) in zip((dy, grad_final), self._likes, strict=False)
         ]
         if self._list is not None:
+            if _versions(self._arrays) != self._versions:
+                raise RuntimeError("an input that the backward reads has been modified by an inplace operation")
             return self._list.backward([*self._values], grads, (True,) * len(self._arrays))
         there = [(x, grad) for x, grad in zip(self._graph, grads, strict=True) if grad is not None]
         with recording.plain_torch():
             return torch.autograd.grad([x for x, _ in there], self._leaves, [grad for _, grad in there])
+
+
+def _versions(arrays: Sequence[Tensor]) -> list[int]:
+    """Return how often each tensor has changed, where torch counts that."""
+    return [0 if x.is_inference() else x._version for x in arrays]
 
 
 def _recurrence(

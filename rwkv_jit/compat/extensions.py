@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
+
 from rwkv_jit.call import tensors
 from rwkv_jit.compat import recurrences, rows, trainer, wind
 from rwkv_jit.compat.buffers import Run
@@ -66,12 +68,15 @@ def checked(run: Run, names: Sequence[str], counts: Mapping[str, str]) -> Callab
         present = names if len(values) == len(names) else [name for name in names if name != "y"]
         arguments = dict(zip(present, values, strict=True))
         is_eager = tensors.is_eager()  # else sizes may have no values
-        shapes = tuple([getattr(x, "shape", x) for x in values]) if is_eager else ()
+        shapes = tuple([x if isinstance(x, (int, float)) else getattr(x, "shape", None) for x in values])
         if is_eager and shapes in counted:
             return run(arguments)
         sizes = {letter: arguments[letter] for letter in "BTCH" if letter in arguments}
         if counts and "H" in sizes:
             sizes["N"] = rows.head_size(sizes["C"], sizes["H"])
+        for name in by_name.keys() & arguments.keys():
+            if not isinstance(arguments[name], Tensor):
+                raise TypeError(f"{name}: expected a torch.Tensor, got {brief(arguments[name])}")
         if counts and not sizes:
             sizes["R"] = arguments["r" if "r" in arguments else "q"].numel()
         for name, words in by_name.items():

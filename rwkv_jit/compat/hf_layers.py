@@ -6,6 +6,7 @@ A step has fewer launches than the functions that `hf_models` replaces: norms, g
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -60,7 +61,13 @@ LAYERS = {
         f"{_TAPS} A_log=forget_gate.A_log dt_bias=forget_gate.dt_bias o_norm.weight",
     ),
 }  # fmt: skip
+_OF_CACHE = "is_recording_past", "get_conv_state", "get_recurrent_state"
 _twins: WeakKeyDictionary[nn.Module, common.Decoding] = WeakKeyDictionary()
+
+
+def has_steps(layer: type[nn.Module]) -> bool:
+    """Return whether a layer is called as transformers calls it now. Remote code has others of the same names."""
+    return [*inspect.signature(layer.forward).parameters][1:4] == ["hidden_states", "cache_params", "attention_mask"]
 
 
 def with_steps(name: str, theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -86,7 +93,9 @@ def _states(
     is_token = cache is not None and x.dim() == 3 and x.shape[1] == 1 and (mask is None or mask.shape[1] == 1)
     if not is_token or torch.is_grad_enabled() or torch.compiler.is_compiling() or layer.activation != "silu":
         return None
-    if cache.is_recording_past(layer.layer_idx) or any(more.get(x) is not None for x in ("cu_seq_lens_q", "seq_idx")):
+    if not all(hasattr(cache, x) for x in _OF_CACHE) or cache.is_recording_past(layer.layer_idx):
+        return None
+    if any(more.get(x) is not None for x in ("cu_seq_lens_q", "seq_idx")):
         return None
     read = layer.conv1d, getattr(layer, entry.norm)  # parameters of these are read: they have no hooks, and lie here
     if not all(common.is_plain(each, type(each)) and each.weight.device == x.device for each in read):

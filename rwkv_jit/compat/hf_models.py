@@ -96,7 +96,7 @@ def put_into(owners: Iterable[tuple[str, Any]], put: Callable[[Any, str, Any], N
                     put(owner, called, with_fallback(found[-1], find(_NAMES[called]), theirs))
         for name in hf_layers.LAYERS:
             layer = vars(owner).get(name)
-            if isinstance(layer, type) and issubclass(layer, torch.nn.Module):
+            if isinstance(layer, type) and issubclass(layer, torch.nn.Module) and hf_layers.has_steps(layer):
                 found.append(f"{where}.{name}.forward")
                 if not replacing.has(layer, "forward"):
                     put(layer, "forward", hf_layers.with_steps(name, layer.forward))

@@ -58,7 +58,12 @@ def find(
     found: tape.Recorded | bool | None = prepared.latest(key, arrays)
     # A check of likeness knows no tensor that is there twice.
     if found is None and len({*map(id, arrays)}) == len(arrays) and not (lead.is_cuda and tensors.capturing()):
-        found = _noted(function, arrays, has_gradients) or False
+        # Calls that take turns, as those of layers of which some are frozen, have come before too.
+        modes = torch.is_inference_mode_enabled(), tensors.autocast_dtype(lead)
+        signature = find, key, modes, tensors.signature(arrays)
+        found = prepared.calls.get(signature)
+        if found is None:
+            found = prepared.calls.keep(signature, _noted(function, arrays, has_gradients) or False)
         prepared.keep_latest(key, arrays, found)
     return found or None  # type: ignore[return-value]
 
@@ -66,6 +71,8 @@ def find(
 def _noted(function: Function, arrays: Sequence[Tensor], has_gradients: bool) -> tape.Recorded | None:
     # Of integers a function may go by the values.
     if not tensors.are_plain(arrays) or not all(x.is_floating_point() for x in arrays):
+        return None
+    if has_gradients and torch.is_inference_mode_enabled():  # in which there are none
         return None
     leaves = [x.detach().requires_grad_(has_gradients) for x in arrays]
     try:

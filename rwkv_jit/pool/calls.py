@@ -170,7 +170,8 @@ def _checked_call(
     if cast is not None:
         with tensors.exactly(cast[0]):
             return call(kind, op, state, cast, options, ring, traits)
-    named, more = dict(traits), list[Any]() if ring is None else [ring]
+    named = dict(traits)
+    more: list[Any] = [] if ring is None else [ring]  # which a compiler traces
     if op.traits and kind.has_tokens:
         checks.check_switches(op, arrays, named)
         more = [*more, torch_op.traits_of(op, named)]

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rwkv_jit
 from rwkv_jit import compat
-from rwkv_jit.compat import buffers, extensions, loading, recurrences
+from rwkv_jit.compat import buffers, extensions, listed, loading, recurrences
 from rwkv_jit.desk import cli
 from rwkv_jit.kernels.errors import RwkvJitError
 
@@ -103,6 +103,49 @@ def test_backstepping(dtype):
     torch.ops.wind_backstepping.backward(w, r, k, v, a, b, dy, s, sa, *grads)
     want, _, of = exact(rwkv_jit.wkv7_ref, (r, w, k, v, a, b), dy)
     check([y, dq, dw, dk, dv, dz, da], [want, *of], dtype)
+
+
+def test_an_input_that_changed_before_the_backward_is_refused(calls):  # noqa: F811
+    name = "rwkv7_clampw"
+    load(name)
+    ops, (s, sa) = getattr(torch.ops, name), scratch()
+    for place in [*range(6)] * calls:
+        inputs = [x.requires_grad_() for x in delta_inputs(torch.float32)]
+        dy, (y, *grads) = rows(B, T, H, N), empty(*[(B, T, H, N)] * 7)
+        with torch.no_grad():
+            ops.forward(*inputs, y, s, sa)
+            inputs[place].mul_(2)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                ops.backward(*inputs, dy, s, sa, *grads)
+
+
+def test_there_are_no_gradients_in_inference_mode(monkeypatch):
+    name = "rwkv7_clampw"
+    load(name)
+    monkeypatch.setattr(listed, "devices", {"cpu"})
+    inputs, (s, sa) = delta_inputs(torch.float32), scratch()
+    dy, y, *grads = [torch.randn_like(inputs[0]) for _ in range(8)]
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
+        getattr(torch.ops, name).backward(*inputs, dy, s, sa, *grads[:6])
+
+
+def test_calls_that_take_turns_are_noted_once(monkeypatch):
+    """Of inputs that want gradients or not, and of other strides."""
+    name, noted, note = "rwkv7_clampw", [], listed._noted
+    load(name)
+    monkeypatch.setattr(listed, "devices", {"cpu"})
+    monkeypatch.setattr(listed, "_noted", lambda *given: (noted.append(given), note(*given))[1])
+    ops, tokens = getattr(torch.ops, name), 48  # which no other test has
+    for turn in [*range(3)] * 2:
+        inputs = [torch.randn(B, tokens, H, N) for _ in range(6)]
+        inputs[0] = torch.randn(B, H, tokens, N).transpose(1, 2) if turn == 2 else inputs[0].requires_grad_(turn == 1)
+        inputs[1].requires_grad_()
+        dy, y, *grads = [torch.randn_like(x) for x in (inputs[1], *inputs, inputs[1])]
+        s, sa = torch.empty(B, H, tokens // 16, N, N), torch.empty(B, tokens, H, N)
+        with torch.no_grad():
+            ops.forward(*inputs, y, s, sa)
+            ops.backward(*inputs, dy, s, sa, *grads)
+    assert len(noted) == 2
 
 
 @pytest.mark.parametrize("is_recorded", [False, True])
@@ -647,6 +690,13 @@ def test_every_op_has_a_schema_that_torch_takes():
             if extension.namespace:
                 schema = getattr(getattr(torch.ops, extension.namespace), op).default._schema
                 assert schema.is_mutable != bool(schema.returns)
+
+
+@pytest.mark.parametrize("wrong", [[0.0] * C, None, 3])
+def test_what_is_no_tensor_is_named(wrong):
+    x = torch.zeros(B, T, C)
+    with pytest.raises(TypeError, match="w: expected a torch.Tensor, got"):
+        extensions.find("wkv").ops["forward"].run(B, T, C, wrong, torch.zeros(C), x, x, x)
 
 
 @pytest.mark.parametrize(

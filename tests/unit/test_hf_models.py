@@ -299,6 +299,23 @@ def test_patch_of_a_file_and_back():
     assert module.torch_chunk_gated_delta_rule is theirs
 
 
+def test_layers_that_are_called_otherwise_keep_their_code():
+    """Those of remote code and of older versions have the names too, and caches that are other classes."""
+
+    class Mamba2Mixer(nn.Module):
+        def forward(self, hidden_states, cache_params=None, cache_position=None, attention_mask=None):
+            return cache_position
+
+    module = types.ModuleType("modeling_of_the_hub")
+    module.Mamba2Mixer, module.causal_conv1d_fn = Mamba2Mixer, theirs
+    assert hf.patch(module) == ["modeling_of_the_hub.causal_conv1d_fn"]
+    assert Mamba2Mixer()(torch.zeros(1, 1, 8), object(), 3) == 3
+
+    layer, x = model_of("mamba2").backbone.layers[0].mixer, torch.zeros(1, 1, 8)
+    with torch.no_grad():
+        assert hf_layers._states(hf_layers.LAYERS["Mamba2Mixer"], layer, x, types.SimpleNamespace(), None, {}) is None
+
+
 class Older(nn.Module):
     """A layer that has its functions itself, as in older versions."""
 

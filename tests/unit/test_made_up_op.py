@@ -63,7 +63,7 @@ def test_types(g_dtype):
         ("k", (B, T, 1, K), r"k: expected shape \[2, 5, 2, 3\] like q, got \[2, 5, 1, 3\]"),
         ("v", (B, 4, H, V), r"v: expected shape \[2, 5, H, value size\] like q, got \[2, 4, 4, 6\]"),
         ("v", (B, T, 3, V), "q: expected key heads that divide the 3 heads, got 2"),
-        ("g", (B, T, 3), r"g: expected shape \[2, 5, 4\] like q, got \[2, 5, 3\]"),
+        ("g", (B, T, 3), r"g: expected shape \[2, 5, 4\] like v, got \[2, 5, 3\]"),
         ("g", (B, T, H, K), r"g: expected shape \[2, 5, 4\] like q, got \[2, 5, 4, 3\]"),
         ("q", (B, T, K), r"q: expected 4 dimensions \[B, T, G, head size\], got shape \(2, 5, 3\)"),
         ("d", (3,), r"d: expected shape \[4\] \[heads\], got \[3\]"),

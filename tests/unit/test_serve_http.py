@@ -265,6 +265,31 @@ def test_clients_that_are_killed_free_their_slots(model):
         assert len(create(served, "d").choices[0].text) == 8
 
 
+@pytest.mark.parametrize("version", ["2.3", "2.4"])
+def test_a_stream_that_breaks_frees_its_slot(version):
+    """A server of ASGI 2.4 raises what clients do; one of 2.3 says that they are gone."""
+    left = []
+
+    async def events():
+        while True:
+            yield "data"
+            await asyncio.sleep(0)
+
+    async def send(message):
+        if version == "2.4" and message["type"] == "http.response.body":
+            raise OSError
+
+    async def receive():
+        await asyncio.sleep(0.01)
+        return {"type": "http.disconnect"}
+
+    answer = types.SimpleNamespace(engine=types.SimpleNamespace(leave=left.append), requests=["request"], events=events)
+    scope = {"type": "http", "asgi": {"spec_version": version}}
+    with contextlib.suppress(api.ClientDisconnect):
+        asyncio.run(api.Stream(answer)(scope, receive, send))
+    assert left == [["request"]]
+
+
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
 def test_many_requests_leave_nothing(model):
     """Slots, objects and files are as before, whether clients read to the end, break off or are refused."""
