@@ -37,7 +37,8 @@ struct Smem {
 };
 static_assert(sizeof(Smem) <= 48 * 1024, "head_size needs more than 48 KB of shared memory");
 
-// One token: y is written by the lanes that keep its sums. Returns what each number x of the tile becomes, by (i, j, x).
+// One token: y is written by the lanes that keep its sums. Returns what a number x of the tile becomes
+// by (i, j, x); a wide one has become it.
 __device__ inline auto update_tile(RowTile& tile, const Token& token, OfHead head, const float (&skip)[KEPT],
                                    Sums<ONES>& sums, T_IO* y, int first_value, float scale) {
     constexpr bool HAS_DECAY = OF_CHANNELS || OF_HEADS, DECAYS_KEYS = HAS_DECAY && !RowTile::IS_WIDE;
@@ -84,10 +85,12 @@ __device__ inline auto update_tile(RowTile& tile, const Token& token, OfHead hea
     for (int i = 0; i < VALUES; ++i) u[i] = added(token.v[own + i], all_sa[i]);
     read_keys(k, token.k);
     if constexpr (DECAYS_KEYS && OF_CHANNELS) read_keys(d, token.d);
-    return [=](int i, int j, float s) {
+    const auto change = [=](int i, int j, float s) {
         if constexpr (DECAYS_KEYS) s *= OF_CHANNELS ? d[j] : head.decay;
         return s + u[i] * k[j];
     };
+    if constexpr (RowTile::IS_WIDE) change_tile(tile, change);
+    return change;
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) update_rules(
@@ -155,8 +158,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) update_
         [&](i64 t, const Token& token) {
             const auto change =
                 update_tile(tile, token, of_head, skip, smem.sums, y + t * y_stride, first_value, scale);
-            if constexpr (RowTile::IS_WIDE) change_tile(tile, change);
-            else last.write(tile, part, to, change);
+            if constexpr (!RowTile::IS_WIDE) last.write(tile, part, to, change);
         });
     if constexpr (RowTile::IS_WIDE) last.write(tile, part, to);
 }

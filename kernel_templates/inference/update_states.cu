@@ -35,8 +35,9 @@ struct Smem {
 };
 static_assert(sizeof(Smem) <= 48 * 1024, "head_size needs more than 48 KB of shared memory");
 
-// One token: y is written by the lanes that keep its sums. Returns what each number x of the tile becomes, by (i, j, x).
-__device__ inline auto update_tile(const RowTile& tile, const Token& token, Sums<PAIRS>& sums, T_IO* y, int first_value,
+// One token: y is written by the lanes that keep its sums. Returns what a number x of the tile becomes
+// by (i, j, x); a wide one has become it.
+__device__ inline auto update_tile(RowTile& tile, const Token& token, Sums<PAIRS>& sums, T_IO* y, int first_value,
                                    float scale) {
     float r[KEYS], k[KEYS], d[KEYS], sa[VALUES] = {}, read[VALUES] = {}, all_sa[VALUES], pair[PAIRS] = {};
     read_keys(r, token.r), read_keys(k, token.k);
@@ -60,7 +61,8 @@ __device__ inline auto update_tile(const RowTile& tile, const Token& token, Sums
     add_over_keys<DELTA>(read, sa, all_sa, pair, sums);
 
     const int own = own_values(), kept = kept_index();
-    if (keeps_sums() && key_warp() == 0)
+    const auto write_y = [&] {
+        if (!keeps_sums() || key_warp() != 0) return;
 #pragma unroll
         for (int i = 0; i < KEPT; ++i) {
             const int value = own + kept + i;
@@ -68,16 +70,21 @@ __device__ inline auto update_tile(const RowTile& tile, const Token& token, Sums
             if constexpr (DELTA) sum += sa[i] * pair[PAIRS - 1];
             if (first_value + value < VALUE_SIZE) y[value] = from_float<T_IO>(scale * sum);
         }
+    };
+    // Where that leaves fewer numbers in registers.
+    if constexpr (!RowTile::IS_WIDE) write_y();
     float v[VALUES], b[KEYS];
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) v[i] = token.v[own + i];
     if constexpr (DELTA) read_keys(b, token.b);
-    return [=](int i, int j, float s) {
+    const auto change = [=](int i, int j, float s) {
         if constexpr (DECAY != Decay::none) s *= d[j];
         s += v[i] * k[j];
         if constexpr (DELTA) s += all_sa[i] * b[j];
         return s;
     };
+    if constexpr (RowTile::IS_WIDE) change_tile(tile, change), write_y();
+    return change;
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) update_states(
@@ -134,8 +141,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) update_
         smem.token, own.tokens, [&](Token& token) { held.store(token, w0 != nullptr); }, load,
         [&](i64 t, const Token& token) {
             const auto change = update_tile(tile, token, smem.sums, y + t * y_stride, first_value, scale);
-            if constexpr (RowTile::IS_WIDE) change_tile(tile, change);
-            else last.write(tile, part, to, change);
+            if constexpr (!RowTile::IS_WIDE) last.write(tile, part, to, change);
         });
     if constexpr (RowTile::IS_WIDE) last.write(tile, part, to);
 }
