@@ -187,7 +187,7 @@ struct ValuesOfEntry {
 // ---- the state ----
 
 // The sums of a token over the state, which the decays up to it have to reach first.
-__device__ inline void read_state(Smem& smem, const Tile& tile, float (&decayed)[KEYS], int t) {
+__device__ inline void read_state(Smem& smem, const Tile<float>& tile, float (&decayed)[KEYS], int t) {
     const StepToken& token = smem.token[t];
     float r[KEYS], x[KEYS], sums[DELTA ? 2 : 1][VALUES] = {};
     const auto read_with_a = [&] {
@@ -196,7 +196,7 @@ __device__ inline void read_state(Smem& smem, const Tile& tile, float (&decayed)
         for (int j = 0; j < KEYS; ++j) {
             x[j] *= decayed[j];
 #pragma unroll
-            for (int i = 0; i < VALUES; ++i) sums[DELTA ? 1 : 0][i] += tile[i][j] * x[j];
+            for (int i = 0; i < VALUES; ++i) sums[DELTA ? 1 : 0][i] += tile.at(i, j) * x[j];
         }
     };
     if constexpr (PAIRS) read_with_a();
@@ -208,7 +208,7 @@ __device__ inline void read_state(Smem& smem, const Tile& tile, float (&decayed)
         if constexpr (HAS_DECAY) decayed[j] *= x[j];
         r[j] *= BONUS ? before : decayed[j];
 #pragma unroll
-        for (int i = 0; i < VALUES; ++i) sums[0][i] += tile[i][j] * r[j];
+        for (int i = 0; i < VALUES; ++i) sums[0][i] += tile.at(i, j) * r[j];
     }
     if constexpr (DELTA && !PAIRS) read_with_a();
 #pragma unroll
@@ -223,12 +223,12 @@ __device__ inline void read_state(Smem& smem, const Tile& tile, float (&decayed)
 }
 
 // The state with the entries in it.
-__device__ inline void fold(Smem& smem, Tile& tile, const float (&decayed)[KEYS], int entries) {
+__device__ inline void fold(Smem& smem, Tile<float>& tile, const float (&decayed)[KEYS], int entries) {
     const int own = own_values();
 #pragma unroll
     for (int j = 0; j < KEYS; ++j)
 #pragma unroll
-        for (int i = 0; i < VALUES; ++i) tile[i][j] *= decayed[j];
+        for (int i = 0; i < VALUES; ++i) tile.set(i, j, tile.at(i, j) * decayed[j]);
 #pragma unroll 1
     for (int n = 0; n < entries; ++n) {
         float x[KEYS], of_value[VALUES];
@@ -238,7 +238,7 @@ __device__ inline void fold(Smem& smem, Tile& tile, const float (&decayed)[KEYS]
 #pragma unroll
         for (int j = 0; j < KEYS; ++j)
 #pragma unroll
-            for (int i = 0; i < VALUES; ++i) tile[i][j] += of_value[i] * x[j];
+            for (int i = 0; i < VALUES; ++i) tile.set(i, j, tile.at(i, j) + of_value[i] * x[j]);
         if constexpr (PAIRS) {
             read_keys(x, smem.b[n]);
 #pragma unroll
@@ -246,7 +246,7 @@ __device__ inline void fold(Smem& smem, Tile& tile, const float (&decayed)[KEYS]
 #pragma unroll
             for (int j = 0; j < KEYS; ++j)
 #pragma unroll
-                for (int i = 0; i < VALUES; ++i) tile[i][j] += of_value[i] * x[j];
+                for (int i = 0; i < VALUES; ++i) tile.set(i, j, tile.at(i, j) + of_value[i] * x[j]);
         }
     }
 }
@@ -299,7 +299,7 @@ template <typename Tokens> __device__ inline void replay(
     const int cursor = *static_cast<volatile int*>(cursors + slot);
     if constexpr (HAS_TOKENS) tokens.begin();
 
-    Tile tile;
+    Tile<float> tile;
     T_STATE* const own_state = state + slot * slot_stride + of_head;
     if constexpr (HAS_TOKENS) read_tile(tile, own_state, first_value);
 

@@ -29,8 +29,6 @@ static_assert(PADDED_KEYS >= HEAD_SIZE, "the lanes that share keys hold all of t
 static_assert((IS_VK ? HEAD_SIZE : VALUE_SIZE) % VECTOR == 0, "a row of the state consists of whole accesses");
 static_assert(!IS_VK || KEY_WARPS == 1, "in the vk layout a warp holds all keys of its values");
 
-using Tile = float[VALUES][KEYS];
-
 __device__ inline int lane() { return threadIdx.x % 32; }
 __device__ inline int key_lane() { return IS_VK ? lane() % KEY_LANES : lane() / VALUE_LANES; }
 __device__ inline int key_warp() { return threadIdx.x / 32 % KEY_WARPS; }
@@ -203,7 +201,59 @@ __device__ inline void add_over_keys(float (&read)[VALUES], float (&sa)[VALUES],
 
 // ---- the state ----
 
-// Calls visit(i, j, offset, is_there) for every access: tile[i][j] is its first element, which is `offset` elements
+// Neighbours in a row of the state, as they are moved; `set` is what `at` reads.
+template <typename T> struct Access : Words<T, VECTOR> {
+    __device__ void set(int i, float x) {
+        if constexpr (VECTOR == 1) {
+            this->whole = from_float<T>(x);
+        } else if constexpr (sizeof(T) == 4) {
+            this->word[i] = __float_as_uint(x);
+        } else {
+            const unsigned bits = from_float<T>(x).bits;
+            unsigned& word = this->word[i / 2];
+            word = i % 2 ? (word & 0xffffu) | bits << 16 : (word & 0xffff0000u) | bits;
+        }
+    }
+    // What `at` reads, by an instruction that the compiler does not take for that one: it would keep what is converted.
+    __device__ float at_again(int i) const {
+        if constexpr (VECTOR == 1 || sizeof(T) == 4) {
+            return this->at(i);
+        } else {
+            unsigned x;
+            const unsigned bytes = is_bf16<T> ? (i % 2 ? 0x3244 : 0x1044) : (i % 2 ? 0x4432 : 0x4410);
+            asm("prmt.b32 %0, %1, 0, %2;" : "=r"(x) : "r"(this->word[i / 2]), "r"(bytes));
+            if constexpr (is_bf16<T>) return __uint_as_float(x);
+            else return to_float(T{static_cast<unsigned short>(x)});
+        }
+    }
+};
+
+// A thread's part of a head's state: as float, or as T_STATE, whose numbers are converted each time that they are used,
+// so that they take half the registers meanwhile.
+template <typename T> struct Tile {
+    static constexpr int ACCESSES = VALUES * KEYS / VECTOR;
+    static constexpr bool IS_WIDE = sizeof(T) == 4;
+    Access<T> accesses[ACCESSES];
+
+    static __device__ constexpr int access_of(int i, int j) { return IS_VK ? (i * KEYS + j) / VECTOR : j; }
+    static __device__ constexpr int in_access(int i, int j) { return IS_VK ? j % VECTOR : i; }
+    // The thread's value i of its key j.
+    __device__ float at(int i, int j) const { return accesses[access_of(i, j)].at(in_access(i, j)); }
+    __device__ void set(int i, int j, float x) { accesses[access_of(i, j)].set(in_access(i, j), x); }
+    // The access that begins with value i of key j, with change(i, j, x) in the place of each number x.
+    template <typename Change> __device__ Access<T> changed(int i, int j, Change change) const {
+        const Access<T> old = accesses[access_of(i, j)];
+        Access<T> access{};
+#pragma unroll
+        for (int e = 0; e < VECTOR; ++e)
+            access.set(e, IS_VK ? change(i, j + e, old.at_again(e)) : change(i + e, j, old.at_again(e)));
+        return access;
+    }
+};
+
+struct Same { __device__ float operator()(int, int, float x) const { return x; } };
+
+// Calls visit(i, j, offset, is_there) for every access: its first element, of value i and key j, is `offset` elements
 // from the thread's first one. Where no thread has anything past the end, the compiler knows.
 template <typename Visit> __device__ inline void for_accesses(int first_value, Visit visit) {
     constexpr bool HAS_ALL_KEYS = PADDED_KEYS == HEAD_SIZE, HAS_ALL_VALUES = VALUE_SIZE % BLOCK_VALUES == 0;
@@ -223,8 +273,6 @@ __device__ inline int first_element(int first_value) {
     const int value = first_value + own_values();
     return IS_VK ? value * HEAD_SIZE + key_of(0) : key_of(0) * VALUE_SIZE + value;
 }
-__device__ inline float& element(Tile& tile, int i, int j, int n) { return IS_VK ? tile[i][j + n] : tile[i + n][j]; }
-
 // Past the caches of a multiprocessor, so that a later load does not find what is old by then.
 __device__ inline Index read_from_l2(const Index* source) { return *static_cast<const volatile Index*>(source); }
 
@@ -238,28 +286,33 @@ __device__ inline void prefetch_tile(const T_STATE* head, int first_value) {
 }
 
 // All accesses are under way before the first one is looked at.
-__device__ inline void read_tile(Tile& tile, const T_STATE* head, int first_value) {
-    using Access = Words<T_STATE, VECTOR>;
-    constexpr int ACCESSES = VALUES * KEYS / VECTOR;
-    Access held[ACCESSES];
+template <typename T> __device__ inline void read_tile(Tile<T>& tile, const T_STATE* head, int first_value) {
+    Tile<T_STATE> held;
     const T_STATE* const first = head + first_element(first_value);
-    int n = 0;
-    for_accesses(first_value, [&](int, int, int offset, bool is_there) {
-        held[n++] = is_there ? load_early<Access>(first + offset) : Access{};
+    for_accesses(first_value, [&](int i, int j, int offset, bool is_there) {
+        auto& access = held.accesses[held.access_of(i, j)];
+        access = is_there ? load_early<Access<T_STATE>>(first + offset) : Access<T_STATE>{};
     });
-    n = 0;
-    for_accesses(first_value, [&](int i, int j, int, bool) {
 #pragma unroll
-        for (int e = 0; e < VECTOR; ++e) element(tile, i, j, e) = held[n].at(e);
-        ++n;
+    for (int n = 0; n < held.ACCESSES; ++n) {
+        if constexpr (sizeof(T) == sizeof(T_STATE)) {
+            tile.accesses[n] = held.accesses[n];
+        } else {
+#pragma unroll
+            for (int e = 0; e < VECTOR; ++e) tile.accesses[n].set(e, held.accesses[n].at(e));
+        }
+    }
+}
+
+template <typename T, typename Change> __device__ inline void change_tile(Tile<T>& tile, Change change) {
+    for_accesses(0, [&](int i, int j, int, bool) {
+        tile.accesses[tile.access_of(i, j)] = tile.changed(i, j, change);
     });
 }
 
-__device__ inline void clear_tile(Tile& tile) {
+template <typename T> __device__ inline void clear_tile(Tile<T>& tile) {
 #pragma unroll
-    for (int i = 0; i < VALUES; ++i)
-#pragma unroll
-        for (int j = 0; j < KEYS; ++j) tile[i][j] = 0.0f;
+    for (Access<T>& access : tile.accesses) access = {};
 }
 
 // ---- rounding ----
@@ -299,40 +352,44 @@ constexpr int OF_ONE_DRAW = 8;  // elements of a head for which 16 bytes at rand
 constexpr int TILES_OF_HEAD = ceil_div(VALUE_SIZE * HEAD_SIZE, OF_ONE_DRAW);
 
 // One store for an access, spelt out: the compiler may make four of it.
-template <typename Access> __device__ inline void write_access(void* target, const Access& x) {
-    if constexpr (sizeof(Access) == 16) {
+template <typename T> __device__ inline void write_access(void* target, const T& x) {
+    if constexpr (sizeof(T) == 16) {
         const uint4& words = reinterpret_cast<const uint4&>(x);
         asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(words.x), "r"(words.y),
                      "r"(words.z), "r"(words.w) : "memory");
-    } else if constexpr (sizeof(Access) == 8) {
+    } else if constexpr (sizeof(T) == 8) {
         const uint2& words = reinterpret_cast<const uint2&>(x);
         asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(target), "r"(words.x), "r"(words.y) : "memory");
     } else {
-        *static_cast<Access*>(target) = x;
+        *static_cast<T*>(target) = x;
     }
 }
 
-// `draw` is the place of the head's first draw among those of the pool: which bits an element gets does not go by the
+// Writes change(i, j, x) for each number x. `draw` is the place of the head's first draw among those of the pool: which bits an element gets does not go by the
 // shape of blocks.
-__device__ inline void write_tile(T_STATE* head, Tile& tile, int first_value, i64 seed, i64 draw) {
+template <typename T, typename Change = Same>
+__device__ inline void write_tile(T_STATE* head, const Tile<T>& tile, int first_value, i64 seed, i64 draw,
+                                  Change change = {}) {
     const int first = first_element(first_value);
     T_STATE* const target = head + first;
     for_accesses(first_value, [&](int i, int j, int offset, bool is_there) {
         if (!is_there) return;
-        Pack<T_STATE, VECTOR> pack;
-        if constexpr (STOCHASTIC) {
+        const Access<T> access = tile.changed(i, j, change);
+        if constexpr (sizeof(T) == sizeof(T_STATE)) {
+            write_access(target + offset, access);
+        } else {
+            Pack<T_STATE, VECTOR> pack;
             const int index = first + offset;
-            const uint4 words = philox(draw + index / OF_ONE_DRAW, seed);
+            const uint4 words = STOCHASTIC ? philox(draw + index / OF_ONE_DRAW, seed) : uint4{};
 #pragma unroll
             for (int e = 0; e < VECTOR; ++e) {
                 const int place = (index + e) % OF_ONE_DRAW;
                 const unsigned word = place < 2 ? words.x : place < 4 ? words.y : place < 6 ? words.z : words.w;
-                pack.at[e] = round_at_random<T_STATE>(element(tile, i, j, e), word >> (place % 2 * 16) & 0xffffu);
+                if constexpr (STOCHASTIC)
+                    pack.at[e] = round_at_random<T_STATE>(access.at(e), word >> (place % 2 * 16) & 0xffffu);
+                else pack.at[e] = from_float<T_STATE>(access.at(e));
             }
-        } else {
-#pragma unroll
-            for (int e = 0; e < VECTOR; ++e) pack.at[e] = from_float<T_STATE>(element(tile, i, j, e));
+            write_access(target + offset, pack);
         }
-        write_access(target + offset, pack);
     });
 }

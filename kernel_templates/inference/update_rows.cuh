@@ -8,6 +8,11 @@ namespace arranged {  // as layer.cuh has another Piece
 #include "pieces.cuh"
 }
 
+// With one token the numbers of a state are used twice, for sums and for what is written: they stay as they are read.
+template <bool AS_READ> struct HeldAs { using Type = float; };
+template <> struct HeldAs<true> { using Type = T_STATE; };
+using RowTile = Tile<HeldAs<ONE_TOKEN && HAS_STATE && !STOCHASTIC>::Type>;
+
 // What a block has: a head of a row, and its values from `first_value` on.
 struct Part {
     i64 row, head;
@@ -69,6 +74,21 @@ __device__ inline Row row_of(const Part& part, const Index* state_indices, const
         return {begin, tokens, from, to, is_there};
     }
 }
+
+// Where the states of rows are written, as `write_tile` does.
+struct FinalStates {
+    T_STATE* states;
+    const i64* seed;
+    i64 slot_stride, slots, null_index, heads;
+    bool has_indices;
+
+    template <typename Change = Same>
+    __device__ void write(const RowTile& tile, const Part& part, i64 to, Change change = {}) const {
+        if (states == nullptr || is_none(to, has_indices, slots, null_index)) return;
+        const i64 number = STOCHASTIC ? *seed : 0, draw = (to * heads + part.head) * TILES_OF_HEAD;
+        write_tile(states + to * slot_stride + part.in_slot(), tile, part.first_value, number, draw, change);
+    }
+};
 
 // Runs the tokens of a row, of which the first is loaded: each is stored for all threads, the next one loaded meanwhile,
 // and `act(t, token)` moves the tile on.

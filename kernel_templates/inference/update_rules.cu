@@ -37,24 +37,29 @@ struct Smem {
 };
 static_assert(sizeof(Smem) <= 48 * 1024, "head_size needs more than 48 KB of shared memory");
 
-// One token: the tile moves on, and y is written by the lanes that keep its sums.
-__device__ inline void update_tile(Tile& tile, const Token& token, OfHead head, const float (&skip)[KEPT],
+// One token: y is written by the lanes that keep its sums. Returns what a number x of the tile becomes
+// by (i, j, x); a wide one has become it.
+__device__ inline auto update_tile(RowTile& tile, const Token& token, OfHead head, const float (&skip)[KEPT],
                                    Sums<ONES>& sums, T_IO* y, int first_value, float scale) {
-    float r[KEYS], k[KEYS], sa[VALUES] = {}, read[VALUES] = {}, all_sa[VALUES], ones[ONES] = {};
+    constexpr bool HAS_DECAY = OF_CHANNELS || OF_HEADS, DECAYS_KEYS = HAS_DECAY && !RowTile::IS_WIDE;
+    float r[KEYS], k[KEYS], d[KEYS], sa[VALUES] = {}, read[VALUES] = {}, all_sa[VALUES], ones[ONES] = {};
     read_keys(r, token.r), read_keys(k, token.k);
     {
-        float d[KEYS], erased[KEYS];
+        float erased[KEYS];
         if constexpr (OF_CHANNELS) read_keys(d, token.d);
         if constexpr (BETA_PER_CHANNEL) read_keys(erased, token.erased);
 #pragma unroll
         for (int j = 0; j < KEYS; ++j) {
             ones[0] += r[j] * k[j];
             if constexpr (HAS_NORM) ones[1] += k[j] * k[j], ones[ONES - 1] += r[j] * r[j];
+            const float decay = OF_CHANNELS ? d[j] : head.decay;
+            float q = r[j], a = BETA_PER_CHANNEL ? erased[j] : k[j];
+            if constexpr (DECAYS_KEYS) q *= decay, a *= decay;
 #pragma unroll
             for (int i = 0; i < VALUES; ++i) {
-                if constexpr (OF_CHANNELS || OF_HEADS) tile[i][j] *= OF_CHANNELS ? d[j] : head.decay;
-                read[i] += tile[i][j] * r[j];
-                if constexpr (DELTA) sa[i] += tile[i][j] * (BETA_PER_CHANNEL ? erased[j] : k[j]);
+                if constexpr (HAS_DECAY && !DECAYS_KEYS) tile.set(i, j, tile.at(i, j) * decay);
+                read[i] += tile.at(i, j) * q;
+                if constexpr (DELTA) sa[i] += tile.at(i, j) * a;
             }
         }
     }
@@ -79,10 +84,13 @@ __device__ inline void update_tile(Tile& tile, const Token& token, OfHead head, 
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) u[i] = added(token.v[own + i], all_sa[i]);
     read_keys(k, token.k);
-#pragma unroll
-    for (int j = 0; j < KEYS; ++j)
-#pragma unroll
-        for (int i = 0; i < VALUES; ++i) tile[i][j] += u[i] * k[j];
+    if constexpr (DECAYS_KEYS && OF_CHANNELS) read_keys(d, token.d);
+    const auto change = [=](int i, int j, float s) {
+        if constexpr (DECAYS_KEYS) s *= OF_CHANNELS ? d[j] : head.decay;
+        return s + u[i] * k[j];
+    };
+    if constexpr (RowTile::IS_WIDE) change_tile(tile, change);
+    return change;
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) update_rules(
@@ -137,19 +145,20 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) update_
         for (int i = 0; i < KEPT; ++i) skip[i] = skip_of(own, head, first + i);
     }
 
-    Tile tile;
+    const i64 to = place.to;
+    RowTile tile;
     if (!HAS_STATE || (PACKED && place.from < 0)) clear_tile(tile);
     else read_tile(tile, initial_state + place.from * slot_stride + part.in_slot(), first_value);
 
     OfHead of_head;
+    const FinalStates last{final_state, seed, slot_stride, slots, null_index, heads, write_indices != nullptr};
     run_tokens(
         smem.token, place.tokens,
         [&](Token& token) { of_head = held.store(token, parameters, lower_bound, Limits{least, most}); }, load,
         [&](i64 t, const Token& token) {
-            update_tile(tile, token, of_head, skip, smem.sums, y + t * y_stride, first_value, scale);
+            const auto change =
+                update_tile(tile, token, of_head, skip, smem.sums, y + t * y_stride, first_value, scale);
+            if constexpr (!RowTile::IS_WIDE) last.write(tile, part, to, change);
         });
-    const i64 to = place.to;
-    if (final_state == nullptr || is_none(to, write_indices != nullptr, slots, null_index)) return;
-    const i64 number = STOCHASTIC ? *seed : 0, draw = (to * heads + head) * TILES_OF_HEAD;
-    write_tile(final_state + to * slot_stride + part.in_slot(), tile, first_value, number, draw);
+    if constexpr (RowTile::IS_WIDE) last.write(tile, part, to);
 }

@@ -35,8 +35,9 @@ struct Smem {
 };
 static_assert(sizeof(Smem) <= 48 * 1024, "head_size needs more than 48 KB of shared memory");
 
-// One token: the tile moves on, and y is written by the lanes that keep its sums.
-__device__ inline void update_tile(Tile& tile, const Token& token, Sums<PAIRS>& sums, T_IO* y, int first_value,
+// One token: y is written by the lanes that keep its sums. Returns what a number x of the tile becomes
+// by (i, j, x); a wide one has become it.
+__device__ inline auto update_tile(RowTile& tile, const Token& token, Sums<PAIRS>& sums, T_IO* y, int first_value,
                                    float scale) {
     float r[KEYS], k[KEYS], d[KEYS], sa[VALUES] = {}, read[VALUES] = {}, all_sa[VALUES], pair[PAIRS] = {};
     read_keys(r, token.r), read_keys(k, token.k);
@@ -52,34 +53,38 @@ __device__ inline void update_tile(Tile& tile, const Token& token, Sums<PAIRS>& 
             if constexpr (DELTA) pair[PAIRS - 1] += r[j] * b[j];
 #pragma unroll
             for (int i = 0; i < VALUES; ++i) {
-                read[i] += tile[i][j] * q;
-                if constexpr (DELTA) sa[i] += tile[i][j] * a[j];
+                read[i] += tile.at(i, j) * q;
+                if constexpr (DELTA) sa[i] += tile.at(i, j) * a[j];
             }
         }
     }
     add_over_keys<DELTA>(read, sa, all_sa, pair, sums);
 
     const int own = own_values(), kept = kept_index();
+    const auto write_y = [&] {
+        if (!keeps_sums() || key_warp() != 0) return;
+#pragma unroll
+        for (int i = 0; i < KEPT; ++i) {
+            const int value = own + kept + i;
+            float sum = read[i] + token.v[value] * pair[0];
+            if constexpr (DELTA) sum += sa[i] * pair[PAIRS - 1];
+            if (first_value + value < VALUE_SIZE) y[value] = from_float<T_IO>(scale * sum);
+        }
+    };
+    // Where that leaves fewer numbers in registers.
+    if constexpr (!RowTile::IS_WIDE) write_y();
     float v[VALUES], b[KEYS];
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) v[i] = token.v[own + i];
     if constexpr (DELTA) read_keys(b, token.b);
-#pragma unroll
-    for (int j = 0; j < KEYS; ++j)
-#pragma unroll
-        for (int i = 0; i < VALUES; ++i) {
-            if constexpr (DECAY != Decay::none) tile[i][j] *= d[j];
-            tile[i][j] += v[i] * k[j];
-            if constexpr (DELTA) tile[i][j] += all_sa[i] * b[j];
-        }
-    if (!keeps_sums() || key_warp() != 0) return;
-#pragma unroll
-    for (int i = 0; i < KEPT; ++i) {
-        const int value = own + kept + i;
-        float sum = read[i] + token.v[value] * pair[0];
-        if constexpr (DELTA) sum += sa[i] * pair[PAIRS - 1];
-        if (first_value + value < VALUE_SIZE) y[value] = from_float<T_IO>(scale * sum);
-    }
+    const auto change = [=](int i, int j, float s) {
+        if constexpr (DECAY != Decay::none) s *= d[j];
+        s += v[i] * k[j];
+        if constexpr (DELTA) s += all_sa[i] * b[j];
+        return s;
+    };
+    if constexpr (RowTile::IS_WIDE) change_tile(tile, change), write_y();
+    return change;
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) update_states(
@@ -126,17 +131,17 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) update_
     // w0 is not moved before: ptxas 12.9 and 13.0 compare a pointer that is null or moved with null too soon.
     if (DECAY != Decay::none && w0 != nullptr) held.w0.load(w0 + head * HEAD_SIZE);
 
-    Tile tile;
+    const i64 to = own.to;
+    RowTile tile;
     if (!HAS_STATE || (PACKED && own.from < 0)) clear_tile(tile);
     else read_tile(tile, initial_state + own.from * slot_stride + part.in_slot(), first_value);
 
+    const FinalStates last{final_state, seed, slot_stride, slots, null_index, heads, write_indices != nullptr};
     run_tokens(
         smem.token, own.tokens, [&](Token& token) { held.store(token, w0 != nullptr); }, load,
         [&](i64 t, const Token& token) {
-            update_tile(tile, token, smem.sums, y + t * y_stride, first_value, scale);
+            const auto change = update_tile(tile, token, smem.sums, y + t * y_stride, first_value, scale);
+            if constexpr (!RowTile::IS_WIDE) last.write(tile, part, to, change);
         });
-    const i64 to = own.to;
-    if (final_state == nullptr || is_none(to, write_indices != nullptr, slots, null_index)) return;
-    const i64 number = STOCHASTIC ? *seed : 0, draw = (to * heads + head) * TILES_OF_HEAD;
-    write_tile(final_state + to * slot_stride + part.in_slot(), tile, first_value, number, draw);
+    if constexpr (RowTile::IS_WIDE) last.write(tile, part, to);
 }

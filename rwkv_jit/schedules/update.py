@@ -22,11 +22,11 @@ FEW_TOKENS = 8  # of a sequence that goes token by token, where an algorithm by 
 LARGEST_KEY = 1024  # for whose tokens a block has shared memory, whatever the op is
 MOST_ROWS = 65535  # of a grid's second extent
 _MOST_KEY_WARPS = 16
-# What follows was measured on an H100 and an H200. Numbers of the state that a thread holds, and threads that a
-# multiprocessor shall have room for then: in some cases more numbers are faster than more threads. Code for sm_80 takes
-# more registers than the others.
+# What follows was measured on an H100 and an H200, but for narrow states, of which registers alone say it: numbers of a
+# state that a thread holds, and threads that a multiprocessor shall have room for then. In some cases more numbers are
+# faster than more threads. Code for sm_80 takes more registers than the others.
 HELD, MOST_HELD = 32, 64
-_RESIDENT, _FEWER_RESIDENT = 768, 512
+_RESIDENT, _NARROW_RESIDENT, _FEWER_RESIDENT = 768, 640, 512
 _HEAVY, _HEAVY_RESIDENT = 256, 256  # with more keys threads need registers for these too
 # In the vk layout a block is a warp, or as many as load a token's keys for each other.
 _KEYS_OF_WARP, _MOST_WARPS = 128, 8
@@ -59,19 +59,21 @@ class Pool(NamedTuple):
 
 def geometry(p: Problem, pool: Pool, is_packed: bool = False, held: int = 0) -> dict[str, Parameter]:
     """Return VECTOR, KEY_LANES, KEY_WARPS, ROWS, NUM_THREADS and BLOCKS_PER_SM; `held` is a thread's share in vk."""
-    size = BYTES[p.state_type]
-    if not held:
-        # As many bytes as of float32, where nothing else needs the registers.
-        is_narrow = size == 2 and _has_one_token(p, is_packed) and not pool.is_stochastic
-        held = MOST_HELD if is_narrow else HELD
     row = p.K if p.state_layout == "vk" else p.V
+    size = BYTES[p.state_type]
     vector = math.gcd(row, min(ACCESS_BYTES, pool.alignment) // size)
+    # One token leaves two numbers of 16 bits in a register, unless they are rounded at random.
+    is_narrow = size == 2 and vector > 1 and _has_one_token(p, is_packed) and not pool.is_stochastic
+    light, resident = (MOST_HELD, _NARROW_RESIDENT) if is_narrow else (HELD, _RESIDENT)
+    held = held or light
     spread, few = (_spread_vk, FEW_VK) if p.state_layout == "vk" else (_spread_kv, _FEW_KV)
     cut = spread(p, vector, held, False)
     if p.multiprocessors is not None and p.B * p.H * value_blocks(p, cut) < few * p.multiprocessors:
         cut = spread(p, vector, held, True)
-    is_light = vector * int(cut["ROWS"]) <= HELD and _has_one_token(p, is_packed) and p.gpu.number > TENSOR_CORES
-    resident = _HEAVY_RESIDENT if p.K > _HEAVY else _RESIDENT if is_light else _FEWER_RESIDENT
+    if p.K > _HEAVY:
+        resident = _HEAVY_RESIDENT
+    elif vector * int(cut["ROWS"]) > light or not _has_one_token(p, is_packed) or p.gpu.number <= TENSOR_CORES:
+        resident = _FEWER_RESIDENT
     return {**cut, "BLOCKS_PER_SM": max(1, resident // int(cut["NUM_THREADS"]))}
 
 
