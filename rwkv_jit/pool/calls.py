@@ -149,7 +149,7 @@ def call(
     if known is None:
         return _checked_call(kind, op, state, arrays, dict(options), ring, traits, key, given)
     if y is None and known.y is not None:
-        index = known.plan.device.index
+        index = known.plan.index
         if torch._C._cuda_getDevice() != index:
             with torch.cuda.device(index):
                 return call(kind, op, state, arrays, options, ring, traits)
@@ -170,7 +170,8 @@ def _checked_call(
     if cast is not None:
         with tensors.exactly(cast[0]):
             return call(kind, op, state, cast, options, ring, traits)
-    named, more = dict(traits), list[Any]() if ring is None else [ring]
+    named = dict(traits)
+    more: list[Any] = [] if ring is None else [ring]
     if op.traits and kind.has_tokens:
         checks.check_switches(op, arrays, named)
         more = [*more, torch_op.traits_of(op, named)]
