@@ -220,7 +220,7 @@ def latest(key: tuple[Any, ...], arrays: Sequence[Any], lead: int = 0, cu_seqlen
     try:
         if cu_seqlens is not None:
             key = tensors.longest(cu_seqlens, arrays[lead].shape[1]), *key
-        found = _latest.get((key, arrays[lead].shape, *map(type, arrays)))
+        found = _latest.get((*key, arrays[lead].shape, *map(type, arrays)))
         if found is not None:
             pick, are_alike, call = found
             if are_alike(*pick(arrays)):
@@ -237,7 +237,7 @@ def keep_latest(
     if cu_seqlens is not None:
         key = _longest(arrays[lead], cu_seqlens), *key
     pick = picker([place for place, x in enumerate(arrays) if x is not None])
-    _latest.keep((key, arrays[lead].shape, *map(type, arrays)), (pick, tensors.likeness(pick(arrays)), call))
+    _latest.keep((*key, arrays[lead].shape, *map(type, arrays)), (pick, tensors.likeness(pick(arrays)), call))
 
 
 def find(

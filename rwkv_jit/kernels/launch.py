@@ -138,9 +138,9 @@ class Launches:
         """Launch on a raw stream; the device must be current."""
         # The driver is called from here: for all launches there is this frame of Python and no other.
         try:
-            memory, runs, _ = self._rooms.by_stream[stream]
+            memory, runs, join, _ = self._rooms.by_stream[stream]
         except (AttributeError, KeyError):
-            memory, runs, _ = self._room(stream)
+            memory, runs, join, _ = self._room(stream)
         if self._own:
             values = [*values, *self._own]
         self._layout.pack_into(memory, 0, *self._pick(values))
@@ -150,30 +150,34 @@ class Launches:
                 if status:
                     self._run_again(run, status)
         except BaseException:
-            if self._sides:  # what follows on this stream may take the memory that the kernels beside still use
-                for run in runs[-2:]:
-                    run()
+            for run in join:
+                run()
             raise
 
-    def _room(self, stream: int) -> tuple[Any, list[Callable[[], Any]], Any]:
-        """Return this thread's arguments on a stream (a buffer to write to), its launches, and what these need."""
+    def _room(self, stream: int) -> tuple[Any, list[Callable[[], Any]], list[Callable[[], Any]], Any]:
+        """Return this thread's arguments on a stream (a buffer to write to), its launches, and what these need.
+
+        What follows on this stream may take the memory that the kernels beside still use: it waits for them, which has
+        to be done even where a launch fails, and is what the third of these does.
+        """
         memory = ctypes.create_string_buffer(self._memory, max(len(self._memory), 1))
         first = ctypes.addressof(memory)
         side = cuda.side_stream(self.device, stream) if self._sides else None
-        runs, kept = list[Callable[[], Any]](), list[Any]()
+        follow, join = (side.follow(), side.join()) if side else ([], [])
+        runs, kept, owes = list[Callable[[], Any]](), list[Any](), False
         for number, (step, places) in enumerate(zip(self.steps, self._places, strict=True)):
             is_beside, waits = self._sides[number] if side else (False, False)
-            if side and waits:
-                runs += side.follow() if is_beside else side.join()
+            if waits and (is_beside or owes):
+                runs += follow if is_beside else join
             run, beside = step.prepared([first + place for place in places], side.raw if side and is_beside else stream)
             runs.append(run)
             kept.append(beside)
-        if side:
-            runs += side.join()
+            owes = is_beside or (owes and not waits)
+        runs += join if owes else []
         by_stream = self._rooms.__dict__.setdefault("by_stream", {})
         if len(by_stream) >= _MOST_STREAMS:
             by_stream.clear()
-        by_stream[stream] = made = memory, runs, kept
+        by_stream[stream] = made = memory, runs, join, kept
         return made
 
     def _run_again(self, run: Callable[[], Any], status: int) -> None:
