@@ -124,21 +124,19 @@ class SideStream:
         self.raw: int = _runtime().streamCreateWithPriority(_runtime().streamNonBlocking, -1)
         self._events = threading.local()
 
-    def follow(self) -> list[Callable[[], int]]:
-        """Return what lets this stream wait for what the other one has so far, as `prepared_launch` does."""
+    def follow(self) -> list[Callable[[], None]]:
+        """Return what lets this stream wait for what the other one has so far: two calls, for this thread alone."""
         return self._waiting(self.raw, self._main)
 
-    def join(self) -> list[Callable[[], int]]:
+    def join(self) -> list[Callable[[], None]]:
         """Return what lets the other stream wait for what this one has so far."""
         return self._waiting(self._main, self.raw)
 
-    def _waiting(self, stream: int, other: int) -> list[Callable[[], int]]:
+    def _waiting(self, stream: int, other: int) -> list[Callable[[], None]]:
         if not hasattr(self._events, "event"):
             self._events.event = _Event()
-        event = self._events.event.raw
-        record, wait = _driver_function("cuEventRecord"), _driver_function("cuStreamWaitEvent")
-        record.argtypes, wait.argtypes = [ctypes.c_void_p] * 2, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint]
-        return [partial(record, event, other), partial(wait, stream, event, 0)]
+        event, runtime = self._events.event.raw, _runtime()
+        return [partial(runtime.eventRecord, event, other), partial(runtime.streamWaitEvent, stream, event)]
 
 
 class _Event:

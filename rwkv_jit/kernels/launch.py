@@ -130,8 +130,8 @@ class Launches:
         self._rooms = threading.local()
 
     def replace(self, step: Step, other: Step) -> None:
-        """Take another step of the same first arguments for one."""
-        self.steps[self.steps.index(step)] = other
+        """Take another step of the same first arguments for one, if no other thread has."""
+        self.steps = [other if each is step else each for each in self.steps]
         self._rooms = threading.local()
 
     def launch(self, stream: int, values: Sequence[Any]) -> None:
@@ -154,7 +154,7 @@ class Launches:
                 run()
             raise
 
-    def _room(self, stream: int) -> tuple[Any, list[Callable[[], Any]], list[Callable[[], Any]], Any]:
+    def _room(self, stream: int) -> tuple[Any, list[Callable[[], Any]], Sequence[Callable[[], Any]], Any]:
         """Return this thread's arguments on a stream (a buffer to write to), its launches, and what these need.
 
         What follows on this stream may take the memory that the kernels beside still use: it waits for them, which has

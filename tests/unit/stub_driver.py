@@ -181,10 +181,7 @@ class Gpus:
 
     def driver_function(self, name):
         """Functions that are called without CuPy; they take attributes, like those of ctypes."""
-        known = {
-            "cuLaunchKernelEx": self.launch_by_config, "cuEventRecord": self.record, "cuStreamWaitEvent": self.wait,
-            "cuMemsetD8Async": self.fill,
-        }  # fmt: skip
+        known = {"cuLaunchKernelEx": self.launch_by_config, "cuMemsetD8Async": self.fill}
         return functools.partial(known[name]) if name in known else None
 
     def launch_by_config(self, config, function, table, extra):
@@ -245,7 +242,7 @@ class Gpus:
         ctypes.memmove(*self.reading[1:])
 
     def fill(self, address, value, count, stream):
-        """Write zeros; returns a status, as `record` and `wait` do."""
+        """Write zeros, and return a status."""
         ctypes.memset(address.value, value, count)
         self.order.append(("zero", address.value, count, stream))
         return 0
@@ -260,17 +257,12 @@ class Gpus:
         self.events.append(None)
         return len(self.events) - 1
 
-    def record(self, event, stream):
-        """An event, of which the stream is kept."""
+    def eventRecord(self, event, stream):  # noqa: N802
         assert self.events[event] != "destroyed"
         self.events[event] = stream
-        return 0
 
-    def wait(self, stream, event, flags):
-        """What comes on a stream waits for what the event's had when it was recorded."""
-        assert flags == 0
+    def streamWaitEvent(self, stream, event):  # noqa: N802
         self.order.append(("wait", stream, self.events[event]))
-        return 0
 
     def eventDestroy(self, event):  # noqa: N802
         self.events[event] = "destroyed"

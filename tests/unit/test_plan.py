@@ -5,6 +5,7 @@ import gc
 import re
 import struct
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -613,6 +614,18 @@ def test_a_kernel_that_has_something_to_do_is_waited_for(counts, counting, compi
     timer.start()
     assert counting() == ["count", "rest"]
     timer.join()
+
+
+def test_threads_may_wait_for_a_kernel_at_once(counting, compiling, on_gpu):
+    compiling.counts[:] = [4, 5, 5]
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(counting) for _ in range(2)]
+        time.sleep(0.2)  # both are in their launch
+        compiling.finish()
+        for call in calls:
+            call.result()
+    on_gpu.take()
+    assert counting() == ["count", "rest"]
 
 
 def test_a_capture_waits_for_a_kernel_that_still_compiles(counting, compiling, on_gpu):
