@@ -116,7 +116,7 @@ def make_current(device: int) -> None:
 class SideStream:
     """A stream beside another one of the current device, with a higher priority.
 
-    Threads that work on the same stream have events of their own: one would record its event between two of another.
+    Each thread has an event for it: threads that share one would record theirs between those of others.
     """
 
     def __init__(self, main: int):

@@ -124,8 +124,8 @@ class Launches:
         self._layout = struct.Struct("=" + "".join(_padded(letters) for letters, _ in fields))
         self._places = [[place + is_constant * self._layout.size for is_constant, place in each] for each in places]
         self._memory = bytes(self._layout.size) + constants
-        self._own = [x for _, x in fields if not isinstance(x, Value)]
-        behind = iter(range(-len(self._own), 0))
+        self._numbers = [x for _, x in fields if not isinstance(x, Value)]
+        behind = iter(range(-len(self._numbers), 0))
         self._pick = picker([x.place if isinstance(x, Value) else next(behind) for _, x in fields])
         self._rooms = threading.local()
 
@@ -141,8 +141,8 @@ class Launches:
             memory, runs, join, _ = self._rooms.by_stream[stream]
         except (AttributeError, KeyError):
             memory, runs, join, _ = self._room(stream)
-        if self._own:
-            values = [*values, *self._own]
+        if self._numbers:
+            values = [*values, *self._numbers]
         self._layout.pack_into(memory, 0, *self._pick(values))
         try:
             for run in runs:
@@ -177,8 +177,8 @@ class Launches:
         by_stream = self._rooms.__dict__.setdefault("by_stream", {})
         if len(by_stream) >= _MOST_STREAMS:
             by_stream.clear()
-        by_stream[stream] = made = memory, runs, join, kept
-        return made
+        by_stream[stream] = room = memory, runs, join, kept
+        return room
 
     def _run_again(self, run: Callable[[], Any], status: int) -> None:
         """Run what the driver has refused once more, if this thread has used no GPU yet; raise what it says."""
