@@ -17,7 +17,7 @@ from rwkv_jit.call import tensors
 from rwkv_jit.kernels import cuda, kernel, template
 from rwkv_jit.kernels.cache.files import path_of
 from rwkv_jit.kernels.errors import RwkvJitError, brief, short
-from rwkv_jit.kernels.launch import LETTERS, Extent, Launch, Value
+from rwkv_jit.kernels.launch import LETTERS, Extent, Launch, Launches, Value
 from rwkv_jit.kernels.signatures import BySignature
 
 _MOST_BLOCKS = (2**31 - 1, 2**16 - 1, 2**16 - 1)
@@ -32,7 +32,7 @@ _LETTERS: dict[type, str] = {
 }  # fmt: skip
 
 # By kernel, entry, grid, block, shared memory, device and kinds of arguments: a launch found here has been checked.
-_launches: BySignature[Launch] = BySignature()
+_launches: BySignature[Launches] = BySignature()
 
 
 class Template:
@@ -236,7 +236,7 @@ class OwnKernel(kernel.Kernel):
     def _prepare(
         self, grid: Any, block: Any, kinds: Sequence[Any], arguments: Sequence[Any], device: torch.device,
         entry: str | None, shared_bytes: Any, names: Sequence[str],
-    ) -> Launch:  # fmt: skip
+    ) -> Launches:  # fmt: skip
         """Check the first launch of its kind, load the kernel and return what all that follow take."""
         kernel.check_not_forked()
         blocks, threads = _extent("grid", grid, 0, _MOST_BLOCKS), _extent("block", block, 1, _MOST_THREADS)
@@ -261,7 +261,8 @@ class OwnKernel(kernel.Kernel):
             in_order = [(letters[place], arguments[place], _called(place, names)) for place in places]
             _check_sizes(entry, sizes, in_order)
             values = [(letters[place], Value(place)) for place in places]
-            return Launch(self, entry, device.index, blocks, threads, values, shared_bytes)
+            launch = Launch(self, entry, device.index, blocks, threads, values, shared_bytes)
+            return Launches(device.index, [launch])
 
     def _declared(self, entry: str, names: Sequence[str]) -> dict[str, str]:
         """Return the types of the kernel's arguments, in its order, by their names."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from rwkv_jit.call import tensors
 from rwkv_jit.kernels import cuda, env, kernel
 from rwkv_jit.kernels.errors import CompileError, RwkvJitError
-from rwkv_jit.kernels.launch import LETTERS, Launch, Value
+from rwkv_jit.kernels.launch import LETTERS, Launch, Launches, Value, Zeros, picker
 from rwkv_jit.kernels.signatures import BySignature
 from rwkv_jit.kernels.template import Argument
 from rwkv_jit.schedules import build_command
@@ -25,31 +26,25 @@ from rwkv_jit.schedules.problem import Problem
 from rwkv_jit.schedules.schedule import Pause, Schedule, Step, Stride, aligned, offsets
 
 DTYPES = {name: dtype for dtype, name in tensors.STORAGE.items()}
+_address = torch.Tensor.data_ptr
 # The dimensions that kernels take strides of, by the type of the argument. Key heads stand in the place of heads.
 _STRIDES = {"Strides": ("B", "T", "HG"), "DecayStrides": ("B", "T", "HG"), "RowStrides": ("B", "T")}
 
 
 _watch = threading.local()
+_watching: list[bool] = []  # one for each thread's list that is filled now
 
 
 @contextlib.contextmanager
 def watched() -> Iterator[list[tuple[Plan, Sequence[Tensor | None], list[Tensor]]]]:
     """Give a list that gets each plan that this thread runs meanwhile, with its arrays and its results."""
     before, _watch.runs = getattr(_watch, "runs", None), list[Any]()
+    _watching.append(True)
     try:
         yield _watch.runs
     finally:
+        _watching.pop()
         _watch.runs = before
-
-
-class _Zeros(NamedTuple):
-    """A buffer to be filled with zeros: where its address is among the values, and its bytes."""
-
-    place: int
-    bytes: int
-
-    def launch(self, stream: int, values: Sequence[int]) -> None:
-        cuda.zero(values[self.place], self.bytes, stream)
 
 
 class _Later:
@@ -59,20 +54,27 @@ class _Later:
     """
 
     def __init__(
-        self, made: Future[kernel.Kernel], bind: Callable[[kernel.Kernel], Launch], replace: Callable[[Launch], None],
-        place: int, count: int, least: int,
+        self, made: Future[kernel.Kernel], bind: Callable[[kernel.Kernel], Launch],
+        arguments: Sequence[tuple[str, Any]], place: int, count: int, least: int,
     ):  # fmt: skip
-        self._made, self._bind, self._replace = made, bind, replace
-        self._place, self._count, self._least = place, count, least  # of the integers that say so
+        self._made, self._bind = made, bind
+        self.arguments = (*arguments, ("Q", Value(place)))  # of the integers that say so
+        self._count, self._least = count, least
+        self.replace: Callable[[Launch], None]  # puts the launch in the place of this
 
-    def launch(self, stream: int, values: Sequence[int]) -> None:
+    def prepared(self, addresses: Sequence[int], stream: int) -> tuple[Callable[[], Any], Any]:
+        """Return what launches it if it is needed."""
+        return partial(self._launch, addresses, stream), None
+
+    def _launch(self, addresses: Sequence[int], stream: int) -> Any:
         if not self._made.done() and not tensors.capturing():
-            counts = cuda.read_integers(values[self._place], self._count, stream)
+            counts = cuda.read_integers(ctypes.c_uint64.from_address(addresses[-1]).value, self._count, stream)
             if all(count >= self._least for count in counts):
-                return
+                return 0
         launch = self._bind(self._made.result())
-        self._replace(launch)
-        launch.launch(stream, values)
+        self.replace(launch)
+        run, _kept = launch.prepared(addresses[:-1], stream)
+        return run()
 
 
 class Plan:
@@ -92,6 +94,7 @@ class Plan:
         self._schedule, self.problem, self._kept = schedule, problem, kept or {}
         self._names = tuple(arrays)
         self.device = next(x for x in arrays.values() if x is not None).device
+        self.index: int = self.device.index
         self._dims = {**problem.op.inputs, "dy": problem.op.output}
         segments = max((step.segments for step in schedule.launches), default=1)
         inputs = [(i, name, x) for i, (name, x) in enumerate(arrays.items()) if x is not None and name in self._dims]
@@ -113,7 +116,10 @@ class Plan:
         self._alignments = tuple((i, tensors.alignment(x, schedule.vectors.get(name, 1))) for i, name, x in placed)
         self._shapes = {i: x.shape for i, _, x in placed}
         self._alignment = max((multiple for _, multiple in self._alignments), default=1)
-        self._first, self._last = placed[0][0], placed[-1][0] + 1
+        there = [i for i, x in enumerate(arrays.values()) if x is not None]
+        self._present = picker(there)
+        self._multiples = [(there.index(i), multiple) for i, multiple in self._alignments]  # by places of addresses
+        self._first, self._last = there.index(placed[0][0]), there.index(placed[-1][0]) + 1
         self._results = [tensors.memory(x.shape, DTYPES[x.dtype]) for x in schedule.results.values()]
         if schedule.kept:
             self._results.append(tensors.memory((sum(schedule.kept.values()) // 4,), torch.float32))
@@ -130,7 +136,7 @@ class Plan:
         self, arrays: Sequence[Tensor | None], at_pause: Callable[[list[Tensor]], None] | None = None
     ) -> list[Tensor]:
         """Return the results in order, then what the schedule keeps; `at_pause` gets results that are there."""
-        index = self.device.index
+        index = self.index
         if torch._C._cuda_getDevice() != index:
             with torch.cuda.device(index):
                 return self.run(arrays, at_pause)
@@ -139,9 +145,9 @@ class Plan:
             arrays = list(arrays)
             for place in self._copies:
                 arrays[place] = arrays[place].contiguous()  # type: ignore[union-attr]
-        values = [0 if x is None else x.data_ptr() for x in arrays]
+        values = [*map(_address, self._present(arrays))]
         if math.gcd(*values[self._first : self._last]) % self._alignment and any(
-            [values[place] % multiple for place, multiple in self._alignments]
+            [values[place] % multiple for place, multiple in self._multiples]
         ):
             results = self._run_copies(arrays, at_pause)
             if self._copies:
@@ -162,23 +168,16 @@ class Plan:
             for offset in self._scratch_places:
                 values.append(begin + offset)
         stream = torch._C._cuda_getCurrentRawStream(index)
-        if self._sides:
-            self._launch_beside(stream, values)
-        elif self._pause is not None:
-            assert at_pause is not None
-            for step in self._launches[: self._pause]:
-                step.launch(stream, values)
+        self._launches[0].launch(stream, values)
+        if at_pause is not None:
             at_pause(results)
-            for step in self._launches[self._pause :]:
-                step.launch(stream, values)
-        else:
-            for step in self._launches:
-                step.launch(stream, values)
+            self._launches[1].launch(stream, values)
         if self._copies:
             self._write_back(given, arrays)
-        runs = getattr(_watch, "runs", None)
-        if runs is not None:
-            runs.append((self, given, results))
+        if _watching:
+            runs = getattr(_watch, "runs", None)
+            if runs is not None:
+                runs.append((self, given, results))
         return results
 
     def with_results(self, results: Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]) -> Plan:
@@ -193,18 +192,6 @@ class Plan:
             x, copy = given[place], copies[place]
             if x is not None and copy is not None and x is not copy:
                 x.data.copy_(copy)
-
-    def _launch_beside(self, stream: int, values: Sequence[int]) -> None:
-        side = tensors.side_stream(self.device.index)
-        try:
-            for step, (is_beside, waits) in zip(self._launches, self._sides, strict=True):
-                if waits and is_beside:
-                    side.follow()
-                elif waits:
-                    side.join()
-                step.launch(side.raw if is_beside else stream, values)
-        finally:  # what follows on this stream may take the memory that the side stream's kernels still use
-            side.join()
 
     def _run_copies(
         self, arrays: Sequence[Tensor | None], at_pause: Callable[[list[Tensor]], None] | None
@@ -243,42 +230,47 @@ class Plan:
                 scratch[step.per_block[0]] = step.per_block[1] * grid[0]
         pieces = schedule.kept or self._kept
         self._kept_places = offsets(pieces.values())
-        self._saved = self._names.index("saved") if self._kept else -1
         self._empty = {name for name, size in scratch.items() if not size}
         scratch = {name: size for name, size in scratch.items() if size}
         nothing = self._empty | {name for name, size in pieces.items() if not size}
         self._scratch_places = offsets(map(aligned, scratch.values()))
         self._scratch_bytes = sum(map(aligned, scratch.values()))
-        names = [*self._names, *schedule.results, *pieces, *scratch]
+        present = [name for name, x in arrays.items() if x is not None]
+        names = [*present, *schedule.results, *pieces, *scratch]
         self._places = {name: index for index, name in enumerate(names)}
+        self._saved = self._places["saved"] if self._kept else -1
+        self._empty |= arrays.keys() - self._places.keys()
         sizes = {**pieces, **scratch}
 
-        self._launches: list[Launch | _Zeros | _Later] = []
-        self._sides: list[tuple[bool, bool]] = []
-        self._pause: int | None = None
+        # In two parts where there is a pause.
+        parts, sides = [list[Any]()], [list[tuple[bool, bool]]()]
         bound = iter(zip(kernels, grids, strict=True))
         for item in schedule.steps:
             if isinstance(item, Step):
                 own, grid = next(bound)
                 if item.idle_at is not None and item.idle_at[0] in nothing:
                     continue  # a call without rows never needs it
-                bind = self._launch_of(item, grid, arrays)
+                arguments = [self._argument(item, argument, arrays) for argument in item.arguments()]
+                bind = self._launch_of(item, grid, arguments)
                 if isinstance(own, Future):
                     assert item.idle_at is not None
                     buffer, least = item.idle_at
-                    count = sizes[buffer] // 4
-                    replace = partial(self._launches.__setitem__, len(self._launches))
-                    self._launches.append(_Later(own, bind, replace, self._places[buffer], count, least))
+                    place, count = self._places[buffer], sizes[buffer] // 4
+                    parts[-1].append(_Later(own, bind, arguments, place, count, least))
                 else:
-                    self._launches.append(bind(own))
-                self._sides.append((item.is_beside, item.waits))
+                    parts[-1].append(bind(own))
+                sides[-1].append((item.is_beside, item.waits))
             elif isinstance(item, Pause):
-                self._pause = len(self._launches)
+                parts.append([])
+                sides.append([])
             elif sizes.get(item.buffer):
-                self._launches.append(_Zeros(self._places[item.buffer], sizes[item.buffer]))
-                self._sides.append((False, False))
-        if not any(is_beside for is_beside, _ in self._sides):
-            self._sides = []
+                parts[-1].append(Zeros(self._places[item.buffer], sizes[item.buffer]))
+                sides[-1].append((False, False))
+        self._launches = [Launches(device, *each) for each in zip(parts, sides, strict=True)]
+        for launches in self._launches:
+            for each in launches.steps:
+                if isinstance(each, _Later):
+                    each.replace = partial(launches.replace, each)
 
     def _kernels(self, soon: Sequence[kernel.Request]) -> list[kernel.Kernel | Future[kernel.Kernel]]:
         """Return the kernels of the launches, and of those that may be idle, while they compile, the futures."""
@@ -296,10 +288,9 @@ class Plan:
         return [(made if step.idle_at is None else others).pop(0) for step in launches]
 
     def _launch_of(
-        self, step: Step, grid: tuple[int, int, int], arrays: Mapping[str, Tensor | None]
+        self, step: Step, grid: tuple[int, int, int], arguments: Sequence[tuple[str, Any]]
     ) -> Callable[[kernel.Kernel], Launch]:
         """Return what makes a launch of its kernel."""
-        arguments = [self._argument(step, argument, arrays) for argument in step.arguments()]
         block = (int(step.parameters["NUM_THREADS"]), 1, 1)
         shared_bytes = int(step.parameters.get("SHARED_BYTES", step.shared_bytes))
         return lambda own: Launch(
@@ -311,10 +302,10 @@ class Plan:
         name, kind, _ = argument
         source = step.bind.get(name, name)
         if kind.endswith("*"):
-            if source is None or source in self._empty:
+            if source is None:
                 return "Q", 0
-            if source in self._places:
-                return "Q", Value(self._places[source])
+            if source in self._empty or source in self._places:
+                return "Q", self._pointer(source)
         elif kind in _STRIDES:
             if name not in step.bind:
                 owner = name.removesuffix("_strides")
@@ -323,15 +314,19 @@ class Plan:
                 return LETTERS[kind], source
             strides = tuple(self._stride(source, dim, step, arrays) for dim in _STRIDES[kind])
             if kind == "DecayStrides" and step.parameters["T_W0"] != "void":  # behind them w0 stands
-                return len(strides) * "q" + "Q", (*strides, Value(self._places["w0"]))
+                return len(strides) * "q" + "Q", (*strides, self._pointer("w0"))
             return LETTERS[kind], strides
         elif kind == "Places":  # the addresses of several tensors, which may be absent
-            return len(source) * "Q", tuple(Value(self._places[each]) for each in source)
+            return len(source) * "Q", tuple(map(self._pointer, source))
         elif isinstance(source, Stride):
             return LETTERS[kind], self._stride(source.name, source.dim, step, arrays)
         elif source is not None and not isinstance(source, str):
             return LETTERS[kind], source
         raise RwkvJitError(f"{step.entry}: nothing is bound to its argument {kind} {name}")
+
+    def _pointer(self, name: str) -> Value | int:
+        """Return what passes the address of a tensor or a buffer, 0 for one that is absent."""
+        return 0 if name in self._empty else Value(self._places[name])
 
     def _stride(self, name: str | None, dim: str, step: Step, arrays: Mapping[str, Tensor | None]) -> int:
         """Return the stride of an input in a dimension, of several in the one it has; 0 without any, or without it."""

@@ -16,6 +16,7 @@ from rwkv_jit.call import tensors
 from rwkv_jit.call.plan import DTYPES, Plan
 from rwkv_jit.kernels import kernel
 from rwkv_jit.kernels.errors import UnsupportedConfigError
+from rwkv_jit.kernels.launch import picker
 from rwkv_jit.kernels.signatures import BySignature, forget_with
 from rwkv_jit.schedules import directions
 from rwkv_jit.schedules.problem import STATE, Op, Problem
@@ -207,7 +208,7 @@ def with_nearest(
 calls: BySignature[Any] = BySignature()
 # The last of those that differ in nothing but tensors behind the first: a check whether these are alike, and the call.
 # To ask every tensor for its signature takes as long as half a launch.
-_latest: BySignature[tuple[Callable[..., bool], Any]] = BySignature()
+_latest: BySignature[tuple[Callable[[Sequence[Any]], Sequence[Any]], Callable[..., bool], Any]] = BySignature()
 IS_THERE = partial(is_not, None)  # a call of C, as every known call takes it for each of its tensors
 
 
@@ -219,10 +220,11 @@ def latest(key: tuple[Any, ...], arrays: Sequence[Any], lead: int = 0, cu_seqlen
     try:
         if cu_seqlens is not None:
             key = tensors.longest(cu_seqlens, arrays[lead].shape[1]), *key
-        there = tuple(map(IS_THERE, arrays))
-        found = _latest.get((key, arrays[lead].shape, there))
-        if found is not None and found[0](*compress(arrays, there)):
-            return found[1]
+        found = _latest.get((*key, arrays[lead].shape, *map(type, arrays)))
+        if found is not None:
+            pick, are_alike, call = found
+            if are_alike(*pick(arrays)):
+                return call
     except (AttributeError, IndexError, TypeError, RuntimeError):  # no dense array, or an option that has no hash
         pass
     return None
@@ -234,9 +236,8 @@ def keep_latest(
     """Keep a call, which `latest` returns."""
     if cu_seqlens is not None:
         key = _longest(arrays[lead], cu_seqlens), *key
-    there = tuple(map(IS_THERE, arrays))
-    are_alike = tensors.likeness([x for x in arrays if x is not None])
-    _latest.keep((key, arrays[lead].shape, there), (are_alike, call))
+    pick = picker([place for place, x in enumerate(arrays) if x is not None])
+    _latest.keep((*key, arrays[lead].shape, *map(type, arrays)), (pick, tensors.likeness(pick(arrays)), call))
 
 
 def find(

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from rwkv_jit.kernels import compiler, cuda, dlpack, env
+from rwkv_jit.kernels import compiler, dlpack, env
 from rwkv_jit.kernels.gpu import Gpu
-from rwkv_jit.kernels.launch import Launch
+from rwkv_jit.kernels.launch import Launches
 
 # Elements between tokens that offsets of 32 bits within a chunk of 64 allow.
 MOST_TOKEN_STRIDE = 2**26 - 1
@@ -376,7 +376,7 @@ def multiprocessors(device: int) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def launch(kernel: Launch, values: Sequence[Any]) -> None:
+def launch(kernel: Launches, values: Sequence[Any]) -> None:
     """Launch a kernel on torch's current stream of its device, whichever device is current."""
     device = kernel.device
     stream = torch._C._cuda_getCurrentRawStream(device)
@@ -385,18 +385,6 @@ def launch(kernel: Launch, values: Sequence[Any]) -> None:
     else:
         with torch.cuda.device(device):
             kernel.launch(stream, values)
-
-
-_sides: dict[tuple[int, int], cuda.SideStream] = {}
-
-
-def side_stream(device: int) -> cuda.SideStream:
-    """Return the stream beside torch's current one of a device: one for each, so that a capture of one ends there."""
-    key = device, torch._C._cuda_getCurrentRawStream(device)
-    if key not in _sides:
-        with torch.cuda.device(device):
-            _sides.setdefault(key, cuda.SideStream(key[1]))
-    return _sides[key]
 
 
 def capturing() -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache, partial
@@ -114,29 +116,46 @@ def make_current(device: int) -> None:
 class SideStream:
     """A stream beside another one of the current device, with a higher priority.
 
-    Events are of one use: threads that work on the same stream would record theirs between those of others.
+    Each thread has an event for it: threads that share one would record theirs between those of others.
     """
 
     def __init__(self, main: int):
         self._main = main
         self.raw: int = _runtime().streamCreateWithPriority(_runtime().streamNonBlocking, -1)
+        self._events = threading.local()
 
-    def follow(self) -> None:
-        """Let what comes on this stream wait for what the other one has so far; its device must be current."""
-        self._wait(self.raw, self._main)
+    def follow(self) -> list[Callable[[], None]]:
+        """Return what lets this stream wait for what the other one has so far: two calls, for this thread alone."""
+        return self._waiting(self.raw, self._main)
 
-    def join(self) -> None:
-        """Let what comes on the other stream wait for what this one has so far; its device must be current."""
-        self._wait(self._main, self.raw)
+    def join(self) -> list[Callable[[], None]]:
+        """Return what lets the other stream wait for what this one has so far."""
+        return self._waiting(self._main, self.raw)
 
-    def _wait(self, stream: int, other: int) -> None:
-        runtime = _runtime()
-        event = runtime.eventCreateWithFlags(runtime.eventDisableTiming)
-        try:
-            runtime.eventRecord(event, other)
-            runtime.streamWaitEvent(stream, event)
-        finally:
-            runtime.eventDestroy(event)  # which lasts until nobody waits for it any more
+    def _waiting(self, stream: int, other: int) -> list[Callable[[], None]]:
+        if not hasattr(self._events, "event"):
+            self._events.event = _Event()
+        event, runtime = self._events.event.raw, _runtime()
+        return [partial(runtime.eventRecord, event, other), partial(runtime.streamWaitEvent, stream, event)]
+
+
+class _Event:
+    """An event, which lasts as long as this, or until nobody waits for it any more."""
+
+    def __init__(self) -> None:
+        self.raw: int = _runtime().eventCreateWithFlags(_runtime().eventDisableTiming)
+        weakref.finalize(self, _runtime().eventDestroy, self.raw).atexit = False
+
+
+_sides: dict[tuple[int, int], SideStream] = {}
+
+
+def side_stream(device: int, stream: int) -> SideStream:
+    """Return the stream beside one of the current device: one for each, so that a capture of one ends there."""
+    key = device, stream
+    if key not in _sides:
+        _sides.setdefault(key, SideStream(stream))
+    return _sides[key]
 
 
 def load_module(image: bytes, what: str, made_by: str) -> int:
@@ -242,23 +261,30 @@ _OVERLAPPING_SINCE = 12040  # CUDA of drivers that take such launches into a gra
 
 
 def prepared_launch(
-    function: int, shape: Sequence[int], table: Any, overlaps: bool
-) -> tuple[Any, Callable[[], int], Any]:
-    """Return a launch for one thread at a time: its config, what launches with it, and what must be kept beside both.
+    function: int, shape: Sequence[int], table: Any, overlaps: bool, stream: int
+) -> tuple[Callable[[], int], Any]:
+    """Return what launches on a stream, for one thread at a time, and what must be kept beside it.
 
-    Set the config's `stream` before each launch, which returns the driver's status. `shape` is the grid, the block and
-    the shared bytes, `table` the addresses of the arguments. A kernel that `overlaps` may begin beside the one before
-    it, where the driver is not too old.
+    It returns the driver's status. `shape` is the grid, the block and the shared bytes, `table` the addresses of the
+    arguments. A kernel that `overlaps` may begin beside the one before it, where the driver is not too old.
     """
     launch_ex = _driver_function("cuLaunchKernelEx")
     if launch_ex is None:
         raise RwkvJitError(f"the driver (CUDA {driver_version()}) is too old: kernels need one of CUDA 11.8 or later")
     launch_ex.argtypes = [ctypes.c_void_p] * 4
-    attribute, config = _LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1), _LaunchConfig(*shape)
+    attribute = _LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
+    config = _LaunchConfig(*shape, stream)
     if overlaps and _runtime().driverGetVersion() >= _OVERLAPPING_SINCE:
         config.attributes, config.attribute_count = ctypes.addressof(attribute), 1
     run = partial(launch_ex, ctypes.addressof(config), function, ctypes.addressof(table), 0)
-    return config, run, (attribute, table)
+    return run, (config, attribute, table)
+
+
+def prepared_zero(address: ctypes.c_uint64, count: int, stream: int) -> Callable[[], int]:
+    """Return what fills so many bytes with zeros in the order of a stream, where `address` says by then."""
+    fill = _driver_function("cuMemsetD8Async")
+    fill.argtypes = [ctypes.c_uint64, ctypes.c_ubyte, ctypes.c_size_t, ctypes.c_void_p]
+    return partial(fill, address, 0, count, stream)
 
 
 def read_integers(address: int, count: int, stream: int) -> list[int]:
@@ -268,8 +294,3 @@ def read_integers(address: int, count: int, stream: int) -> list[int]:
     runtime.memcpyAsync(ctypes.addressof(integers), address, 4 * count, runtime.memcpyDeviceToHost, stream)
     runtime.streamSynchronize(stream)
     return list(integers)
-
-
-def zero(address: int, count: int, stream: int) -> None:
-    """Fill so many bytes with zeros, in the order of a raw stream."""
-    _runtime().memsetAsync(address, 0, count, stream)

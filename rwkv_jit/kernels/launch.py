@@ -1,4 +1,4 @@
-"""Launching one kernel: everything that does not change between two launches is prepared once."""
+"""Launching kernels: everything that does not change between two launches is prepared once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from rwkv_jit.kernels import cuda
 from rwkv_jit.kernels.errors import RwkvJitError
@@ -16,6 +16,7 @@ from rwkv_jit.kernels.kernel import Kernel
 Extent = tuple[int, int, int]
 _SLOT = 8  # every argument begins at a multiple of so many bytes, as the widest needs it
 _INVALID_CONTEXT = 201  # of the driver's errors
+_MOST_STREAMS = 64  # for which a thread keeps memory
 # What arguments are passed as, by the type that the kernel declares: struct's letters.
 LETTERS = {
     "i64": "q", "int": "i", "float": "f", "bool": "?", "double": "d", "unsigned": "I", "Strides": "3q",
@@ -29,12 +30,26 @@ class Value(NamedTuple):
     place: int
 
 
-class Launch:
-    """A kernel on a device with its grid and block, and memory for its arguments.
+class Step(Protocol):
+    """What a sequence of launches consists of; `arguments` are in the kernel's order.
 
-    `arguments` are in the kernel's order, each with struct's letters and what is passed: a `Value`, or what is the same
-    in every launch; or a tuple of both, in which each has a letter of eight bytes. They are per thread, as a launch
-    releases the interpreter lock. A kernel that `overlaps` may begin beside the one before it.
+    Each has struct's letters and what is passed: a `Value`, or what is the same in every launch; or a tuple of both, in
+    which each has a letter of eight bytes.
+    """
+
+    arguments: Sequence[tuple[str, Any]]
+
+    def prepared(self, addresses: Sequence[int], stream: int) -> tuple[Callable[[], Any], Any]:
+        """Return what runs it on a stream with the arguments at these addresses, and what must be kept beside that.
+
+        It returns the driver's status, and is for one thread at a time.
+        """
+
+
+class Launch:
+    """A kernel on a device with its grid, its block and its arguments.
+
+    A kernel that `overlaps` may begin beside the one before it. An empty grid launches nothing.
     """
 
     def __init__(
@@ -50,49 +65,125 @@ class Launch:
     ):
         cuda.make_current(device)
         self.kernel = kernel  # keeps the module alive
-        self.device = device
-        self.function = kernel.function(device, entry)
-        _check_sizes(entry, self.function, [struct.calcsize("=" + letters) for letters, _ in arguments])
+        self.arguments = arguments
+        self._function = kernel.function(device, entry)
+        _check_sizes(entry, self._function, [struct.calcsize("=" + letters) for letters, _ in arguments])
         self._shape, self._overlaps = (*grid, *block, shared_bytes), overlaps
-        self._is_empty = 0 in grid
-        given = [each for letters, x in arguments if _has_value(x) for each in zip(letters, _fields(x), strict=True)]
-        self._pick: Callable[[Sequence[Any]], Sequence[Any]] = _picker([x for _, x in given])
-        self._layout = struct.Struct("=" + "".join(_padded(letters) for letters, _ in given))
-        # Values lie in front, one behind the other, so that one call writes all of them.
-        self._memory, self._places, values = bytes(self._layout.size), [], 0
-        for letters, x in arguments:
-            if _has_value(x):
-                self._places.append(_SLOT * values)
-                values += len(_fields(x))
-            else:
-                self._places.append(len(self._memory))
-                self._memory += struct.pack("=" + _padded(letters), *_fields(x))
-        self._rooms = threading.local()
         if shared_bytes:
-            cuda.allow_shared_bytes(self.function, shared_bytes)
+            cuda.allow_shared_bytes(self._function, shared_bytes)
 
-    def _room(self) -> tuple[Any, ...]:
-        """Return this thread's arguments (a buffer to write to), and its launch as `cuda.prepared_launch` does."""
-        memory = ctypes.create_string_buffer(self._memory, max(len(self._memory), 1))
-        first = ctypes.addressof(memory)
-        table = (ctypes.c_void_p * len(self._places))(*[first + place for place in self._places])
-        self._rooms.made = made = memory, *cuda.prepared_launch(self.function, self._shape, table, self._overlaps)
-        return made
+    def prepared(self, addresses: Sequence[int], stream: int) -> tuple[Callable[[], Any], Any]:
+        """Return what launches it, as `Step` says."""
+        if 0 in self._shape[:3]:
+            return int, None
+        table = (ctypes.c_void_p * len(addresses))(*addresses)
+        return cuda.prepared_launch(self._function, self._shape, table, self._overlaps, stream)
+
+
+class Zeros:
+    """A buffer to be filled with zeros: the place of its address among the values, and its bytes."""
+
+    def __init__(self, place: int, count: int):
+        self.arguments = (("Q", Value(place)),)
+        self._count = count
+
+    def prepared(self, addresses: Sequence[int], stream: int) -> tuple[Callable[[], Any], Any]:
+        """Return what fills it, as `Step` says."""
+        return cuda.prepared_zero(ctypes.c_uint64.from_address(addresses[0]), self._count, stream), None
+
+
+class Launches:
+    """Launches of a device, one behind the other, that read the same values: these are written once for all of them.
+
+    `sides` says of each whether it is on the stream beside, and whether it waits for what the other stream has so far.
+    What follows on the stream waits for the one beside it. Each thread has memory for the values, by streams, as a
+    launch releases the interpreter lock.
+    """
+
+    def __init__(self, device: int, steps: Sequence[Step], sides: Sequence[tuple[bool, bool]] = ()):
+        self.device, self.steps = device, list(steps)
+        self._sides = sides if any(is_beside for is_beside, _ in sides) else ()
+        fields: list[tuple[str, Any]] = []
+        alone, constants = dict[tuple[str, Value], int](), b""
+        places: list[list[tuple[bool, int]]] = []  # of each argument: whether it is constant, and where it lies there
+        for step in steps:
+            places.append([])
+            for letters, x in step.arguments:
+                if not _has_value(x):
+                    places[-1].append((True, len(constants)))
+                    constants += struct.pack("=" + _padded(letters), *_fields(x))
+                elif isinstance(x, Value):
+                    if (letters, x) not in alone:
+                        alone[letters, x] = _SLOT * len(fields)
+                        fields.append((letters, x))
+                    places[-1].append((False, alone[letters, x]))
+                else:
+                    places[-1].append((False, _SLOT * len(fields)))
+                    fields += zip(letters, x, strict=True)
+        # Values lie in front, one behind the other, so that one call writes all of them.
+        self._layout = struct.Struct("=" + "".join(_padded(letters) for letters, _ in fields))
+        self._places = [[place + is_constant * self._layout.size for is_constant, place in each] for each in places]
+        self._memory = bytes(self._layout.size) + constants
+        self._numbers = [x for _, x in fields if not isinstance(x, Value)]
+        behind = iter(range(-len(self._numbers), 0))
+        self._pick = picker([x.place if isinstance(x, Value) else next(behind) for _, x in fields])
+        self._rooms = threading.local()
+
+    def replace(self, step: Step, other: Step) -> None:
+        """Take another step of the same first arguments for one, if no other thread has."""
+        self.steps = [other if each is step else each for each in self.steps]
+        self._rooms = threading.local()
 
     def launch(self, stream: int, values: Sequence[Any]) -> None:
-        """Launch on a raw stream; the device must be current. An empty grid launches nothing."""
-        if self._is_empty:
-            return
-        # The driver is called from here: for a launch there is this frame of Python and no other.
+        """Launch on a raw stream; the device must be current."""
+        # The driver is called from here: for all launches there is this frame of Python and no other.
         try:
-            memory, config, run, _ = self._rooms.made
-        except AttributeError:
-            memory, config, run, _ = self._room()
+            memory, runs, join, _ = self._rooms.by_stream[stream]
+        except (AttributeError, KeyError):
+            memory, runs, join, _ = self._room(stream)
+        if self._numbers:
+            values = [*values, *self._numbers]
         self._layout.pack_into(memory, 0, *self._pick(values))
-        config.stream = stream
-        status = run()
+        try:
+            for run in runs:
+                status = run()
+                if status:
+                    self._run_again(run, status)
+        except BaseException:
+            for run in join:
+                run()
+            raise
+
+    def _room(self, stream: int) -> tuple[Any, list[Callable[[], Any]], Sequence[Callable[[], Any]], Any]:
+        """Return this thread's arguments on a stream (a buffer to write to), its launches, and what these need.
+
+        What follows on this stream may take the memory that the kernels beside still use: it waits for them, which has
+        to be done even where a launch fails, and is what the third of these does.
+        """
+        memory = ctypes.create_string_buffer(self._memory, max(len(self._memory), 1))
+        first = ctypes.addressof(memory)
+        side = cuda.side_stream(self.device, stream) if self._sides else None
+        follow, join = (side.follow(), side.join()) if side else ([], [])
+        runs, kept, owes = list[Callable[[], Any]](), list[Any](), False
+        for number, (step, places) in enumerate(zip(self.steps, self._places, strict=True)):
+            is_beside, waits = self._sides[number] if side else (False, False)
+            if waits and (is_beside or owes):
+                runs += follow if is_beside else join
+            run, beside = step.prepared([first + place for place in places], side.raw if side and is_beside else stream)
+            runs.append(run)
+            kept.append(beside)
+            owes = is_beside or (owes and not waits)
+        runs += join if owes else []
+        by_stream = self._rooms.__dict__.setdefault("by_stream", {})
+        if len(by_stream) >= _MOST_STREAMS:
+            by_stream.clear()
+        by_stream[stream] = room = memory, runs, join, kept
+        return room
+
+    def _run_again(self, run: Callable[[], Any], status: int) -> None:
+        """Run what the driver has refused once more, if this thread has used no GPU yet; raise what it says."""
         if status == _INVALID_CONTEXT:
-            cuda.make_current(self.device)  # this thread has used no GPU yet
+            cuda.make_current(self.device)
             status = run()
         if status:
             raise cuda.driver().CUDADriverError(status)
@@ -113,17 +204,11 @@ def _has_value(x: Any) -> bool:
     return any(isinstance(each, Value) for each in _fields(x))
 
 
-def _picker(given: Sequence[Any]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """Return what takes the values of these places out of others, in one call; the rest of `given` it has by itself."""
-    own = [x for x in given if not isinstance(x, Value)]
-    if own:
-        numbers = iter(range(-len(own), 0))
-        pick = _picker([x if isinstance(x, Value) else Value(next(numbers)) for x in given])
-        return lambda values: pick([*values, *own])
-    places = [x.place for x in given]
+def picker(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Return what takes these places out of a list or a tuple, in one call."""
     if len(places) > 1:
         return itemgetter(*places)
-    return itemgetter(slice(places[0], places[0] + 1) if places else slice(0))
+    return itemgetter(slice(places[0], places[0] + 1 or None) if places else slice(0))
 
 
 def _check_sizes(entry: str, function: int, sizes: Sequence[int]) -> None:

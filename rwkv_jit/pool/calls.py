@@ -139,8 +139,9 @@ def call(
     try:
         length, fields = (0, ()) if ring is None else (ring.length, ring.fields)
         given = [*arrays, state, *map(get, kind.tensors), y, *fields]
+        # One tuple: those within it would be built and hashed in each call.
         key = (
-            kind.name, op.name, length, tuple(options), tuple(map(get, kind.others)), traits, torch.is_grad_enabled(),
+            kind.name, op.name, length, *options, *map(get, kind.others), *traits, torch.is_grad_enabled(),
             switches.is_batch_invariant(), state.data_ptr() & ADDRESS_BITS,
         )  # fmt: skip
     except (AttributeError, RuntimeError):  # no dense tensor, or no ring
@@ -149,7 +150,7 @@ def call(
     if known is None:
         return _checked_call(kind, op, state, arrays, dict(options), ring, traits, key, given)
     if y is None and known.y is not None:
-        index = known.plan.device.index
+        index = known.plan.index
         if torch._C._cuda_getDevice() != index:
             with torch.cuda.device(index):
                 return call(kind, op, state, arrays, options, ring, traits)

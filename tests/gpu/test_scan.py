@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit.call import tensors
-from rwkv_jit.kernels import signatures
+from rwkv_jit.kernels import cuda, signatures
 from rwkv_jit.schedules import delta_chunked, delta_large
 
 relative, run = comparing.relative, comparing.run
@@ -277,13 +276,13 @@ def test_segments_of_a_graph_are_those_of_a_call(op, problems):
 @pytest.fixture
 def parts(nothing_known, monkeypatch):
     """Called for whether short sequences are scanned in parts as well; `taken` are the streams beside the others."""
-    taken, side_stream = [], tensors.side_stream
+    taken, side_stream = [], cuda.side_stream
 
     def in_parts(wanted):
         signatures.forget()
         monkeypatch.setattr(delta_large, "_LEAST_CHUNKS", 4 if wanted else 1 << 30)
 
-    monkeypatch.setattr(tensors, "side_stream", lambda device: taken.append(side_stream(device)) or taken[-1])
+    monkeypatch.setattr(cuda, "side_stream", lambda *given: taken.append(side_stream(*given)) or taken[-1])
     in_parts.taken = taken
     return in_parts
 

@@ -1,5 +1,7 @@
 """Sequences of any lengths over pools of states on the GPU, each against its float64 recurrence."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import comparing
 import pytest
 import torch
@@ -368,6 +370,33 @@ def test_a_graph_replays_with_other_sequences(op, recurrence, decays):
         has_state[empty] = 0
         graph.replay()
         setup.check(y, range(count), begins_empty=empty)
+
+
+def test_threads_and_captures_share_two_streams(op):
+    """Long and short sequences wait for each other by an event that a thread keeps, and that a capture records too."""
+    setups = [Setup("wkv7", [1, 400, 1, 300, 2], 8) for _ in range(4)]
+
+    def work(setup):
+        for _ in range(30):
+            setup.memory.copy_(setup.before)
+            y = setup.run()
+        return y
+
+    def check(ys):
+        for setup, y in zip(setups, ys, strict=True):
+            setup.check(y)
+
+    work(setups[0])
+    with ThreadPoolExecutor(4) as pool:
+        check(pool.map(work, setups))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = setups[0].run()
+        check(pool.map(work, setups))
+    setups[0].memory.copy_(setups[0].before)
+    graph.replay()
+    setups[0].check(y)
+    check(map(work, setups))
 
 
 def test_a_prompt_of_100000_tokens_beside_decodes(op):

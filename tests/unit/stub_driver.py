@@ -180,8 +180,9 @@ class Gpus:
         return None if sizes is None else sizes[:most]
 
     def driver_function(self, name):
-        """Functions that CuPy does not have; they take attributes, like those of ctypes."""
-        return functools.partial(self.launch_by_config) if name == "cuLaunchKernelEx" else None
+        """Functions that are called without CuPy; they take attributes, like those of ctypes."""
+        known = {"cuLaunchKernelEx": self.launch_by_config, "cuMemsetD8Async": self.fill}
+        return functools.partial(known[name]) if name in known else None
 
     def launch_by_config(self, config, function, table, extra):
         """A launch, which says in an attribute if it overlaps; returns what the driver refuses with."""
@@ -240,9 +241,11 @@ class Gpus:
         assert self.reading[0] == stream
         ctypes.memmove(*self.reading[1:])
 
-    def memsetAsync(self, address, value, count, stream):  # noqa: N802
-        ctypes.memset(address, value, count)
-        self.order.append(("zero", address, count, stream))
+    def fill(self, address, value, count, stream):
+        """Write zeros, and return a status."""
+        ctypes.memset(address.value, value, count)
+        self.order.append(("zero", address.value, count, stream))
+        return 0
 
     def streamCreateWithPriority(self, flags, priority):  # noqa: N802
         assert (flags, priority) == (self.streamNonBlocking, -1)
@@ -255,6 +258,7 @@ class Gpus:
         return len(self.events) - 1
 
     def eventRecord(self, event, stream):  # noqa: N802
+        assert self.events[event] != "destroyed"
         self.events[event] = stream
 
     def streamWaitEvent(self, stream, event):  # noqa: N802
@@ -292,6 +296,7 @@ def gpus(monkeypatch):
     for name in ("load_module", "function", "parameter_sizes"):
         monkeypatch.setattr(cuda, name, getattr(made, name))
     monkeypatch.setattr(cuda, "_driver_function", made.driver_function)
+    monkeypatch.setattr(cuda, "_sides", {})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: made.current)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: made.capturing)
@@ -345,7 +350,6 @@ def on_gpu(gpus, nothing_known, monkeypatch):
     monkeypatch.setattr(tensors, "_capability", lambda device: gpus.archs[device])
     monkeypatch.setattr(tensors, "multiprocessors", lambda device: gpus.multiprocessors)
     monkeypatch.setattr(tensors, "validate", lambda name, x: None)
-    monkeypatch.setattr(tensors, "_sides", {})
     monkeypatch.setattr(tensors, "new", new)
     monkeypatch.setattr(kernel, "_stored", gpus.serve)
     return gpus

@@ -1039,8 +1039,8 @@ def test_scan_of_few_heads_leaves_room_to_the_other_kernels(on_gpu, monkeypatch)
     scan = ("wkv7_group_scan", side)
     others = [("wkv7_token_gradients", main), ("wkv7_key_gradients", main)]
     assert steps(forward) == [("wkv7_prepare", main), follow, scan] * 4 + [join]
-    assert steps(on_gpu.order) == [follow, *[scan, join, *others] * 4, join]
-    assert set(on_gpu.events) == {"destroyed"}
+    assert steps(on_gpu.order) == [follow, *[scan, join, *others] * 4]
+    assert len(on_gpu.events) == 1  # of this thread, for every wait
     for order, ends in ((forward, [0, 7, 15, 22, 30]), (on_gpu.order, [0, 2, 6, 14, 30])):
         scans = [x for x in order if x[0] != "wait" and x.template == "wkv7_group_scan"]
         assert [x.named["walk"] for x in scans] == [*itertools.pairwise(ends)]

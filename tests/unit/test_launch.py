@@ -11,10 +11,9 @@ import pytest
 import torch
 from stub_driver import in_fork, packed
 
-from rwkv_jit.call import tensors
 from rwkv_jit.kernels import cuda, kernel
 from rwkv_jit.kernels.errors import RwkvJitError
-from rwkv_jit.kernels.launch import Launch, Value
+from rwkv_jit.kernels.launch import Launch, Launches, Value
 
 
 def make_launch(gpus, letters, constants=(), grid=(2, 1, 1), device=0, arguments=None, shared_bytes=0, sizes=None):
@@ -23,7 +22,8 @@ def make_launch(gpus, letters, constants=(), grid=(2, 1, 1), device=0, arguments
     own = [struct.calcsize(f"={letters}") for letters, _ in arguments]
     gpus.sizes["scale"] = own if sizes is None else sizes
     gpus.exchange(device)
-    return Launch(gpus.make_kernel(gpus.archs[device]), "scale", device, grid, (64, 2, 1), arguments, shared_bytes)
+    kernel = gpus.make_kernel(gpus.archs[device])
+    return Launches(device, [Launch(kernel, "scale", device, grid, (64, 2, 1), arguments, shared_bytes)])
 
 
 # ---- what the driver reads ---------------------------------------------------------------------------------------
@@ -106,7 +106,8 @@ def test_gpu_that_has_less_shared_memory_says_so(gpus, monkeypatch):
 def overlapping_launch_of(gpus, letters="qf"):
     gpus.sizes["scale"] = [struct.calcsize(f"={letter}") for letter in letters]
     arguments = [(letter, Value(place)) for place, letter in enumerate(letters)]
-    return Launch(gpus.make_kernel("sm_80"), "scale", 0, (2, 3, 4), (64, 2, 1), arguments, 512, overlaps=True)
+    launch = Launch(gpus.make_kernel("sm_80"), "scale", 0, (2, 3, 4), (64, 2, 1), arguments, 512, overlaps=True)
+    return Launches(0, [launch])
 
 
 def test_overlapping_launch_passes_the_same(gpus):
@@ -185,13 +186,10 @@ def test_child_of_a_process_that_left_cuda_alone_may_use_it(gpus):
 # ---- a stream beside another one ---------------------------------------------------------------------------------
 
 
-def test_every_stream_has_one_beside_it(gpus, monkeypatch):
-    current = [7]
-    monkeypatch.setattr(tensors, "_sides", {})
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: current[0], raising=False)
-    first = tensors.side_stream(0)
-    assert tensors.side_stream(0) is first
-    assert tensors.side_stream(1) is not first
-    assert gpus.streams == [0, 1]  # each on its device
-    current[0] = 9
-    assert tensors.side_stream(0) is not first
+def test_every_stream_has_one_beside_it(gpus):
+    first = cuda.side_stream(0, 7)
+    assert cuda.side_stream(0, 7) is first
+    assert cuda.side_stream(0, 9) is not first
+    with torch.cuda.device(1):
+        assert cuda.side_stream(1, 7) is not first
+    assert gpus.streams == [0, 0, 1]  # each on its device

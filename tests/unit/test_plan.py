@@ -1,20 +1,23 @@
 """Plans on a driver that takes notes: how a schedule is bound to tensors, and what happens when it runs."""
 
 import ctypes
+import gc
 import re
 import struct
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
+from stub_driver import profiled
 
 import rwkv_jit
 from rwkv_jit.call import tensors
 from rwkv_jit.call.plan import Plan
 from rwkv_jit.desk import cli, commands
-from rwkv_jit.kernels import kernel
+from rwkv_jit.kernels import cuda, kernel
 from rwkv_jit.kernels.errors import CompileError, RwkvJitError
 from rwkv_jit.kernels.gpu import Gpu
 from rwkv_jit.kernels.template import Template
@@ -414,7 +417,7 @@ def test_steps_beside_the_others_wait_as_the_schedule_says(on_gpu):
     assert [x if x[0] == "wait" else (x[0] if x[0] == "zero" else x.entry, x[-1] if x[0] == "zero" else x.stream)
             for x in on_gpu.order] == [
         ("first", main), ("wait", side, main), ("beside", side), ("zero", main), ("wait", main, side), ("after", main),
-        ("last", main), ("wait", main, side),
+        ("last", main),
     ]  # fmt: skip
 
 
@@ -429,6 +432,42 @@ def test_error_leaves_no_stream_that_others_do_not_wait_for(on_gpu):
     with pytest.raises(RuntimeError, match="^it failed$"):
         run(schedule(step(entry="beside", is_beside=True, waits=True), step(entry="last")), make())
     assert on_gpu.order[-1] == ("wait", 100, 1001)
+
+
+def test_each_thread_keeps_one_event_while_it_lives(on_gpu):
+    """A thread that recorded the event of another between its record and its wait would have that wait for less."""
+    plan = plan_of(schedule(step(entry="beside", is_beside=True, waits=True), step(entry="last")), make())
+
+    def run():
+        plan.run([*make().values()])
+
+    for _ in range(3):
+        run()
+    assert on_gpu.events == [1001]  # of the stream beside, for which the call's waits last
+    worker = threading.Thread(target=lambda: [run(), run()])
+    worker.start()
+    worker.join()
+    gc.collect()
+    assert len(on_gpu.events) == 2
+    assert on_gpu.events[1] == "destroyed"
+    run()
+    assert len(on_gpu.events) == 2
+    assert len(on_gpu.streams) == 1
+
+
+def test_a_plan_follows_the_current_stream_with_one_beside_each(on_gpu, monkeypatch):
+    plan = plan_of(schedule(step(entry="beside", is_beside=True), step(entry="last")), make())
+    for stream in (100, 7, 100, 7, *range(200, 300), 7):
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device, stream=stream: stream, raising=False)
+        on_gpu.order.clear()
+        arrays = make()
+        plan.run([*arrays.values()])
+        side = cuda.side_stream(0, stream).raw
+        assert [x.stream for x in on_gpu.launches] == [side, stream]
+        assert on_gpu.order[-1] == ("wait", stream, side)
+        assert {x.named["x"] for x in on_gpu.launches} == {arrays["x"].data_ptr()}
+    (launches,) = plan._launches
+    assert len(launches._rooms.by_stream) <= 64
 
 
 @pytest.mark.parametrize("is_beside", [False, True])
@@ -564,6 +603,7 @@ def test_calls_go_on_without_a_kernel_that_has_nothing_to_do_while_it_compiles(c
         assert counting() == ["count", "rest"]
         bound.append(len(on_gpu.functions))
     assert bound == [2, 2]  # once for all calls
+    assert "_launch" not in [code.co_name for code in profiled(counting)[0]]  # nothing looks whether it is there
     assert len(compiling.futures) == 1
 
 
@@ -574,6 +614,18 @@ def test_a_kernel_that_has_something_to_do_is_waited_for(counts, counting, compi
     timer.start()
     assert counting() == ["count", "rest"]
     timer.join()
+
+
+def test_threads_may_wait_for_a_kernel_at_once(counting, compiling, on_gpu):
+    compiling.counts[:] = [4, 5, 5]
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(counting) for _ in range(2)]
+        time.sleep(0.2)  # both are in their launch
+        compiling.finish()
+        for call in calls:
+            call.result()
+    on_gpu.take()
+    assert counting() == ["count", "rest"]
 
 
 def test_a_capture_waits_for_a_kernel_that_still_compiles(counting, compiling, on_gpu):

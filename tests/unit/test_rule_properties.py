@@ -127,10 +127,11 @@ def pretended(gpus, nothing_known, monkeypatch):
     monkeypatch.setattr(tensors, "packing", lambda cu_seqlens, tokens: cu_seqlens)
     monkeypatch.setattr(tensors, "readable_packing", lambda cu_seqlens: cu_seqlens)
     monkeypatch.setattr(checks, "check_packing", lambda cu_seqlens, first: None)
-    monkeypatch.setattr(tensors, "side_stream", lambda device: SimpleNamespace(raw=8, follow=int, join=int))
+    side = SimpleNamespace(raw=8, follow=list, join=list)
+    monkeypatch.setattr(cuda, "side_stream", lambda device, stream: side)
     monkeypatch.setattr(cuda, "parameter_sizes", lambda function, most: None)
     monkeypatch.setattr(cuda, "make_current", lambda device: gpus.with_context.add(threading.get_ident()))
-    monkeypatch.setattr(cuda, "zero", lambda address, count, stream: None)
+    monkeypatch.setattr(cuda, "prepared_zero", lambda address, count, stream: int)
     monkeypatch.setattr(cuda, "read_integers", lambda address, count, stream: [0] * count)  # all kernels are needed
     monkeypatch.setattr(gpus, "occupancyMaxActiveBlocksPerMultiprocessor", lambda *_: 2, raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")

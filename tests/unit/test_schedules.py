@@ -72,7 +72,8 @@ def bind():
             step for step in schedule.steps
             if isinstance(step, Step) or (isinstance(step, Zero) and made._places.get(step.buffer))
         ]  # fmt: skip
-        for step, launch in zip(steps, made._launches, strict=True):
+        bound_steps = [x for part in made._launches for x in part.steps]
+        for step, launch in zip(steps, bound_steps, strict=True):
             if isinstance(step, Zero):
                 launches.append(Bound(step, set(), {step.buffer}))
                 continue
