@@ -365,8 +365,8 @@ template <typename T> __device__ inline void write_access(void* target, const T&
     }
 }
 
-// Writes change(i, j, x) for each number x. `draw` is the place of the head's first draw among those of the pool: which bits an element gets does not go by the
-// shape of blocks.
+// Writes change(i, j, x) for each number x. `draw` is the place of the head's first draw among those of the pool: the
+// shape of blocks does not decide which bits an element gets.
 template <typename T, typename Change = Same>
 __device__ inline void write_tile(T_STATE* head, const Tile<T>& tile, int first_value, i64 seed, i64 draw,
                                   Change change = {}) {

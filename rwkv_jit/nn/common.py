@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as of_modules
 from torch.utils import _pytree as pytree
 
-from rwkv_jit.call import tensors
+from rwkv_jit.call import sharding, tensors
 from rwkv_jit.layers.causal_conv1d import causal_conv1d, causal_conv1d_update
 from rwkv_jit.layers.gated import gated
 from rwkv_jit.layers.gated_norm import gated_norm
@@ -187,10 +187,15 @@ def norm_heads(
 ) -> Tensor:
     """Return norms of heads and a bonus, gated, [..., H V], of y [..., H, V]. `more` makes a bonus: r, k, v, r_k."""
     if is_plain_norm(norm, kind, y.shape[-1]):
-        weight = norm.weight.expand(y.shape[-2:]) if kind is nn.RMSNorm else norm.weight
         of_norm: Norm = "rms" if kind is nn.RMSNorm else "layer"
-        bias = getattr(norm, "bias", None)
-        return gated_norm(y, gate, weight, bias, **more, bonus=bonus, gate=gate_map, norm=of_norm, eps=norm.eps)
+        options: dict[str, Any] = {"bonus": bonus, "gate": gate_map, "norm": of_norm, "eps": norm.eps}
+        if kind is nn.GroupNorm:
+            return gated_norm(y, gate, norm.weight, norm.bias, **more, **options)
+        if y.shape[1] != 1 or torch.is_grad_enabled() or sharding.any_distributed((y,)):
+            return gated_norm(y, gate, norm.weight.expand(y.shape[-2:]), **options)
+        # The heads of one token stand for tokens of one head, so that no launch repeats the weight for each head.
+        gates = gate.reshape(y.shape[0], *y.shape[2:])  # [B, H, V]
+        return gated_norm(y.transpose(1, 2), gates, norm.weight, **options).view_as(gate)
     normed = norm(y) if kind is nn.RMSNorm else norm(y.flatten(0, -3).flatten(1)).view_as(y)
     if more:
         r, k, v = (more[name].view_as(y) for name in "rkv")

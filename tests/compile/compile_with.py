@@ -70,7 +70,7 @@ def derived_requests(arch):
     import test_update_rules
     import torch
 
-    from rwkv_jit.schedules import channel_decay, head_decay, operands, update
+    from rwkv_jit.schedules import channel_decay, head_decay, operands, replay, update
 
     given = problems.head_decays(problems.Core(True, has_norm=True), arch, B=1, N=1, T=32768, training=True)
     schedules = [head_decay.forward(given), head_decay.backward(given)]
@@ -81,10 +81,9 @@ def derived_requests(arch):
         operand_cases.of_problem(name, words, (1, 9, 2, 4, 64, 64), torch.bfloat16, torch.float32, given.gpu)
         for name, words in operand_cases.ALL
     ]
-    schedules += [
-        update.schedule(test_update_rules.problem_of(*rule, arch, (64, 64), 1, "kv", "fp32"), update.Pool(1, 0))
-        for rule in (("kda", "raw bias sigmoid norm"), ("ssd", "D z bias softplus"))
-    ]
+    for rule in (("kda", "raw bias sigmoid norm"), ("ssd", "D z bias softplus")):
+        of_rule, pool = test_update_rules.problem_of(*rule, arch, (64, 64), 1, "kv", "fp32"), update.Pool(1, 0)
+        schedules += [update.schedule(of_rule, pool), replay.schedule(of_rule, pool, replay.Ring(5, 5, 5), 1)]
     delta = "softplus bias sigmoid l2 q", (8, 4096, 8, 8, 64)
     schedules += operand_cases.delta_schedules(*delta, torch.bfloat16, torch.float32, given.gpu)
     schedules += [direction(case) for case in around for direction in (operand_cases.forward, operand_cases.backward)]

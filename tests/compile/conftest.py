@@ -14,7 +14,7 @@ import pytest
 import torch
 from stub_driver import gpus, on_gpu  # noqa: F401, fixtures that take notes of launches
 
-from rwkv_jit.call import tensors
+from rwkv_jit.call import plan, tensors
 from rwkv_jit.kernels import cache, compiler, cuda, kernel
 
 
@@ -190,6 +190,7 @@ def interpreted(on_gpu, verdict, monkeypatch):  # noqa: F811
 
     monkeypatch.setattr(tensors, "new", poisoned)
     monkeypatch.setattr(torch.Tensor, "data_ptr", noted, raising=False)
+    monkeypatch.setattr(plan, "_address", noted)
     on_gpu.while_running = run
     gc.disable()  # instructions are many, and none is garbage before the test ends
     yield on_gpu

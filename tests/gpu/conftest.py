@@ -200,13 +200,13 @@ def launched(nothing_known, monkeypatch):
     """The kernels that were launched, in their order, each with its name, target and parameters."""
     from rwkv_jit.kernels import launch
 
-    seen, run = [], launch.Launch.launch
+    seen, run = [], launch.Launches.launch
 
     def watched(known, *given):
-        seen.append(known.kernel)
+        seen.extend(step.kernel for step in known.steps if isinstance(step, launch.Launch))
         run(known, *given)
 
-    monkeypatch.setattr(launch.Launch, "launch", watched)
+    monkeypatch.setattr(launch.Launches, "launch", watched)
     return seen
 
 

@@ -350,13 +350,13 @@ CALLS = [
 
 
 def main(part=0, parts=1):
-    reached, launched = set(), launch.Launch.launch
+    reached, launched = set(), launch.Launches.launch
 
     def note(prepared, *given):
-        reached.add(prepared.kernel.name)
+        reached.update(step.kernel.name for step in prepared.steps if isinstance(step, launch.Launch))
         launched(prepared, *given)
 
-    launch.Launch.launch = note
+    launch.Launches.launch = note
     everywhere = set()
     for call in CALLS[part::parts]:
         reached.clear()

@@ -239,7 +239,7 @@ def test_generated_tokens_are_those_without_graphs(op, kind, counts, monkeypatch
 
 
 LAYERS = {
-    "KimiDeltaAttention": (4, 8, 64, 64), "GatedDeltaNet": (4, 8, 64, 64), "Mamba2": (4, 64, 32),
+    "KimiDeltaAttention": (4, 8, 64, 64), "GatedDeltaNet": (4, 8, 64, 64), "Mamba2": (8, 64, 32),
     "GatedLinearAttention": (4,), "RWKV4TimeMix": (0, 2), "RWKV5TimeMix": (0, 2), "RWKV6TimeMix": (0, 2),
 }  # fmt: skip
 
@@ -314,7 +314,7 @@ def test_a_step_is_at_most_six_kernels_beside_products(op, name, launches, dtype
     names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     others = [x for x in names if not re.search("gemm|gemv|nvjet|cutlass|cublas|splitk|memset", x, re.IGNORECASE)]
     assert len(names) > len(others) > 0
-    assert len(others) <= launches, others
+    assert len(others) <= launches, "\n".join(others)
 
 
 def test_streams_wait_for_each_other(op, counts):
