@@ -103,10 +103,12 @@ def test_parts_and_packed_texts(op, sizes):
 @SIZES
 def test_steps(op, sizes):
     model, exact = pair(sizes)
-    tokens = make_tokens(exact, B, 20)
-    want, state = exact(tokens, return_state=True)
-    pool = model.new_pool(8, reserved=1)
-    slots = torch.tensor([5, 2, 7], device="cuda")
+    tokens, (state, on_gpu) = make_tokens(exact, B, 20), make_states(exact, B)
+    pool, slots = model.new_pool(8, reserved=1), torch.tensor([5, 2, 7], device="cuda")
+    for layer, own in enumerate(on_gpu):
+        for name in own._fields:
+            pool[name][layer, slots] = getattr(own, name).detach().to(pool[name].dtype)
+    want, state = exact(tokens, state, return_state=True)
     found = torch.stack([model.step(token, pool, slots) for token in tokens.T.cuda()], 1)
     check([found], [want])
     for layer, own in enumerate(state):
