@@ -764,6 +764,9 @@ def check_asked(on_gpu, made):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_every_kernel_of_a_serving_step_is_made_ahead(on_gpu, dtype, monkeypatch):
     on_gpu.use("sm_90")
+    tensor = torch.tensor
+    # There is no pinned memory without a GPU.
+    monkeypatch.setattr(torch, "tensor", lambda *numbers, pin_memory=False, **more: tensor(*numbers, **more))
     made = warmed(monkeypatch, dtype, decay="sigmoid")
     model = RWKV7(64, 32, 2, 16, dtype=dtype)
     pool = model.new_pool(301, reserved=1)

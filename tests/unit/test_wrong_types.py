@@ -79,10 +79,9 @@ def calls():
         yield name, own | of_sequence | decay | more
         yield f"{name}_update", {"state": pool, **own, **of_pool, "write_indices": torch.tensor([2]), **decay, **w0}
         yield f"{name}_varlen", {"state": pool, **own_varlen, **of_varlen, **decay, **w0, **bound}
-        if name in OPS:
-            yield f"{name}_replay", {"state": pool, "ring": ring_of(name), **own, **of_pool, **decay, **w0}
-            drafted = {x: y for x, y in of_pool.items() if x not in ("rounding", "seed")}
-            yield f"{name}_verify", {"state": pool, "ring": ring_of(name), **own, **drafted, **decay, **w0}
+        yield f"{name}_replay", {"state": pool, "ring": ring_of(name), **own, **of_pool, **decay, **w0}
+        drafted = {x: y for x, y in of_pool.items() if x not in ("rounding", "seed")}
+        yield f"{name}_verify", {"state": pool, "ring": ring_of(name), **own, **drafted, **decay, **w0}
     yield "replay_commit", {"state": pool, "ring": ring_of("wkv7"), "accept_lens": slots, **flush}
     yield "replay_flush", {"state": pool, "ring": ring_of("wkv7"), **flush}
 
