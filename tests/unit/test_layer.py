@@ -22,6 +22,7 @@ from rwkv_jit.kernels import kernel, signatures, template
 from rwkv_jit.kernels.gpu import Gpu
 from rwkv_jit.layers import calls
 from rwkv_jit.nn import RWKV7
+from rwkv_jit.pool import arguments as of_pool
 from rwkv_jit.pool.arguments import INDEX_TYPES
 from rwkv_jit.schedules import layer_table
 from rwkv_jit.schedules import layers as layer_steps
@@ -764,9 +765,8 @@ def check_asked(on_gpu, made):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_every_kernel_of_a_serving_step_is_made_ahead(on_gpu, dtype, monkeypatch):
     on_gpu.use("sm_90")
-    tensor = torch.tensor
-    # There is no pinned memory without a GPU.
-    monkeypatch.setattr(torch, "tensor", lambda *numbers, pin_memory=False, **more: tensor(*numbers, **more))
+    # A copy to a GPU needs one.
+    monkeypatch.setattr(of_pool, "on_device", lambda slots, device, dtype=torch.int64: torch.tensor(slots, dtype=dtype))
     made = warmed(monkeypatch, dtype, decay="sigmoid")
     model = RWKV7(64, 32, 2, 16, dtype=dtype)
     pool = model.new_pool(301, reserved=1)
