@@ -118,7 +118,6 @@ LIMITS = [
     ("update_rules PACKED=True sm_80", 255, 16, ROOM),
     ("update_states ONE_TOKEN=False T_STATE=bf16", 255, 24, ROOM),
     ("update_states ONE_TOKEN=False T_STATE=bf16 PACKED=True sm_90", 255, 80, ROOM),
-    ("update_states ONE_TOKEN=False HEAD_SIZE=200", 255, 24, ROOM),
     ("wkv7_chunked_backward BY_HALVES=True", 255, 112, FULL),
     ("wkv7_chunked_forward CHUNK_LEN=16 HEAD_SIZE=64", 255, 16, ROOM),
     ("wkv7_chunked_forward HEAD_SIZE=80", 255, 380, ASKED),
