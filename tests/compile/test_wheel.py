@@ -80,7 +80,8 @@ def test_wheel_is_pure_and_says_what_it_needs(wheel, root):
 def venv(tmp_path):
     """Its interpreter, its folder and its packages: those of the running environment, but for this one.
 
-    They are links, as CuPy looks for NVRTC in the environment's own folder and not along sys.path.
+    NVRTC is a link, as CuPy looks for it in the environment's own folder and not along sys.path. Other packages stay
+    where they are: by another path Python would compile torch's modules again.
     """
     home = tmp_path / "venv"
     run(sys.executable, "-m", "venv", "--without-pip", home)
@@ -88,11 +89,11 @@ def venv(tmp_path):
         path for path in (home / ("Scripts" if os.name == "nt" else "bin")).iterdir() if path.stem == "python"
     )
     packages = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
-    for folder in (Path(path) for path in sys.path if path.endswith(("site-packages", "dist-packages"))):
-        for path in folder.iterdir():
-            own = path.name.startswith(("rwkv_jit", "__editable__", "_rwkv_jit")) or path.suffix == ".pth"
-            if not own and not (packages / path.name).exists():
-                (packages / path.name).symlink_to(path)
+    folders = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    for path in (path for folder in folders for path in Path(folder).glob("nvidia*")):
+        if not (packages / path.name).exists():
+            (packages / path.name).symlink_to(path)
+    (packages / "others.pth").write_text("\n".join(folders), encoding="utf-8")
     return python, home, packages
 
 
@@ -106,7 +107,7 @@ def compile_in(python, expected, cwd, **variables):
 def test_kernel_compiles_from_the_installed_wheel(wheel, venv, tmp_path, fresh_service):
     python, home, _ = venv
     run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--disable-pip-version-check",
-        "--no-deps", "--no-index", wheel)  # fmt: skip
+        "--no-deps", "--no-index", "--ignore-installed", wheel)  # fmt: skip
     compile_in(python, home, tmp_path)
     for value, is_installed in (("1", True), ("0", False)):  # with no line in the program
         for variable, module in (("RWKVJIT_FLA", "compat.fla"), ("RWKVJIT_COMPAT", "compat")):

@@ -1,5 +1,6 @@
 """Every test of this tier has a cache of its own, and no CuPy; none depends on how fast a machine is."""
 
+import gc
 import os
 import runpy
 import sys
@@ -35,6 +36,17 @@ def _without_cupy():
         sys.meta_path.insert(0, NO_CUPY)
         yield
         sys.meta_path.remove(NO_CUPY)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_to_look_through():
+    """What a module leaves stays: each collection of garbage in a later one would look through all of it.
+
+    In a process that has run a few thousand tests one takes a second, and `bench` collects before each row.
+    """
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

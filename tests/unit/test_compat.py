@@ -652,12 +652,23 @@ assert rwkv_jit.{name}.__name__ == "rwkv_jit.{name}" and rwkv_jit.{name} is rwkv
 """)
 
 
-def test_rooms_of_compat_need_no_line_of_their_own(child):
+def test_rooms_of_compat_need_no_line_of_their_own_and_import_nothing_before_a_name_is_used(child):
     child("""
 import sys, rwkv_jit.compat as compat
 for name in ("fla", "hf", "mamba", "megatron"):
     assert name in dir(compat)
-assert compat.fla.install and "torch" not in sys.modules
+for module in (compat, compat.fla):
+    module.install()
+assert not {"torch", "transformers", "fla"} & set(sys.modules)
+for module in (compat, compat.fla):
+    module.uninstall()
+from rwkv_jit.compat import RUN_CUDA_RWKV6
+assert "torch" in sys.modules
+from torch.utils.cpp_extension import load
+assert load.__module__ == "torch.utils.cpp_extension"
+compat.install()
+from torch.utils.cpp_extension import load
+assert load.__module__ == "rwkv_jit.compat.loading"
 assert compat.hf.patch and compat.mamba.selective_state_update and compat.megatron.patch
 try:
     compat.nothing
@@ -915,13 +926,3 @@ def test_a_line_without_its_package_does_nothing(python, tmp_path):
 def test_run_what_is_no_file(capsys):
     assert cli.main(["run", "nowhere.py"]) == 2
     assert capsys.readouterr().err == "rwkv-jit run: script: expected a Python file, got 'nowhere.py'\n"
-
-
-def test_install_imports_nothing(child):
-    code = "import sys, rwkv_jit.compat as c; c.install(); c.fla.install();"
-    code += "assert not {'torch', 'transformers', 'fla'} & set(sys.modules); c.uninstall(); c.fla.uninstall();"
-    code += "from torch.utils.cpp_extension import load; assert load.__module__ == 'torch.utils.cpp_extension';"
-    code += (
-        "c.install(); from torch.utils.cpp_extension import load; assert load.__module__ == 'rwkv_jit.compat.loading'"
-    )
-    child(code)
