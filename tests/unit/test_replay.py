@@ -291,6 +291,9 @@ def test_what_is_no_ring():
         step("wkv7", make_pool("wkv7"), 3, tokens("wkv7"))
     with pytest.raises(TypeError, match="ring: expected a ReplayRing, got None"):
         rwkv_jit.replay_flush(make_pool("wkv7"), None)
+    case = derived_cases.make("kda", sizes=(B, 1, H, H, K, V))
+    with pytest.raises(TypeError, match="ring: expected a ReplayRing, got None"):
+        rwkv_jit.kda_replay(torch.zeros(SLOTS, H, K, V).double(), None, *case.inputs.values())
 
 
 @pytest.mark.parametrize("drafts", [1, 2])
