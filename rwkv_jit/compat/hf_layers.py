@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -97,11 +97,27 @@ def _states(
         return None
     if any(more.get(x) is not None for x in ("cu_seq_lens_q", "seq_idx")):
         return None
-    read = layer.conv1d, getattr(layer, entry.norm)  # parameters of these are read: they have no hooks, and lie here
-    if not all(common.is_plain(each, type(each)) and each.weight.device == x.device for each in read):
+    if not _are_known([getattr(layer, name) for name in _parents(entry)], layer, x.device):
         return None
     states = cache.get_conv_state(layer.layer_idx), cache.get_recurrent_state(layer.layer_idx)
     return None if any(each is None or each.device != x.device for each in states) else states
+
+
+@functools.cache
+def _parents(entry: Layer) -> list[str]:
+    """Return the names of modules that a step reads and does not call."""
+    places = [x.rpartition("=")[2].split(".") for x in f"{entry.called} {entry.read}".split()]
+    return [*dict.fromkeys([place[0] for place in places if len(place) > 1])]
+
+
+def _are_known(read: Sequence[nn.Module], layer: nn.Module, device: torch.device) -> bool:
+    """Return whether modules that are read do what those of transformers do, without hooks, and lie on a device."""
+    home = next(kind.__module__ for kind in type(layer).__mro__ if kind.__name__ in LAYERS)
+    return all(
+        common.is_plain(each, type(each)) and (type(each) is nn.Conv1d or type(each).__module__ == home)
+        and all(x is None or x.device == device for x in each._parameters.values())
+        for each in read
+    )  # fmt: skip
 
 
 def _twin(entry: Layer, theirs: Any) -> common.Decoding:

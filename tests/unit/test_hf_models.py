@@ -299,6 +299,52 @@ def test_patch_of_a_file_and_back():
     assert module.torch_chunk_gated_delta_rule is theirs
 
 
+@pytest.mark.parametrize(
+    ("name", "owner", "module"),
+    [("mamba2", "Mamba2Mixer", "norm"), ("bamba", "BambaMixer", "norm"), ("qwen3_next", "GatedDeltaNet", "norm"),
+     ("kimi_linear", "DeltaAttention", "o_norm"), ("kimi_linear", "DeltaAttention", "forget_gate"),
+     ("mamba2", "Mamba2Mixer", "conv1d")],
+)  # fmt: skip
+def test_other_modules_in_the_place_of_those_that_are_read_run(monkeypatch, name, owner, module):
+    """Subclasses, classes with other attributes, and hooks."""
+    model, text = model_of(name).eval(), words(2, 5)
+    (layer, *_) = (x for x in model.modules() if type(x).__name__.endswith(owner))
+    read, ran = getattr(layer, module), []
+
+    class Other(type(read)):
+        def forward(self, *given):
+            ran.append(given)
+            return super().forward(*given)
+
+    class Fused(nn.Module):  # as those of FLA, whose epsilon has another name
+        def __init__(self):
+            super().__init__()
+            self.weight, self.eps = read.weight, 1e-5
+
+        def forward(self, *given):
+            ran.append(given)
+            return read(*given)
+
+    changes = [lambda: setattr(read, "__class__", Other)] if module != "conv1d" else []
+    if module.endswith("norm"):
+        changes.append(lambda: setattr(layer, module, Fused()))
+    changes.append(lambda: (setattr(read, "__class__", Other.__base__), setattr(layer, module, read),
+                            read.register_forward_hook(lambda *given: ran.append(given))))  # fmt: skip
+    hf.patch(model)
+    monkeypatch.setattr(nn_common.Decoding, "step", lambda *given: pytest.fail("it is a step"))
+    entry = hf_layers.LAYERS[type(layer).__name__]
+    with torch.no_grad():
+        made = model(text, use_cache=True)
+        cache = made.cache_params if name == "mamba2" else made.past_key_values
+        x = torch.randn(2, 1, model.config.hidden_size)
+        assert hf_layers._states(entry, layer, x, cache, None, {}) is not None
+        for change in changes:
+            change()
+            ran.clear()
+            assert layer(x, cache_params=cache).shape == x.shape
+            assert ran or module == "conv1d"  # which transformers reads too
+
+
 def test_layers_that_are_called_otherwise_keep_their_code():
     """Those of remote code and of older versions have the names too, and caches that are other classes."""
 
