@@ -54,7 +54,9 @@ class Extension:
         return re.fullmatch(f"({self.stems or self.namespace.removeprefix('wind_')}){_SUFFIX}", source) is not None
 
 
-def checked(run: Run, names: Sequence[str], counts: Mapping[str, str]) -> Callable[..., Any]:
+def checked(
+    run: Run, names: Sequence[str], counts: Mapping[str, str], tensor_names: Collection[str]
+) -> Callable[..., Any]:  # fmt: skip
     """Return what runs an op by the names of its arguments, with the elements of its tensors counted before.
 
     Kernels of the extensions would have crashed on others.
@@ -74,9 +76,9 @@ def checked(run: Run, names: Sequence[str], counts: Mapping[str, str]) -> Callab
         sizes = {letter: arguments[letter] for letter in "BTCH" if letter in arguments}
         if counts and "H" in sizes:
             sizes["N"] = rows.head_size(sizes["C"], sizes["H"])
-        for name in by_name.keys() & arguments.keys():
-            if not isinstance(arguments[name], Tensor):
-                raise TypeError(f"{name}: expected a torch.Tensor, got {brief(arguments[name])}")
+        for name, x in arguments.items():
+            if name in tensor_names and not isinstance(x, Tensor):
+                raise TypeError(f"{name}: expected a torch.Tensor, got {brief(x)}")
         if counts and not sizes:
             sizes["R"] = arguments["r" if "r" in arguments else "q"].numel()
         for name, words in by_name.items():
@@ -118,8 +120,9 @@ def _entry(
         else:
             arguments.append(f"Tensor {name}")
     names = [argument.split()[-1] for argument in ", ".join(arguments).split(", ")]
+    tensor_names = {x.split()[-1] for x in arguments if x.startswith(("Tensor ", "Tensor("))}
     counted = _COUNTS.get(begin, {}) if elements is None else elements
-    return Entry(f"({', '.join(arguments)}) -> {returns}", checked(run, names, counted))
+    return Entry(f"({', '.join(arguments)}) -> {returns}", checked(run, names, counted, tensor_names))
 
 
 def _functional(run: Run, reads: str, returns: str = "Tensor[]", is_listed: bool = True) -> Entry:

@@ -31,7 +31,10 @@ class Listed:
         """Return what the function does."""
         arrays = [x for x in values if isinstance(x, Tensor)]
         form = tuple([Tensor if isinstance(x, Tensor) else x for x in values])
-        found = find((self, form), partial(self._of_arrays, form), arrays, False)
+        try:
+            found = find((self, form), partial(self._of_arrays, form), arrays, False) if arrays else None
+        except TypeError:  # of a value that has no hash: the function says what is wrong with it
+            found = None
         if found is None:
             return self._function(*values)
         results, _ = found.forward(arrays)

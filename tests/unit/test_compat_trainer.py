@@ -10,6 +10,8 @@ from torch.nn import functional as F
 from torch.utils import cpp_extension
 
 from rwkv_jit import compat
+from rwkv_jit.compat import listed as lists
+from rwkv_jit.compat.extensions import NAMES
 from rwkv_jit.schedules.layers import OPS
 
 MIX, KEYS, OUT = "rwkv7_tmix_mix6_bf16_v5", "rwkv7_tmix_kk_pre_bf16_v5", "rwkv7_tmix_lnx_rkvres_xg_bf16_v1"
@@ -582,3 +584,21 @@ def test_losses_of_arguments_that_do_not_fit():
     ):
         with pytest.raises((TypeError, ValueError), match=re.escape(text)):
             call()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_is_no_tensor_is_named(monkeypatch, device):
+    """With lists, as on a GPU, and without."""
+    monkeypatch.setattr(lists, "devices", {"cpu"} if device == "cuda" else {"cuda"})
+    for name in NAMESPACES:
+        ops, (inputs, numbers, _, _) = load(name), inputs_of(name, SIZES[0])
+        ops.forward(*inputs, *numbers)
+        names = [x.split()[-1] for x in NAMES[name].ops["forward"].schema.split(")")[0][1:].split(", ")]
+        for place in range(len(inputs)):
+            for other in (None, 3, [inputs[place]]):
+                given = [*inputs[:place], other, *inputs[place + 1 :], *numbers]
+                with pytest.raises(TypeError, match=f"^{names[place]}: expected a torch.Tensor, got "):
+                    ops.forward(*given)
+        if name == RATE:
+            with pytest.raises(TypeError, match="^a0: expected a torch.Tensor, got None"):
+                ops.forward(None, None)
