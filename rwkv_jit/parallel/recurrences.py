@@ -17,6 +17,7 @@ import rwkv_jit
 from rwkv_jit.call import checks, prepared, switches, tensors, torch_op
 from rwkv_jit.call.options import legal_names
 from rwkv_jit.call.torch_op import TorchOp
+from rwkv_jit.kernels.errors import unexpected
 from rwkv_jit.parallel import paused
 from rwkv_jit.parallel import shard as shards
 from rwkv_jit.parallel import shards as parts
@@ -174,6 +175,9 @@ def summary(op: str, *inputs: Any, **options: Any) -> Tensor:
     needed = [public for public, name in zip(made.public_names, made.names, strict=True) if name not in made.optional]
     if len(inputs) != len(needed):
         raise TypeError(f"inputs: expected {', '.join(needed)} of {op}, got {len(inputs)} of them")
+    for name in ("initial_state", "output_final_state", "cu_seqlens"):
+        if name in options:
+            raise unexpected("parallel.summary", name, legal_names(made))
     bias, transition = getattr(rwkv_jit, op)(*inputs, cu_seqlens=_Summarized(), **options)
     if made.transition[0] == "1":
         transition = torch.diag_embed(transition.squeeze(-2).expand(*bias.shape[:-2], bias.shape[-1]))

@@ -172,7 +172,7 @@ def _checked_call(
         with tensors.exactly(cast[0]):
             return call(kind, op, state, cast, options, ring, traits)
     named = dict(traits)
-    more: list[Any] = [] if ring is None else [ring]  # which a compiler traces
+    more: list[Any] = [] if kind.given is None else [ring]  # which a compiler traces
     if op.traits and kind.has_tokens:
         checks.check_switches(op, arrays, named)
         more = [*more, torch_op.traits_of(op, named)]

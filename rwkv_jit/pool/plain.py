@@ -222,8 +222,11 @@ def _tokens_of(
     below["w"] = below["w"].exp()
     keys = named.get("k", below["k"])
     whole = operands.of_value_heads(keys, below["v"].shape[-2])
-    squares = whole.square().sum(-1, keepdim=True).clamp(torch.finfo(whole.dtype).tiny)
-    return below, (keys, (below["k"] * whole).sum(-1, keepdim=True) / squares)
+    most = whole.abs().amax(-1, keepdim=True)  # by which the squares of small keys are more than zero
+    most = torch.where(most > 0, most, 1.0)
+    along = whole / most
+    squares = along.square().sum(-1, keepdim=True).clamp(0.5)
+    return below, (keys, (below["k"] * along).sum(-1, keepdim=True) / squares / most)
 
 
 def _with_entry(

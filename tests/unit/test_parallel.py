@@ -425,3 +425,7 @@ def test_summaries_that_do_not_fit():
         parallel.summary("wkv4", whole)
     with pytest.raises(TypeError, match="inputs: expected q, k, v, g of gla, got 1 of them"):
         parallel.summary("gla", whole)
+    case = derived_cases.make("kda", "raw bias norm")
+    for option in ("initial_state", "output_final_state", "cu_seqlens"):  # which summaries have not
+        with pytest.raises(TypeError, match=rf"summary\(\) got an unexpected keyword argument '{option}'"):
+            parallel.summary("kda", *case.inputs.values(), **case.parameters, **case.options, **{option: 3})

@@ -205,6 +205,18 @@ def test_ops_through_another_are_the_recurrence(op, how, layout):
     assert all(x < 1e-9 for x in errors)
 
 
+@pytest.mark.parametrize("size", [1e-21, 1e-42, 0.0])
+def test_keys_whose_squares_are_zero_are_entries_too(size):
+    torch.manual_seed(0)
+    case = derived_cases.make("simple_gla", sizes=(1, 1, 1, 1, 4, 4), dtype=torch.float32)
+    keys, values = case.inputs["k"] * size, case.inputs["v"] * 1e21
+    pool = torch.zeros(1, 1, 4, 4)
+    ring = rwkv_jit.ReplayRing(1, "simple_gla", 1, 4, length=4, dtype=torch.float32, device="cpu")
+    rwkv_jit.simple_gla_replay(pool, ring, case.inputs["q"], keys, values, case.inputs["g"])
+    rwkv_jit.replay_flush(pool, ring)
+    torch.testing.assert_close(pool[0, 0], keys[0, 0, 0, :, None] * values[0, 0, 0])  # [K, V]
+
+
 # ---- what is checked ---------------------------------------------------------------------------------------------
 
 
@@ -291,6 +303,9 @@ def test_what_is_no_ring():
         step("wkv7", make_pool("wkv7"), 3, tokens("wkv7"))
     with pytest.raises(TypeError, match="ring: expected a ReplayRing, got None"):
         rwkv_jit.replay_flush(make_pool("wkv7"), None)
+    case = derived_cases.make("kda", sizes=(B, 1, H, H, K, V))
+    with pytest.raises(TypeError, match="ring: expected a ReplayRing, got None"):
+        rwkv_jit.kda_replay(torch.zeros(SLOTS, H, K, V).double(), None, *case.inputs.values())
 
 
 @pytest.mark.parametrize("drafts", [1, 2])
