@@ -19,13 +19,13 @@ from rwkv_jit.nn.language_model import MOST_READ
 LARGE, SMALL = Sizes(24, 2048, 1, 1, 65536), Sizes(2, 64, 1, 1, 256)  # the small ones without a GPU
 BATCHES, PROMPTS = {"cuda": [1, 32, 256], "cpu": [1, 2]}, {"cuda": [512, 4096], "cpu": [16]}
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-_READ, _WRITTEN = 8, {"cuda": 64, "cpu": 4}  # tokens
+_READ, _WRITTEN = 8, 64  # tokens
 METHODS = (
     "Median and quartiles of a step. A token: `step` of so many sequences, whose states lie in a pool; of the bytes: "
     "weights and states, read and written, at the speed of a copy in the same run. A prompt: `prefill` of one "
     "sequence; of the FLOPs: two for each weight of a matrix and token, and the recurrence, of dense 16-bit matrices. "
-    f"generate: a token of it, of {_WRITTEN['cuda']} that continue prompts of {_READ}, drawn with its "
-    "defaults, in a quarter as many runs. "
+    f"generate: a token of it, of {_WRITTEN} that continue prompts of {_READ}, drawn with its defaults, in a quarter "
+    "as many runs. "
 )
 GENERATE = "generate"
 
@@ -68,11 +68,11 @@ def row_of(
 def generated(model: Any, sizes: Sizes, device: str, runs: int) -> dict[str, Any]:
     """Return what a row says of a token of `generate`, by the clock: prompts and the host's work are within."""
     prompts = torch.randint(sizes.vocabulary, (sizes.batch, _READ), device=device)  # [B, T]
-    written, times = _WRITTEN[device], []  # of a token each, in milliseconds
+    times = []  # of a token each, in milliseconds
     for _ in range(models.WARM_UP + runs):
         begun = time.perf_counter()
-        model.generate(prompts, written).sum().item()
-        times.append(1e3 * (time.perf_counter() - begun) / written)
+        model.generate(prompts, _WRITTEN).sum().item()
+        times.append(1e3 * (time.perf_counter() - begun) / _WRITTEN)
     found = figures.spread(times[models.WARM_UP :])
     return found | {"tokens_per_s": sizes.batch / found["median_ms"] * 1e3}
 

@@ -152,38 +152,29 @@ ONE_HEAD = {
 }  # fmt: skip
 
 
-ROWS = {
-    "a block holds a head": {}, "tuned": {"decay": "sigmoid", "is_tuned": True},
-    "short chunks": {"decay": "direct", "decay_bound": -8.0}, "large": {"K": 200, "V": 200, "layout": "kv"},
-    "large, no warp groups": {"arch": "sm_80", "K": 136, "V": 200}, "recurrent": {"dtype": "fp32"},
-    "narrow": {"dtype": "fp32", "is_high": True},
-}  # fmt: skip
-POOL_ROWS = {
-    "a block holds a head": {"state": "bf16"},
-    "large": {"arch": "sm_80", "K": 136, "V": 200, "layout": "kv", "is_high": True},
-    "recurrent": {"dtype": "fp32", "is_high": True},
-}
-
-
-def a_third(several, op, row, rows, pytestconfig):
-    """A third of the calls, other ones for the next op and for the next row; all with --full."""
-    step = 1 if pytestconfig.getoption("--full") else 3
-    begin = (WITH_HEADS.index(op) + list(rows).index(row)) % step
-    return list(several)[begin::step]
-
-
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param({}, id="a block holds a head"),
+        pytest.param({"decay": "sigmoid", "is_tuned": True}, id="tuned"),
+        pytest.param({"decay": "direct", "decay_bound": -8.0}, id="short chunks"),
+        pytest.param({"K": 200, "V": 200, "layout": "kv"}, id="large"),
+        pytest.param({"arch": "sm_80", "K": 136, "V": 200}, id="large, no warp groups"),
+        pytest.param({"dtype": "fp32"}, id="recurrent"),
+        pytest.param({"dtype": "fp32", "is_high": True}, id="narrow"),
+    ],
+)
 @pytest.mark.parametrize("op", WITH_HEADS)
-def test_so_it_is_with_each_length_number_of_heads_and_purpose(op, row, pytestconfig):
+def test_so_it_is_with_each_length_number_of_heads_and_purpose(op, row):
     several = itertools.product(
         (1, 2, 16, 32, 64, 128, 600, 2**12, 2**16), (FEW, 3, MANY), ((False, "fp32"), (False, None), (True, "fp32")),
         ("", "inputs", "state"),
     )  # fmt: skip
-    # Of a state that is not there nothing is wanted: that call is as one without leaves.
-    several = [each for each in several if each[2:] != ((False, None), "state")]
-    for tokens, multiprocessors, (is_packed, state), leaves in a_third(several, op, row, ROWS, pytestconfig):
+    for tokens, multiprocessors, (is_packed, state), leaves in several:
+        if state is None and leaves == "state":
+            continue  # a call of which nothing is wanted, as without leaves
         call = {"T": tokens, "multiprocessors": multiprocessors, "is_packed": is_packed, "state": state}
-        check(ONE_HEAD | ROWS[row] | call | {"op": op, "leaves": leaves})
+        check(ONE_HEAD | row | call | {"op": op, "leaves": leaves})
 
 
 def check(call):
@@ -337,10 +328,17 @@ def test_calls_over_a_pool_ask_for_no_kernel_that_warm_does_not_list(examples, o
     settings(max_examples=examples)(given(call=POOLS)(lambda call: check_pool(on_gpu, call)))()
 
 
-@pytest.mark.parametrize("row", POOL_ROWS)
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param({"state": "bf16"}, id="a block holds a head"),
+        pytest.param({"arch": "sm_80", "K": 136, "V": 200, "layout": "kv", "is_high": True}, id="large"),
+        pytest.param({"dtype": "fp32", "is_high": True}, id="recurrent"),
+    ],
+)
 @pytest.mark.parametrize("op", WITH_HEADS)
-def test_so_it_is_with_each_number_of_tokens_over_a_pool(op, row, on_gpu, pytestconfig):
-    first = ONE_HEAD | {"op": op, "state": "fp32", "bounds": torch.int32, "has_checkpoints": False} | POOL_ROWS[row]
+def test_so_it_is_with_each_number_of_tokens_over_a_pool(op, row, on_gpu):
+    row = ONE_HEAD | {"op": op, "state": "fp32", "bounds": torch.int32, "has_checkpoints": False} | row
     calls = [{"is_update": True, "lengths": [tokens], "max_seqlen": None} for tokens in (1, 2, 6)]
     calls += [
         {"is_update": False, "lengths": lengths, "max_seqlen": most}
@@ -351,9 +349,9 @@ def test_so_it_is_with_each_number_of_tokens_over_a_pool(op, row, on_gpu, pytest
     ]  # fmt: skip
     calls.append({"is_update": False, "lengths": [2], "max_seqlen": None, "has_checkpoints": True})
     several = itertools.product(calls, (FEW, MANY), (None, "fp32", "like w"), (False, True))
-    for call, multiprocessors, w0, is_stochastic in a_third(several, op, row, POOL_ROWS, pytestconfig):
+    for call, multiprocessors, w0, is_stochastic in several:
         more = {"multiprocessors": multiprocessors, "w0": w0, "is_stochastic": is_stochastic}
-        check_pool(on_gpu, first | call | more)
+        check_pool(on_gpu, row | call | more)
 
 
 def check_pool(gpu, call):

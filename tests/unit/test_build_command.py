@@ -156,20 +156,9 @@ def sizes_of(op, how, mode, names, pytestconfig):
     return [SIZES[names[place % len(names)]] for place in range(begin, begin + share)]
 
 
-def is_last(op, how):
-    return how == derived_cases.WAYS.get(op, ("",))[-1]
-
-
-# The last words of an op in all modes, other ones in one mode each by turns, or in all with --full.
-SHOWN = [
-    pytest.param(*case, marks=() if is_last(*case[:2]) or place // 3 % 3 == place % 3 else pytest.mark.full)
-    for place, case in enumerate(CASES)
-]
-
-
-@pytest.mark.parametrize(("op", "how", "mode"), SHOWN)
+@pytest.mark.parametrize(("op", "how", "mode"), CASES)
 def test_calls_find_what_was_warmed(op, how, mode, cache, pytestconfig):
-    names = SIZES if is_last(op, how) else ("usual", "few heads", "heads of 128")
+    names = SIZES if how == derived_cases.WAYS.get(op, ("",))[-1] else ("usual", "few heads", "heads of 128")
     for sizes in sizes_of(op, how, mode, names, pytestconfig):
         call, told = call_of(op, how, mode, **sizes)
         cache.clear()
@@ -195,7 +184,7 @@ def test_a_few_tokens_find_what_was_warmed_and_what_a_command_compiles(op, has_s
         assert "--direction" not in command
 
 
-@pytest.mark.parametrize(("op", "how", "mode"), SHOWN)
+@pytest.mark.parametrize(("op", "how", "mode"), CASES)
 def test_errors_name_the_command_that_compiles_what_is_missing(op, how, mode, cache, pytestconfig):
     for sizes in sizes_of(op, how, mode, ("usual", "few heads of 128", "wide gates"), pytestconfig):
         call, _ = call_of(op, how, mode, **sizes)

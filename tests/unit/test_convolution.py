@@ -258,10 +258,11 @@ def test_what_changes_a_pool_has_no_gradient():
 # ---- torch -------------------------------------------------------------------------------------------------------
 
 
-def test_torch_accepts_the_ops():
-    for is_whole, activation in ((True, "silu"), (False, "identity")):  # with all that may be left out
-        bounds = torch.tensor([0, 2, 2, 5]) if is_whole else None
-        arguments = make((1, 5, C), texts=3 if is_whole else 1, bias=is_whole, state=is_whole)
+@pytest.mark.parametrize("packed", [False, True])
+def test_torch_accepts_the_ops(packed):
+    bounds = torch.tensor([0, 2, 2, 5]) if packed else None
+    for has_bias, has_state, activation in ((True, True, "silu"), (False, False, "identity")):
+        arguments = make((1, 5, C), texts=3 if packed else 1, bias=has_bias, state=has_state)
         given = [arguments.get(n) for n in ("x", "weight", "bias", "initial_state")]
         torch.library.opcheck(OPS.causal_conv1d_fwd.default, (*given, bounds, 0.0, [activation], True))
         plain = [None if x is None else x.detach() for x in given]

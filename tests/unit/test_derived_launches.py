@@ -9,7 +9,6 @@ import derived_cases
 import launch_calls
 import pytest
 import torch
-from problems import by_turns
 from stub_driver import frames
 from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
@@ -497,9 +496,9 @@ def test_a_graph_over_a_pool_has_one_op_of_the_package(op, how, model):
     assert ops == [f"rwkv_jit.{'varlen' if 'varlen' in model else 'update'}_states.default"]
 
 
-@pytest.mark.parametrize(("op", "model"), by_turns([*derived_cases.WAYS], ("one token", "varlen")))
-def test_compiled_calls_over_a_pool_are_the_call(op, model):
-    how = derived_cases.WAYS[op][-1]
+@EACH
+@pytest.mark.parametrize("model", ["one token", "varlen"])
+def test_compiled_calls_over_a_pool_are_the_call(op, how, model):
     torch._dynamo.reset()
     case, run = over_pool(op, how, model, dtype=torch.float32)
     eager, compiled = run.keywords["pool"].clone(), run.keywords["pool"].clone()

@@ -72,7 +72,7 @@ def test_final_max_is_the_largest_exponent():
 def test_reference_gradients_by_finite_differences():
     given, state = make(tokens=5), make_state().requires_grad_()
     assert torch.autograd.gradcheck(lambda *x: rwkv_jit.wkv4_ref(*x, True), (*given, state))
-    assert torch.autograd.gradgradcheck(lambda *x: rwkv_jit.wkv4_ref(*x)[0], tuple(given), fast_mode=True)
+    assert torch.autograd.gradgradcheck(lambda *x: rwkv_jit.wkv4_ref(*x)[0], tuple(given))
 
 
 def test_keys_and_decays_of_any_size_stay_finite():
