@@ -117,7 +117,6 @@ LIMITS = [
     ("timex_transform sm_86", 255, 8, ROOM),
     ("update_rules PACKED=True sm_80", 255, 16, ROOM),
     ("update_states ONE_TOKEN=False T_STATE=bf16", 255, 24, ROOM),
-    ("update_states ONE_TOKEN=False T_STATE=bf16 PACKED=True sm_90", 255, 80, ROOM),
     ("wkv7_chunked_backward BY_HALVES=True", 255, 112, FULL),
     ("wkv7_chunked_forward CHUNK_LEN=16 HEAD_SIZE=64", 255, 16, ROOM),
     ("wkv7_chunked_forward HEAD_SIZE=80", 255, 380, ASKED),

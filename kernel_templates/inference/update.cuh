@@ -285,13 +285,14 @@ __device__ inline void prefetch_tile(const T_STATE* head, int first_value) {
     });
 }
 
-// All accesses are under way before the first one is looked at.
-template <typename T> __device__ inline void read_tile(Tile<T>& tile, const T_STATE* head, int first_value) {
+// All accesses are under way before the first one is looked at. One that is zero is not read.
+template <typename T>
+__device__ inline void read_tile(Tile<T>& tile, const T_STATE* head, int first_value, bool is_zero = false) {
     Tile<T_STATE> held;
     const T_STATE* const first = head + first_element(first_value);
     for_accesses(first_value, [&](int i, int j, int offset, bool is_there) {
         auto& access = held.accesses[held.access_of(i, j)];
-        access = is_there ? load_early<Access<T_STATE>>(first + offset) : Access<T_STATE>{};
+        access = is_there && !is_zero ? load_early<Access<T_STATE>>(first + offset) : Access<T_STATE>{};
     });
 #pragma unroll
     for (int n = 0; n < held.ACCESSES; ++n) {

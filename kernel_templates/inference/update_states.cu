@@ -133,8 +133,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) update_
 
     const i64 to = own.to;
     RowTile tile;
-    if (!HAS_STATE || (PACKED && own.from < 0)) clear_tile(tile);
-    else read_tile(tile, initial_state + own.from * slot_stride + part.in_slot(), first_value);
+    const bool is_zero = PACKED && own.from < 0;
+    // With states of 16 bits loads that are left out spill less than a branch does, with wide ones more.
+    if (!HAS_STATE || (sizeof(T_STATE) == 4 && is_zero)) clear_tile(tile);
+    else read_tile(tile, initial_state + own.from * slot_stride + part.in_slot(), first_value, is_zero);
 
     const FinalStates last{final_state, seed, slot_stride, slots, null_index, heads, write_indices != nullptr};
     run_tokens(
