@@ -7,6 +7,7 @@ import csv
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ from bench import (
     service,
     suites,
     training,
-    warm_fla,
 )
 from bench.cases import Case
 from rwkv_jit.desk import bench, cli
@@ -63,7 +63,8 @@ def _parser() -> argparse.ArgumentParser:
         if add_options is not None:
             add_options(command)
 
-    add("ops", "measure the ops, torch, and FLA, Wind and others if they are installed", _ops, _show, _add_options)
+    show = partial(bench.show, columns=measure.SHOWN, methods=measure.METHODS)
+    add("ops", "measure the ops, torch, and FLA, Wind and others if they are installed", _ops, show, _add_options)
     for module, name, summary in (
         (layers, "layers", "measure the small operations of a layer and the loss, beside torch"),
         (host, "host", "measure known calls, eager and compiled: the host's time and the GPU's"),
@@ -71,7 +72,6 @@ def _parser() -> argparse.ArgumentParser:
         (training, "training", "measure how fast models of RWKV-7 train, and their time mixing, with FLA's"),
         (decode, "decode", "measure how fast models of RWKV-5, 6 and 7 decode tokens and read prompts"),
         (curves, "curves", "compare the loss curves of RWKV-7 and FLA's RWKV-7 from the same parameters"),
-        (warm_fla, "warm-fla", "compile ahead the choices of FLA's tuners for RWKV-7, in many processes"),
     ):
         add(name, summary, module.run, module.show, module.add_options)
     text = "show what differs between two results of --json or --record"
@@ -142,10 +142,6 @@ def _on_gpu(parsed: argparse.Namespace) -> dict[str, Any]:
 
     with processes.helping() as helper:
         return record.result_of({**about, "rows": bench.measured(entries, rows_of, measure.row)})
-
-
-def _show(result: dict[str, Any]) -> None:
-    bench.show(result, measure.SHOWN, measure.METHODS)
 
 
 def _entries(parsed: argparse.Namespace) -> list[measure.Entry]:

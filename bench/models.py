@@ -156,11 +156,6 @@ def host_ms(step: Callable[[], Any]) -> float:
     return statistics.median(times[WARM_UP:])
 
 
-def kernel_ms(step: Callable[[], Any]) -> float:
-    """Return the milliseconds for which kernels of a step run."""
-    return profiling.busy_us(step, _PROFILED) / 1e3
-
-
 def figures_of(
     step: Callable[[], Any], device: str, runs: int, queued: Callable[[], Any] | None = None
 ) -> dict[str, Any]:  # fmt: skip
@@ -172,7 +167,8 @@ def figures_of(
     if device == "cpu":  # which has no queue and no kernels
         return found
     peak = torch.cuda.max_memory_allocated() / 2**20
-    return found | {"peak_mib": peak, "host_ms": host_ms(queued or step), "kernel_ms": kernel_ms(step)}
+    busy = profiling.busy_us(step, _PROFILED) / 1e3
+    return found | {"peak_mib": peak, "host_ms": host_ms(queued or step), "kernel_ms": busy}
 
 
 def shown(row: dict[str, Any]) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def write(result: Mapping[str, Any], part: str = "rows") -> None:
     named = {row["machine"] for rows in parts.values() for row in rows}
     machines = {**before.get("machines", {}), **result["machines"]}
     machines = {name: env for name, env in machines.items() if name in named}
-    _keep({"format": FORMAT, "machines": machines, **parts, "service": before.get("service")})
+    keep({"format": FORMAT, "machines": machines, **parts, "service": before.get("service")})
 
 
 def _case(row: Row) -> tuple[object, ...]:
@@ -129,15 +129,8 @@ def _case(row: Row) -> tuple[object, ...]:
     return gpu_of(row), *(json.dumps(row.get(name)) for name in names)
 
 
-def write_service(costs: dict[str, Any]) -> None:
-    """Write what the service costs to the record there is, and to the pages.
-
-    Raises ValueError or OSError where what is recorded cannot be read, or there is none.
-    """
-    _keep({**read(FILE), "service": costs})
-
-
-def _keep(result: dict[str, Any]) -> None:
+def keep(result: dict[str, Any]) -> None:
+    """Write a whole record, and what pages show of it."""
     _write(FILE, json.dumps(result, indent=1, default=str) + "\n")
     fill_pages()
 

@@ -220,7 +220,7 @@ def run(parsed: argparse.Namespace) -> dict[str, Any]:
         bench.check_gpu()
     costs = measured()
     if parsed.record:
-        record.write_service(costs)
+        record.keep({**record.read(record.FILE), "service": costs})
     return costs
 
 

@@ -39,12 +39,8 @@ def shape_of(row: Row) -> str:
 
 
 def contestant(row: Row) -> str:
-    """Return who did it, and by what: a backend of ours by the name that calls give it.
-
-    Results of earlier versions call a part of "split" by another name.
-    """
-    what = "split" if (row["who"], row["what"]) == (OURS, "scan") else row["what"]
-    return f"{library(row)} {what}"
+    """Return who did it, and by what."""
+    return f"{library(row)} {row['what']}"
 
 
 def library(row: Row) -> str:

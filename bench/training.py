@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
@@ -304,10 +304,12 @@ def _sharded(spread: Sharding, sizes: Sizes, device: str) -> Made:
 
 
 def has_fla(device: str) -> bool:
-    """Return whether FLA's models can be measured, whose tuners time a choice briefly then."""
+    """Return whether FLA's models can be measured, whose tuners then compile side by side and time a choice briefly."""
     is_there = device == "cuda" and find_spec("fla") is not None
     if is_there:
         tuners.time_briefly(*_TUNED_MS)
+        with suppress(ImportError, AttributeError):  # another Triton's tuner compiles one by one
+            tuners.compile_together()
     return is_there
 
 

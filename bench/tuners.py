@@ -15,7 +15,6 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 _PAUSE, _LONGEST_TURN = 0.002, 60  # seconds between two looks whether it is one's turn, and to wait for one that hangs
-_NEVER = [float("inf")] * 3
 
 
 def _tuner() -> Any:
@@ -42,16 +41,6 @@ def time_briefly(warmup: int, rep: int, turn: str | None = None) -> None:
     testing.do_bench = briefly
 
 
-def run_once() -> None:
-    """Let tuners run a choice once, in the place of timing it."""
-
-    def once(call: Callable[[], Any], quantiles: Any = None) -> list[float]:
-        call()
-        return [1.0] * 3
-
-    _tuner().do_bench = property(lambda self: once)
-
-
 @cache
 def tune_once(turn: str) -> None:
     """Let a tuner wait for another process that tunes the same, whose result it then finds on disk."""
@@ -67,27 +56,18 @@ def tune_once(turn: str) -> None:
 
 
 @cache
-def compile_together(place: int = 0, count: int = 1) -> None:
-    """Let a tuner compile side by side, before it times the first, all its choices that it then times.
-
-    Of `count` processes each has every `count`-th of them, beginning with that at its `place`, and of the others one
-    where none of its own can run.
-    """
+def compile_together() -> None:
+    """Let a tuner compile side by side, before it times the first, all its choices."""
     tuner, together = _tuner(), import_module("triton.runtime._async_compile").AsyncCompileMode
-    timed, threads = tuner._bench, max((os.cpu_count() or 1) // count, 1)
+    timed = tuner._bench
 
-    def shared(self: Any, *given: Any, config: Any, **more: Any) -> Any:
+    def behind_all(self: Any, *given: Any, config: Any, **more: Any) -> Any:
         choices = list(self.prune_configs(more))
         if config == choices[0]:
-            own = choices[place % len(choices) :: count]  # of fewer choices than processes too
             # What cannot be compiled says so when it is timed.
-            with suppress(Exception), ThreadPoolExecutor(threads) as pool, together(pool, ignore_errors=True):
-                for choice in own:
+            with suppress(Exception), ThreadPoolExecutor(os.cpu_count()) as pool, together(pool, ignore_errors=True):
+                for choice in choices:
                     self.fn.run(*given, **{**more, **choice.all_kwargs(), "warmup": True})
-            self.tried = {}
-            for choice in dict.fromkeys([*own, *choices]):
-                if choice in own or all(times == _NEVER for times in self.tried.values()):
-                    self.tried[choice] = timed(self, *given, config=choice, **more)
-        return self.tried.get(config, _NEVER)
+        return timed(self, *given, config=config, **more)
 
-    tuner._bench = shared
+    tuner._bench = behind_all

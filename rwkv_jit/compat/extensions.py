@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -217,7 +218,7 @@ _OF_TORCH: dict[str, Mapping[str, Entry]] = {  # by their namespaces, which are 
         _functional(trainer.rate_forward, "a0 a12", "Tensor"), _functional(trainer.rate_backward, "grad_out a0 a12")
     ),
     "rwkv7_tmix_vres_gate_bf16_v1": _pair(
-        _VALUE, _functional(trainer.value_backward_in_rows, "grad_out v v_first v0 v12")
+        _VALUE, _functional(partial(trainer.value_backward, in_rows=True), "grad_out v v_first v0 v12")
     ),
     "rwkv7_tmix_vres_gate_bf16_v3": _pair(_VALUE, _functional(trainer.value_backward, "grad_out v v_first v0 v12")),
     "rwkv7_tmix_kk_pre_bf16_v5": _pair(

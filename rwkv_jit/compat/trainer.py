@@ -19,7 +19,9 @@ from rwkv_jit.call import registry, tensors
 from rwkv_jit.compat.buffers import Call, Run
 from rwkv_jit.layers import calls, loss
 from rwkv_jit.layers.activate import activate
+from rwkv_jit.layers.common import check_lead
 from rwkv_jit.layers.token_shift import token_shift
+from rwkv_jit.plain.layers import wide
 from rwkv_jit.pool import arguments
 from rwkv_jit.schedules.layer_table import OPS, PACKED, RESULTS
 
@@ -51,7 +53,7 @@ def _check(t: Call, names: str) -> list[Tensor]:
     (first, lead), *others = ((name, t[name]) for name in names.split())
     if lead.dim() != 3 or not lead.shape[-1]:
         raise ValueError(f"{first}: expected shape [batch, tokens, channels], got {list(lead.shape)}")
-    _check_dtype(first, lead)
+    check_lead(first, lead)
     for name, x in others:
         if name not in _PARAMETERS:
             arguments.check_shape(name, x, tuple(lead.shape))
@@ -61,21 +63,10 @@ def _check(t: Call, names: str) -> list[Tensor]:
     return [lead, *(x for _, x in others)]
 
 
-def _check_dtype(name: str, x: Tensor) -> None:
-    """Check the dtype that an op goes by."""
-    dtypes = [*tensors.STORAGE] if x.is_cuda else [*tensors.STORAGE, torch.float64]
-    if x.dtype not in dtypes:
-        raise TypeError(f"{name}: expected {' or '.join(map(str, dtypes))}, got {x.dtype}")
-
-
 def _check_matrix(name: str, x: Tensor, columns: int, lead: Tensor) -> None:
     if x.dim() != 2 or x.shape[1] != columns:
         raise ValueError(f"{name}: expected shape [rows, {columns}], got {list(x.shape)}")
     arguments.check_dtype(name, x, (lead.dtype,), lead)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _gradients(
@@ -152,22 +143,15 @@ def value_forward(t: Call) -> Tensor:
     return value.view(v.shape)
 
 
-def value_backward(t: Call) -> list[Tensor]:
-    """Return the gradients of v, v_first, v0 and v12."""
+def value_backward(t: Call, in_rows: bool = False) -> list[Tensor]:
+    """Return the gradients of v, v_first, v0 and v12.
+
+    With `in_rows` the last one, in float32, stands for both: the caller adds it up for v0.
+    """
     v, v_first, v0, v12, grad_out = _check(t, "v v_first v0 v12 grad_out")
-    return _value_gradients(grad_out, v, v_first, v0, v12, {"v": v, "v_first": v_first, "v0": v0, "v_gate": v12})
-
-
-def value_backward_in_rows(t: Call) -> list[Tensor]:
-    """Return the gradients of v, v_first and v0 + v12, the last in float32, which the caller adds up for v0."""
-    v, v_first, v0, v12, grad_out = _check(t, "v v_first v0 v12 grad_out")
-    return _value_gradients(grad_out, v, v_first, v0, _wide(v12), {"v": v, "v_first": v_first, "v_gate": v12})
-
-
-def _value_gradients(
-    grad_out: Tensor, v: Tensor, v_first: Tensor, v0: Tensor, v12: Tensor, wanted: Mapping[str, Tensor]
-) -> list[Tensor]:
+    v12 = wide(v12) if in_rows else v12
     inputs = _value_inputs(v, v_first, v0, v12)
+    wanted = {"v": v, "v_first": v_first, **({} if in_rows else {"v0": v0}), "v_gate": v12}
     grads = dict.fromkeys(("new_k", "new_v", "a", "b"), grad_out.reshape(inputs["v"].shape))
     return _gradients("prepare_keys", grads, inputs, wanted, kinds=("sigmoid",))
 
@@ -284,11 +268,11 @@ def loss_backward(t: Call) -> Tensor:
     logits, grad_loss, lse, argmax = (t[name] for name in ("logits", "grad_loss", "lse", "argmax"))
     if grad_loss.numel() != 1:
         raise ValueError(f"grad_loss: expected one number, got shape {list(grad_loss.shape)}")
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    for name, x, dtype in (("lse", lse, wide), ("argmax", argmax, torch.int32)):
+    storage = torch.promote_types(logits.dtype, torch.float32)
+    for name, x, dtype in (("lse", lse, storage), ("argmax", argmax, torch.int32)):
         arguments.check_shape(name, x, (rows.shape[0],))
         arguments.check_dtype(name, x, (dtype,), logits)
-    scale = (grad_loss.reshape(1).to(wide) / _count(aims)).expand(rows.shape[0]).contiguous()
+    scale = (grad_loss.reshape(1).to(storage) / _count(aims)).expand(rows.shape[0]).contiguous()
     backward = registry.find("cross_entropy_bwd")
     grad: Tensor = backward(rows, aims, lse.contiguous(), argmax.contiguous(), scale, _IGNORED, _L2_WRAP)
     return grad.view(logits.shape)
@@ -309,7 +293,7 @@ def head_forward(t: Call) -> list[Tensor]:
 def _loss_rows(t: Call, name: str) -> tuple[Tensor, Tensor]:
     """Return rows and their targets, each without gaps."""
     x, targets = t[name], t["targets"]
-    _check_dtype(name, x)
+    check_lead(name, x)
     if not x.dim() or not x.shape[-1]:
         raise ValueError(f"{name}: expected shape [..., channels], got {list(x.shape)}")
     if targets.numel() != x.shape[:-1].numel():

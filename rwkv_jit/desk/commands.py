@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from functools import partial
+from importlib import import_module
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,35 +30,19 @@ _RESOURCES = ("registers", "spill_bytes", "shared_bytes")
 Outcome = tuple[dict[str, Any], Callable[[dict[str, Any]], None]]
 
 
-def demo(parsed: argparse.Namespace) -> Outcome:
-    """Do the main job."""
-    from rwkv_jit.desk import bench, demo
+def _of_module(name: str) -> Callable[[argparse.Namespace], Outcome]:
+    """Return the command of a module that has `run` and `show`."""
 
-    bench.use_one_thread()
-    return demo.run(), demo.show
+    def command(parsed: argparse.Namespace) -> Outcome:
+        module = import_module(f"rwkv_jit.desk.{name}")
+        if name in ("demo", "bench") and getattr(parsed, "shape", None) is None:  # their tensors are small
+            import_module("rwkv_jit.desk.bench").use_one_thread()
+        return module.run(parsed), module.show
 
-
-def doctor(parsed: argparse.Namespace) -> Outcome:
-    """Check the machine."""
-    from rwkv_jit.desk import doctor
-
-    return doctor.run(), doctor.show
+    return command
 
 
-def bench(parsed: argparse.Namespace) -> Outcome:
-    """Measure the ops or a layer beside torch."""
-    from rwkv_jit.desk import bench
-
-    if parsed.shape is None:
-        bench.use_one_thread()
-    return bench.run(parsed), bench.show
-
-
-def profile(parsed: argparse.Namespace) -> Outcome:
-    """Show where the time of an op goes, or run it for a profiler, or say how to start one."""
-    from rwkv_jit.desk import profiling
-
-    return profiling.run(parsed), profiling.show
+demo, doctor, bench, profile = map(_of_module, ("demo", "doctor", "bench", "profiling"))
 
 
 def tune(parsed: argparse.Namespace) -> Outcome:
@@ -133,9 +118,8 @@ def build(parsed: argparse.Namespace) -> Outcome:
 def _asked_for(parsed: argparse.Namespace) -> list[Request]:
     """Return the kernels that the options of a build name. What an op does not have is for the others."""
     from rwkv_jit.ahead import requests as ahead_requests
-    from rwkv_jit.call import tensors
+    from rwkv_jit.call.plan import DTYPES
 
-    dtypes = {name: dtype for dtype, name in tensors.STORAGE.items()}
     defaults = {"dtype": "bf16", "state_dtype": "fp32"}
     asked = vars(parsed) | ({"direction": list(ahead_requests.DIRECTIONS)} if parsed.direction == "both" else {})
     names = [name for name in ahead_requests.Calls._fields if name not in ("op", "rings", "inputs", "switches")]
@@ -148,7 +132,7 @@ def _asked_for(parsed: argparse.Namespace) -> list[Request]:
         if given is None:
             given = defaults.get(name)
         several = given if isinstance(given, list) else [given]
-        return [dtypes.get(value) for value in several] if name.endswith("dtype") else several
+        return [DTYPES.get(value) for value in several] if name.endswith("dtype") else several
 
     inputs = _inputs(parsed)
     requests: list[Request] = []
@@ -163,10 +147,9 @@ def _asked_for(parsed: argparse.Namespace) -> list[Request]:
 
 def _inputs(parsed: argparse.Namespace) -> dict[str, Any]:
     """Return the inputs that a command line names, with their dtypes or None."""
-    from rwkv_jit.call import tensors
+    from rwkv_jit.call.plan import DTYPES
 
-    dtypes = {name: dtype for dtype, name in tensors.STORAGE.items()}
-    return {name: None if dtype is None else dtypes[dtype] for name, dtype in parsed.inputs or ()}
+    return {name: None if dtype is None else DTYPES[dtype] for name, dtype in parsed.inputs or ()}
 
 
 def _switches(parsed: argparse.Namespace, op: str) -> dict[str, Any]:
@@ -257,15 +240,14 @@ def show(parsed: argparse.Namespace) -> Outcome:
     from dataclasses import asdict
 
     from rwkv_jit.ahead import warm as ahead
-    from rwkv_jit.call import tensors
+    from rwkv_jit.call.plan import DTYPES
     from rwkv_jit.kernels import sass
 
     _check_used(parsed, [parsed.op])
-    dtype = next(dtype for dtype, name in tensors.STORAGE.items() if name == parsed.dtype)
     kernel = ahead.specialize(
-        parsed.op, parsed.head_size, parsed.value_size, dtype, parsed.arch, parsed.direction, parsed.backend,
-        parsed.decay, tokens=parsed.tokens, batch=parsed.batch, heads=parsed.heads, key_heads=parsed.key_heads,
-        inputs=_inputs(parsed), **_switches(parsed, parsed.op),
+        parsed.op, parsed.head_size, parsed.value_size, DTYPES[parsed.dtype], parsed.arch, parsed.direction,
+        parsed.backend, parsed.decay, tokens=parsed.tokens, batch=parsed.batch, heads=parsed.heads,
+        key_heads=parsed.key_heads, inputs=_inputs(parsed), **_switches(parsed, parsed.op),
     )  # fmt: skip
     result = _about(kernel) | {"resources": {name: asdict(used) for name, used in kernel.resources.items()}}
     if parsed.part == "resources":

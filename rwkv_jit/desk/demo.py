@@ -23,7 +23,7 @@ CHECKED_SHAPES = {"cuda": (1, 128, 4), "cpu": (1, 48, 4)}  # with two heads, wha
 TIMED_SHAPES = {"cuda": (8, 1024, 32), "cpu": (1, 48, 2)}  # B, T, H
 
 
-def run() -> dict[str, Any]:
+def run(_: object = None) -> dict[str, Any]:
     """Compile, run, check and time; the user's kernel cache stays as it was.
 
     Returns device, compiler, missing (what CUDA kernels lack here, or None), kernels, calls, checked_shape and

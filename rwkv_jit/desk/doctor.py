@@ -31,7 +31,7 @@ class Finding(NamedTuple):
     mend: str = ""
 
 
-def run() -> dict[str, Any]:
+def run(_: object = None) -> dict[str, Any]:
     """Check everything; return findings, dicts of name, state, text and mend, and passed, whether none is an error."""
     found, said = [finding for check in _CHECKS for finding in _guarded(check)], env.faults().values()
     # What a wrong variable stops is told once, with the variable.

@@ -87,19 +87,18 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return about | {"beside": beside}
 
 
-def kernels_of(call: Callable[[], Any], trace: str | None = None, runs: int | None = None) -> list[dict[str, Any]]:
+def kernels_of(call: Callable[[], Any], trace: str | None = None) -> list[dict[str, Any]]:
     """Return the kernels, copies and fills of some runs, and write their trace into a file.
 
     Of each name, launches and self_us of a run, and share of the time of all.
     """
-    runs = runs or RUNS
-    profiler = _profiled(call, runs)
+    profiler = _profiled(call, RUNS)
     if trace:
         profiler.export_chrome_trace(trace)
     found = _on_gpu(profiler.key_averages())
     total = _seen(sum(x.self_device_time_total for x in found))
     times = sorted(((x.self_device_time_total, x) for x in found), key=lambda each: -each[0])
-    return [{"name": x.key, "launches": x.count / runs, "self_us": us / runs, "share": us / total} for us, x in times]
+    return [{"name": x.key, "launches": x.count / RUNS, "self_us": us / RUNS, "share": us / total} for us, x in times]
 
 
 def busy_us(call: Callable[[], Any], runs: int) -> float:

@@ -1,4 +1,4 @@
-"""`python -m bench training`, `decode`, `curves` and `warm-fla`: on the CPU, with stand-ins for FLA and a GPU."""
+"""`python -m bench training`, `decode` and `curves`: on the CPU, with stand-ins for FLA and a GPU."""
 
 import json
 from types import SimpleNamespace

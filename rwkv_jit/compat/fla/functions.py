@@ -216,10 +216,6 @@ def _rwkv7(
     return run(wkv7, rows, *call_of(**call), decay="log", decay_bound=lower_bound, state_layout="kv")
 
 
-def _rwkv7_of_rates(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, **call: Any) -> Result:
-    return _rwkv7(r, w, k, v, -a, a * b, **call)
-
-
 _STATE = "scale=None, initial_state=None, output_final_state=False"
 _ROWS_OF_RWKV7, _SCALE_OF_1 = "r, w, k, v, a, b", _STATE.replace("None", "1.0", 1)
 _CHUNKED = (
@@ -243,7 +239,8 @@ fused_recurrent_rwkv7 = function(
     "Run `chunk_rwkv7`.",
 )  # fmt: skip
 fused_mul_recurrent_rwkv7 = function(
-    "fused_mul_recurrent_rwkv7", _rwkv7_of_rates, f"r, w, k, v, kk, a, {_SCALE_OF_1}, reverse=False, cu_seqlens=None",
+    "fused_mul_recurrent_rwkv7", lambda a, b, **call: _rwkv7(a=-a, b=a * b, **call),
+    f"r, w, k, v, kk, a, {_SCALE_OF_1}, reverse=False, cu_seqlens=None",
     "Run `chunk_rwkv7` with -kk for a and kk a for b.", a="kk", b="a",
 )  # fmt: skip
 
