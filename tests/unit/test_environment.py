@@ -2,6 +2,7 @@
 
 import _thread
 import ast
+import functools
 import os
 import re
 import sys
@@ -502,17 +503,20 @@ def module_name(path):
 MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__init__.py"}
 
 
+@functools.cache  # several tests read each file
 def imports(path):
     """Every module that a file imports, at its top or inside functions, as full dotted names."""
+    names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path.name} imports relatively"
             for alias in node.names:
                 inside = PACKAGE.parent / node.module.replace(".", "/") / alias.name
                 is_module = inside.with_suffix(".py").exists() or (inside / "__init__.py").exists()
-                yield f"{node.module}.{alias.name}" if is_module else node.module
+                names.add(f"{node.module}.{alias.name}" if is_module else node.module)
+    return frozenset(names)
 
 
 def own_imports(name):
