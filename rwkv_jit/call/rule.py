@@ -112,7 +112,7 @@ def takes_dedicated(p: Problem, sees_load: bool = True) -> bool:
     p = _of_any_batch(p) if p.is_batch_invariant else p
     if p.tokens < LEAST_TOKENS or p.H > common.MOST_HEADS:
         return False
-    if (sees_load or not p.is_pooled) and p.all_heads < kernels.LEAST_BLOCKS * (p.gpu.multiprocessors or 0):
+    if (sees_load or not p.is_pooled) and kernels.LEAST_BLOCKS * (p.gpu.multiprocessors or 0) > p.N * p.H:
         return False
     return bool(kernels.why_not(p) is None)
 
@@ -187,9 +187,9 @@ def _takes_large(p: Problem) -> bool:
         return False
     few = _FEW_HEADS[p.op.family][max(p.K, p.V) > 64]
     longest = p.longest if p.is_packed else p.tokens
-    if not few.least <= longest <= few.most or p.all_heads >= few.blocks * multiprocessors:
+    if not few.least <= longest <= few.most or few.blocks * multiprocessors <= p.N * p.H:
         return False
-    if p.all_heads * p.tokens > few.work * multiprocessors:
+    if p.N * p.H * p.tokens > few.work * multiprocessors:
         return False
     large = ALGORITHMS[p.op.family]["large"]
     return large.why_not(p) is None and large.suits_few_heads(p)

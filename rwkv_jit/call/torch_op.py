@@ -401,7 +401,6 @@ def define(
         return *(under_autocast(op, inputs) or inputs), *arguments[count:]
 
     def by_op(p: Problem, saved: Sequence[Any], grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Return the gradients of the arrays of a prepared call by the torch op."""
         return differentiate(saved, grads, options_of(p), p.wanted, **dict(p.traits))
 
     differentiate = differentiable.define(

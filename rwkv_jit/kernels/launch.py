@@ -109,7 +109,7 @@ class Launches:
         for step in steps:
             places.append([])
             for letters, x in step.arguments:
-                if not _has_value(x):
+                if not any(isinstance(each, Value) for each in _fields(x)):
                     places[-1].append((True, len(constants)))
                     constants += struct.pack("=" + _padded(letters), *_fields(x))
                 elif isinstance(x, Value):
@@ -195,13 +195,7 @@ def _padded(letters: str) -> str:
 
 
 def _fields(x: Any) -> tuple[Any, ...]:
-    """Return what an argument consists of."""
     return x if isinstance(x, tuple) and not isinstance(x, Value) else (x,)
-
-
-def _has_value(x: Any) -> bool:
-    """Return whether any of that is another thing in every launch."""
-    return any(isinstance(each, Value) for each in _fields(x))
 
 
 def picker(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:

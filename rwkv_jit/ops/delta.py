@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from rwkv_jit.call import checks, tensors, torch_op
+from rwkv_jit.call.options import CallOptions, DecayOptions
 from rwkv_jit.call.tensors import Array
 from rwkv_jit.call.torch_op import TorchOp
 from rwkv_jit.plain.operands import operands
 from rwkv_jit.plain.reference import wkv7_ref
 from rwkv_jit.schedules.legal import BetaMap
 from rwkv_jit.schedules.table import DERIVED as OPS
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from rwkv_jit.call.options import CallOptions, DecayOptions
-
 
 # ---- what they share ---------------------------------------------------------------------------------------------
 

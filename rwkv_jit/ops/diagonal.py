@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from rwkv_jit.call import checks, tensors, torch_op
+from rwkv_jit.call.options import CallOptions, DecayOptions
 from rwkv_jit.call.tensors import Array
 from rwkv_jit.call.torch_op import TorchOp
 from rwkv_jit.ops import wide_keys
@@ -18,14 +20,8 @@ from rwkv_jit.plain.operands import behind, operands
 from rwkv_jit.plain.reference import gla_ref
 from rwkv_jit.schedules.table import DERIVED as OPS
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from rwkv_jit.call.options import CallOptions, DecayOptions
-
 
 def _check_limits(arrays: Sequence[Any], traits: Mapping[str, Any]) -> None:
-    """Check the limits of steps."""
     least, most = traits["least_step"], traits["most_step"]
     checks.step_limits((0.0 if least is None else least, math.inf if most is None else most))
 

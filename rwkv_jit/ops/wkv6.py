@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
+from typing_extensions import Unpack
 
 from rwkv_jit.call import torch_op
+from rwkv_jit.call.options import DecayOptions
 from rwkv_jit.call.tensors import Array
 from rwkv_jit.ops import wide_keys
 from rwkv_jit.plain.reference import wkv6_ref
 from rwkv_jit.schedules.table import OPS
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from rwkv_jit.call.options import DecayOptions
 
 OP = torch_op.define(OPS["wkv6"], wkv6_ref, in_parts=wide_keys.in_parts)
 

@@ -28,8 +28,6 @@ _MOST_ROWS = 128  # value rows that a block of the forward holds
 _FEW_THREADS = 256  # that a multiprocessor shall have room for, with 255 registers each
 _GROUP_CHUNK_LEN = 64  # of the backward with products of warp groups
 
-nearest = common.nearest
-
 
 def why_not(p: Problem) -> Obstacle | None:
     """Return why these kernels cannot do a call; None where they can. The GPU is looked at where all else is right."""
@@ -59,7 +57,7 @@ def _forward_threads(p: Problem) -> int:
     is_crowded = 64 < padded(p.K) <= LARGEST_HEAD
     least = _least_threads(p.K, p.V)
     threads = least if is_crowded else max(2 * _rows(p.V), least)
-    has_room = p.multiprocessors is not None and p.all_heads * -(-p.V // _rows(p.V)) <= p.multiprocessors
+    has_room = p.multiprocessors is not None and p.N * p.H * -(-p.V // _rows(p.V)) <= p.multiprocessors
     return 2 * threads if p.backend == "chunked" and has_room else threads
 
 

@@ -24,7 +24,6 @@ LARGEST_KEY = 256  # without warp groups
 _KEY_THREADS = 128  # of the kernel that makes the gradients of all chunks at once: a warp for 16 channels
 _MOST_KEY_THREADS = {16: 384, 32: 384, 64: 256}  # of a multiprocessor, by the chunk: what leaves them registers enough
 
-nearest = common.nearest
 takes_groups = diagonal_groups.takes
 
 
