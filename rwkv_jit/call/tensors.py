@@ -400,12 +400,12 @@ def alignment(x: Tensor, vector: int) -> int:
 
 def validate(name: str, x: Tensor) -> None:
     """Check through DLPack that a kernel will see the tensor that torch sees: done once per signature."""
-    seen = dlpack.view(x)
-    wrong = seen.shape != tuple(x.shape) or seen.device != x.device.index or seen.element_bytes != x.element_size()
+    address, shape, strides, device, element_bytes = dlpack.view(x)
+    wrong = shape != tuple(x.shape) or device != x.device.index or element_bytes != x.element_size()
     # Strides of a dimension of size 1 have no meaning.
-    differ = any(a != b and n != 1 for a, b, n in zip(seen.strides, x.stride(), seen.shape, strict=True))
-    if wrong or (x.numel() > 0 and (seen.address != x.data_ptr() or differ)):
+    differ = any(a != b and n != 1 for a, b, n in zip(strides, x.stride(), shape, strict=True))
+    if wrong or (x.numel() > 0 and (address != x.data_ptr() or differ)):
         raise ValueError(
-            f"{name}: DLPack shows shape {seen.shape}, strides {seen.strides} at {seen.address:#x} on device "
-            f"{seen.device}; torch shows {tuple(x.shape)}, {x.stride()} at {x.data_ptr():#x} on {x.device}"
+            f"{name}: DLPack shows shape {shape}, strides {strides} at {address:#x} on device "
+            f"{device}; torch shows {tuple(x.shape)}, {x.stride()} at {x.data_ptr():#x} on {x.device}"
         )

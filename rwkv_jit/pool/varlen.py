@@ -47,7 +47,7 @@ def _resolved(step: Step, p: Problem, sequences: int, checkpoints: int) -> Probl
         N=sequences, is_pooled=True, decay_bound=named["decay_bound"], is_chosen=False, backend=backend
     )  # fmt: skip
     resolved, longest = None, named["max_seqlen"] or (p.T if sequences == 1 else 0)
-    if longest and (p.gpu.multiprocessors or 0) >= call.N * call.H and not checkpoints:
+    if longest and call.all_heads <= (p.gpu.multiprocessors or 0) and not checkpoints:
         resolved = rule.resolved(call._replace(is_packed=True, longest=longest), known)
     if resolved is None or resolved.backend not in ("segments", "large"):
         # Where there are fewer tokens, they go one by one whatever is chosen.

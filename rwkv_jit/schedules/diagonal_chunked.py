@@ -34,9 +34,6 @@ def why_not(p: Problem) -> Obstacle | None:
     return common.obstacle_of_blocks(p, CHUNK_LENS, default_chunk_len, partial(_most_shared_bytes, p.K, p.V))
 
 
-# ---- geometry ----------------------------------------------------------------------------------------------------
-
-
 def _rows(value_size: int) -> int:
     """Return how many value rows a block of the forward holds: equal shares, in steps of 32."""
     blocks = -(-value_size // _MOST_ROWS)
@@ -57,7 +54,7 @@ def _forward_threads(p: Problem) -> int:
     is_crowded = 64 < padded(p.K) <= LARGEST_HEAD
     least = _least_threads(p.K, p.V)
     threads = least if is_crowded else max(2 * _rows(p.V), least)
-    has_room = p.multiprocessors is not None and p.N * p.H * -(-p.V // _rows(p.V)) <= p.multiprocessors
+    has_room = p.multiprocessors is not None and p.all_heads * -(-p.V // _rows(p.V)) <= p.multiprocessors
     return 2 * threads if p.backend == "chunked" and has_room else threads
 
 
@@ -137,9 +134,6 @@ def candidates(direction: str, size: int, gpu: Gpu) -> list[Candidate]:
             shared = _backward_shared_bytes(size, size, chunk_len)
         several += candidates_of_blocks(direction, chunk_len, threads, shared, gpu)
     return several
-
-
-# ---- schedules ---------------------------------------------------------------------------------------------------
 
 
 def checkpoint_bytes(p: Problem, chunk_len: int) -> Any:

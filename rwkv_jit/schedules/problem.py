@@ -211,6 +211,11 @@ class Problem(NamedTuple):
         """Return the tokens of a sequence, on average."""
         return self.T // max(self.N, 1) if self.is_packed else self.T
 
+    @property
+    def all_heads(self) -> Any:
+        """Return the heads of all sequences."""
+        return self.N * self.H
+
     def slots(self, length: int) -> Any:
         """Return how many pieces of so many tokens there can be; packed sequences fit whatever their lengths are."""
         return self.T // length + self.N if self.is_packed else self.B * ((self.T + length - 1) // length)

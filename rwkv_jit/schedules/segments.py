@@ -90,11 +90,11 @@ def why_not(p: Problem, least: int = 1) -> Obstacle | None:
     if p.is_packed:
         if p.tokens < _LEAST_MEAN:  # states of short ones take more memory than their rows
             return "needs {} tokens a sequence on average, got {}", _LEAST_MEAN, p.tokens
-        length = _packed_length(family, p.tokens * p.N * p.H, multiprocessors)
-        share = p.tokens * p.N * p.H // (2 * multiprocessors)
+        length = _packed_length(family, p.tokens * p.all_heads, multiprocessors)
+        share = p.tokens * p.all_heads // (2 * multiprocessors)
         longest = length + 1 if least > 1 else max(2 * length, _UNEVEN * share)
         return None if p.longest >= longest else ("needs a sequence of {} tokens, got {}", longest, p.longest)
-    if segments(family, p.N * p.H, p.tokens, multiprocessors, least) < LEAST_SEGMENTS:
+    if segments(family, p.all_heads, p.tokens, multiprocessors, least) < LEAST_SEGMENTS:
         return "needs tokens for {} segments of {} or more, got {}", LEAST_SEGMENTS, shortest, p.tokens
     return None
 
@@ -103,7 +103,7 @@ def takes_large(p: Problem) -> bool:
     """Return whether few sequences of large heads are so long that three walks side by side end sooner."""
     if p.is_packed or p.multiprocessors is None or not _has_large_segments(p):
         return False
-    blocks = 2 * p.N * p.H * _row_blocks(p)
+    blocks = 2 * p.all_heads * _row_blocks(p)
     return segments("large", blocks, p.tokens, p.multiprocessors) >= _LENGTHS["large"].fewest
 
 
