@@ -33,9 +33,6 @@ def takes(gpu: Gpu, chunk_len: int, num_threads: int | None) -> bool:
     return gpu.has_warp_groups and chunk_len == CHUNK_LEN and num_threads in (None, THREADS)
 
 
-# ---- geometry ----------------------------------------------------------------------------------------------------
-
-
 def _slabs(size: int) -> int:
     return -(-size // _SLAB)
 
@@ -62,9 +59,6 @@ def _key_shared_bytes() -> int:
     growth = -(-4 * (CHUNK_LEN + 1) * (_SLAB + 4) // 1024) * 1024  # a tile behind it begins at a multiple of 1024
     pieces, sums = _KEY_STAGES * 2 * _tile(CHUNK_LEN), 4 * 4 * _SLAB + 4 * 4 * _SLAB + 4 * CHUNK_LEN
     return -(-(2 * _tile(CHUNK_LEN) + max(pieces, growth + _tile(CHUNK_LEN)) + sums) // 1024) * 1024
-
-
-# ---- schedules ---------------------------------------------------------------------------------------------------
 
 
 def kept(p: Problem) -> dict[str, Any]:

@@ -43,9 +43,6 @@ def why_not(p: Problem) -> Obstacle | None:
     return None
 
 
-# ---- geometry ----------------------------------------------------------------------------------------------------
-
-
 def default_chunk_len(p: Problem) -> int:
     """Return the chunk length that is fastest on an H200, or one that the bound of the decays asks for."""
     legal = _legal_chunk_lens(p.K, p.gpu, p.num_threads)
@@ -92,9 +89,6 @@ def _is_for_groups(p: Problem) -> bool:
             f"num_threads must be {diagonal_groups.THREADS} at head sizes {p.K} and {p.V}, got {p.num_threads}"
         )
     return False
-
-
-# ---- schedules ---------------------------------------------------------------------------------------------------
 
 
 def kept(p: Problem) -> dict[str, Any]:

@@ -45,9 +45,6 @@ def obstacle(p: Problem) -> str | None:
     return None if needed <= limit else f"needs {needed} bytes of shared memory, {p.gpu.arch} has {limit}"
 
 
-# ---- schedules ---------------------------------------------------------------------------------------------------
-
-
 def forward(p: Problem) -> Schedule:
     """Return the convolution."""
     return Schedule(tuple(_convolve(p, "k", "y")), {"y": Result(p.shape("k"), p.types["k"])}, {}, _factors(p))
