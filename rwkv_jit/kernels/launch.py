@@ -53,16 +53,9 @@ class Launch:
     """
 
     def __init__(
-        self,
-        kernel: Kernel,
-        entry: str,
-        device: int,
-        grid: Extent,
-        block: Extent,
-        arguments: Sequence[tuple[str, Any]],
-        shared_bytes: int = 0,
-        overlaps: bool = False,
-    ):
+        self, kernel: Kernel, entry: str, device: int, grid: Extent, block: Extent,
+        arguments: Sequence[tuple[str, Any]], shared_bytes: int = 0, overlaps: bool = False,
+    ):  # fmt: skip
         cuda.make_current(device)
         self.kernel = kernel  # keeps the module alive
         self.arguments = arguments

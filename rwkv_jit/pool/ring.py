@@ -86,19 +86,10 @@ class ReplayRing:
     """
 
     def __init__(
-        self,
-        slots: int,
-        op: ReplayOp,
-        heads: int,
-        head_size: int,
-        value_size: int | None = None,
-        length: int | None = None,
-        drafts: int = 0,
-        dtype: torch.dtype = torch.bfloat16,
-        state_dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cuda",
-        key_heads: int | None = None,
-    ):
+        self, slots: int, op: ReplayOp, heads: int, head_size: int, value_size: int | None = None,
+        length: int | None = None, drafts: int = 0, dtype: torch.dtype = torch.bfloat16,
+        state_dtype: torch.dtype = torch.float32, device: torch.device | str = "cuda", key_heads: int | None = None,
+    ):  # fmt: skip
         if op not in OP_NAMES:
             raise ValueError(f"op: expected one of {', '.join(OP_NAMES)}, got {op!r}")
         states.check_dtype("dtype", dtype)

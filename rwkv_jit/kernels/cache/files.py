@@ -39,12 +39,9 @@ class UntrustedError(OSError):
 
 
 def check(
-    path: str | Path,
-    status: os.stat_result,
-    sticky_is_safe: bool = False,
-    is_private: bool = False,
+    path: str | Path, status: os.stat_result, sticky_is_safe: bool = False, is_private: bool = False,
     trusted: os.stat_result | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Check owner and mode of what was opened; UntrustedError if others own it or can write to it.
 
     Those who may write what is `trusted` count as the user. RWKVJIT_CACHE_SHARED does not reach what `is_private`.
