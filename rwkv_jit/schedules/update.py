@@ -139,7 +139,14 @@ def forward(p: Problem) -> Schedule:
 
 def step(p: Problem, pool: Pool, is_packed: bool = False) -> Step:
     """Return the launch for p.B rows: of as many tokens each, or pieces of packed sequences."""
-    name, parameters, bind = _of_recurrence(p, pool) if p.op.through is None else of_rule(p)
+    if p.op.through is None:
+        name, bind = "update_states", dict[str, Any]()
+        parameters: dict[str, Parameter] = {
+            "BONUS": "u" in p.op.inputs, "DECAY": p.decay, "T_W": p.types.get("w", "fp32"),
+            "T_U": p.types.get("u", "fp32"), "T_W0": pool.w0_type,
+        }  # fmt: skip
+    else:
+        name, parameters, bind = of_rule(p)
     parameters |= {"ONE_TOKEN": _has_one_token(p, is_packed), "PACKED": is_packed, "HAS_STATE": True}
     parameters |= geometry(p, pool, is_packed)
     others = ("state_indices", "write_indices") if is_packed else ("bounds", "pieces")
@@ -148,17 +155,8 @@ def step(p: Problem, pool: Pool, is_packed: bool = False) -> Step:
     return step._replace(overlaps=step.overlaps and not is_packed)
 
 
-def _of_recurrence(p: Problem, pool: Pool) -> tuple[str, dict[str, Parameter], dict[str, Any]]:
-    """Return the kernel that takes the inputs of a recurrence, and its parameters and arguments."""
-    parameters: dict[str, Parameter] = {
-        "BONUS": "u" in p.op.inputs, "DECAY": p.decay, "T_W": p.types.get("w", "fp32"),
-        "T_U": p.types.get("u", "fp32"), "T_W0": pool.w0_type,
-    }  # fmt: skip
-    return "update_states", parameters, {}
-
-
 def of_rule(p: Problem) -> tuple[str, dict[str, Parameter], dict[str, Any]]:
-    """Return the same of an op that goes through another, with what the launches around that one are told."""
+    """Return the kernel, parameters and arguments of an op through another, as the launches around that are told."""
     around = through.forward(p, Schedule(())).launches
     first, last = around[0], around[-1]
     parameters: dict[str, Parameter] = {
