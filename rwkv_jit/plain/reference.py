@@ -310,9 +310,7 @@ def kda_ref(
     dt_bias: Tensor | None = None, lower_bound: float | None = None, qk_norm: bool = False,
     beta_map: BetaMap = "identity", scale: float | None = None, state_layout: StateLayout = "kv",
 ) -> Result:  # fmt: skip
-    rates = beta.to(torch.promote_types(v.dtype, torch.float32)).unsqueeze(-1)  # [B, T, HV, 1]
-    if beta_map != "identity":
-        rates = torch.sigmoid(rates) * (2 if beta_map == "twice_sigmoid" else 1)
+    rates = _rates(beta.to(torch.promote_types(v.dtype, torch.float32)), beta_map).unsqueeze(-1)  # [B, T, HV, 1]
     return gated_delta_rule2_ref(
         q, k, v, g, rates, rates, initial_state, output_final_state, cu_seqlens, A_log, dt_bias, lower_bound, qk_norm,
         scale, state_layout,
@@ -354,10 +352,7 @@ def gated_delta_rule2_ref(
     qk_norm: bool = False, scale: float | None = None, state_layout: StateLayout = "kv",
 ) -> Result:  # fmt: skip
     dtype, heads = torch.promote_types(v.dtype, torch.float32), v.shape[-2]
-    decays = g.to(dtype)
-    if A_log is not None:
-        decays = decays if dt_bias is None else decays + dt_bias.to(dtype).view(g.shape[-2:])
-        decays = gated_log_decays(decays, A_log, lower_bound)
+    decays = _log_decays(g.to(dtype), A_log, dt_bias, lower_bound)
     q, k = (_of_value_heads(x.to(dtype), heads, qk_norm) for x in (q, k))
     q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
 
@@ -416,3 +411,16 @@ def _of_value_heads(x: Tensor, heads: int, norm: bool = False) -> Tensor:
     if norm:
         x = x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
     return x.repeat_interleave(heads // x.shape[-2], -2)
+
+
+def _rates(beta: Tensor, beta_map: str) -> Tensor:
+    if beta_map == "identity":
+        return beta
+    return torch.sigmoid(beta) * (2 if beta_map == "twice_sigmoid" else 1)
+
+
+def _log_decays(g: Tensor, a_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None) -> Tensor:
+    if a_log is None:
+        return g
+    x = g if dt_bias is None else g + dt_bias.to(g.dtype).view(g.shape[-2:])
+    return gated_log_decays(x, a_log, lower_bound)
