@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from rwkv_jit.call import registry, torch_op
+from rwkv_jit.call import plain, registry, torch_op
 from rwkv_jit.kernels import template
 from rwkv_jit.plain import reference
 from rwkv_jit.schedules import common, directions
@@ -95,7 +95,8 @@ def nearest(step, argument, value):
 
 registry.register_op(MADE_UP, "made_up")
 directions.ALGORITHMS[MADE_UP.family] = {"recurrent": sys.modules[__name__]}
-OP = torch_op.define(MADE_UP, made_up_ref)
+plain.REFERENCES[MADE_UP.name] = made_up_ref
+OP = torch_op.define(MADE_UP)
 
 
 # ---- what tests of all tiers share -------------------------------------------------------------------------------

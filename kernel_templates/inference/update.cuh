@@ -67,25 +67,20 @@ template <typename T, int SIZE, int PADDED> struct Share {
     }
 };
 
-// The thread's keys of a row in shared memory.
-__device__ inline void read_keys(float (&x)[KEYS], const float* row) {
-    if constexpr (IS_VK) {
+// Keys of the thread that it reads of a row by one access.
+constexpr int TOGETHER = IS_VK ? min_of(VECTOR, 4) : 1;
+
+// The thread's keys of a row in shared memory: COUNT of them, from index `first` on, or all.
+template <int COUNT> __device__ inline void read_keys_from(int first, float (&x)[COUNT], const float* row) {
+    static_assert(COUNT % TOGETHER == 0);
 #pragma unroll
-        for (int j = 0; j < KEYS; j += VECTOR) {
-            const auto pack = *reinterpret_cast<const Pack<float, min_of(VECTOR, 4)>*>(row + key_of(j));
+    for (int j = 0; j < COUNT; j += TOGETHER) {
+        const auto pack = *reinterpret_cast<const Pack<float, TOGETHER>*>(row + key_of(first + j));
 #pragma unroll
-            for (int i = 0; i < min_of(VECTOR, 4); ++i) x[j + i] = pack.at[i];
-            if constexpr (VECTOR == 8) {
-                const auto next = *reinterpret_cast<const Pack<float, 4>*>(row + key_of(j) + 4);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) x[j + 4 + i] = next.at[i];
-            }
-        }
-    } else {
-#pragma unroll
-        for (int j = 0; j < KEYS; ++j) x[j] = row[key_of(j)];
+        for (int i = 0; i < TOGETHER; ++i) x[j + i] = pack.at[i];
     }
 }
+__device__ inline void read_keys(float (&x)[KEYS], const float* row) { read_keys_from(0, x, row); }
 
 // ---- sums over keys ----
 

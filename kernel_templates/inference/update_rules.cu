@@ -42,21 +42,25 @@ static_assert(sizeof(Smem) <= 48 * 1024, "head_size needs more than 48 KB of sha
 __device__ inline auto update_tile(RowTile& tile, const Token& token, OfHead head, const float (&skip)[KEPT],
                                    Sums<ONES>& sums, T_IO* y, int first_value, float scale) {
     constexpr bool HAS_DECAY = OF_CHANNELS || OF_HEADS, DECAYS_KEYS = HAS_DECAY && !RowTile::IS_WIDE;
-    float r[KEYS], k[KEYS], d[KEYS], sa[VALUES] = {}, read[VALUES] = {}, all_sa[VALUES], ones[ONES] = {};
-    read_keys(r, token.r), read_keys(k, token.k);
-    {
-        float erased[KEYS];
-        if constexpr (OF_CHANNELS) read_keys(d, token.d);
-        if constexpr (BETA_PER_CHANNEL) read_keys(erased, token.erased);
+    float sa[VALUES] = {}, read[VALUES] = {}, all_sa[VALUES], ones[ONES] = {};
+    // A tile of 16 bits leaves few registers for the rest: what is read later, or is of other keys, shall be in none.
+    constexpr int COUNT = RowTile::IS_WIDE ? KEYS : TOGETHER;
 #pragma unroll
-        for (int j = 0; j < KEYS; ++j) {
-            ones[0] += r[j] * k[j];
-            if constexpr (HAS_NORM) ones[1] += k[j] * k[j], ones[ONES - 1] += r[j] * r[j];
-            const float decay = OF_CHANNELS ? d[j] : head.decay;
-            float q = r[j], a = BETA_PER_CHANNEL ? erased[j] : k[j];
+    for (int first = 0; first < KEYS; first += COUNT) {
+        float r[COUNT], k[COUNT], d[COUNT], erased[COUNT];
+        read_keys_from(first, r, token.r), read_keys_from(first, k, token.k);
+        if constexpr (OF_CHANNELS) read_keys_from(first, d, token.d);
+        if constexpr (BETA_PER_CHANNEL) read_keys_from(first, erased, token.erased);
+#pragma unroll
+        for (int n = 0; n < COUNT; ++n) {
+            ones[0] += r[n] * k[n];
+            if constexpr (HAS_NORM) ones[1] += k[n] * k[n], ones[ONES - 1] += r[n] * r[n];
+            const float decay = OF_CHANNELS ? d[n] : head.decay;
+            float q = r[n], a = BETA_PER_CHANNEL ? erased[n] : k[n];
             if constexpr (DECAYS_KEYS) q *= decay, a *= decay;
 #pragma unroll
             for (int i = 0; i < VALUES; ++i) {
+                const int j = first + n;
                 if constexpr (HAS_DECAY && !DECAYS_KEYS) tile.set(i, j, tile.at(i, j) * decay);
                 read[i] += tile.at(i, j) * q;
                 if constexpr (DELTA) sa[i] += tile.at(i, j) * a;
@@ -64,6 +68,7 @@ __device__ inline auto update_tile(RowTile& tile, const Token& token, OfHead hea
         }
     }
     add_over_keys<DELTA>(read, sa, all_sa, ones, sums);
+    if constexpr (!RowTile::IS_WIDE) __syncwarp();
 
     const float of_k = HAS_NORM ? reciprocal_root(ones[ONES > 1 ? 1 : 0] + NORM_EPS) : 1.0f;
     const float of_q = HAS_NORM ? reciprocal_root(ones[ONES - 1] + NORM_EPS) : 1.0f;
@@ -80,14 +85,14 @@ __device__ inline auto update_tile(RowTile& tile, const Token& token, OfHead hea
             if (first_value + value < VALUE_SIZE) y[value] = from_float<T_IO>(result);
         }
     }
-    float u[VALUES];
+    float u[VALUES], k[KEYS], d[KEYS];
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) u[i] = added(token.v[own + i], all_sa[i]);
     read_keys(k, token.k);
     if constexpr (DECAYS_KEYS && OF_CHANNELS) read_keys(d, token.d);
     const auto change = [=](int i, int j, float s) {
         if constexpr (DECAYS_KEYS) s *= OF_CHANNELS ? d[j] : head.decay;
-        return s + u[i] * k[j];
+        return fmaf(u[i], k[j], s);
     };
     if constexpr (RowTile::IS_WIDE) change_tile(tile, change);
     return change;

@@ -56,7 +56,10 @@ def check_switches(op: Op, arrays: Sequence[Any], traits: Mapping[str, Any]) -> 
     """Check the switches of a call, and that raw gates have all that they need."""
     named, bound = dict(zip(op.names, arrays, strict=True)), traits.get("lower_bound")
     check_name("beta_map", traits.get("beta_map", "identity"), BETA_MAPS)
-    if named.get("a_log") is None:
+    if "least_step" in traits:
+        least, most = traits["least_step"], traits["most_step"]
+        step_limits((0.0 if least is None else least, math.inf if most is None else most))
+    if "a_log" in op.optional and named.get("a_log") is None:
         for name, x in (("dt_bias", named.get("dt_bias")), ("lower_bound", bound)):
             if x is not None:
                 raise ValueError(f"{name}: needs A_log too")

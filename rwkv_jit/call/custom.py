@@ -133,15 +133,9 @@ class OwnKernel(kernel.Kernel):
         self._template = own_template
 
     def launch(
-        self,
-        grid: int | tuple[int, ...],
-        block: int | tuple[int, ...],
-        *arguments: Any,
-        entry: str | None = None,
-        shared_bytes: int = 0,
-        stream: Any = None,
-        **named: Any,
-    ) -> None:
+        self, grid: int | tuple[int, ...], block: int | tuple[int, ...], *arguments: Any, entry: str | None = None,
+        shared_bytes: int = 0, stream: Any = None, **named: Any,
+    ) -> None:  # fmt: skip
         """Launch a kernel; like all work on a GPU it may still run when this returns.
 
         Parameters

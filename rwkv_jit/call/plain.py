@@ -15,14 +15,17 @@ two queries, one for u and one for y, and u of the first half moves the queries 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rwkv_jit.call import tensors
+from rwkv_jit.plain import operands, reference
 from rwkv_jit.plain.reference import decay_factor, final_states, starting_states
+from rwkv_jit.schedules.legal import Wkv4Decay
+from rwkv_jit.schedules.problem import Op
 
 FAMILIES = ("delta", "diagonal")  # that it knows
 CHUNK_LEN = 32  # tokens between states
@@ -33,6 +36,19 @@ LARGEST_FACTOR = 8.0
 # What w is where there is no token, so that the state stays as it is.
 NO_DECAY = {"raw": -torch.inf, "sigmoid": -torch.inf, "log": 0.0, "direct": 1.0}
 
+
+def _wkv4(
+    w: Tensor, u: Tensor, k: Tensor, v: Tensor, initial_state: Tensor | None, output_final_state: bool, *_: Any,
+    decay: Wkv4Decay, **__: Any,
+) -> Any:  # fmt: skip
+    return reference.wkv4_ref(w, u, k, v, initial_state, output_final_state, decay)
+
+
+# The definitions, by the op that they are of: what ops that go through another run is that of the other.
+REFERENCES: dict[str, Callable[..., Any]] = {
+    "wkv4": _wkv4, "wkv5": reference.wkv5_ref, "wkv6": reference.wkv6_ref, "wkv7": reference.wkv7_ref,
+    "gla": reference.gla_ref, "linear_attention": reference.linear_attention_ref,
+}  # fmt: skip
 Block = Callable[..., tuple[Tensor, Tensor]]  # state [B, H, V, K], streams [B, T, H, .], fixed [H, K] -> y, state
 
 
@@ -232,18 +248,19 @@ def _grows(w: Tensor, decay: str) -> bool:
 
 
 def loop(
-    reference: Callable[..., tuple[Tensor, Tensor]], inputs: Sequence[Tensor], initial_state: Tensor | None,
-    cu_seqlens: Tensor | None, scale: float, decay: str, state_layout: str,
+    name: str, inputs: Sequence[Tensor], initial_state: Tensor | None, cu_seqlens: Tensor | None, scale: float,
+    decay: str, state_layout: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return y and the final state of a call that has been checked, by the op's reference."""
     own_decay = {} if decay == "none" else {"decay": decay}
     with tensors.exactly(inputs[0]):
-        return reference(*inputs, initial_state, True, cu_seqlens, scale, state_layout=state_layout, **own_decay)
+        given = *inputs, initial_state, True, cu_seqlens, scale
+        return REFERENCES[name](*given, state_layout=state_layout, **own_decay)  # type: ignore[no-any-return]
 
 
 def run(
-    name: str, reference: Callable[..., tuple[Tensor, Tensor]], inputs: Sequence[Tensor], initial_state: Tensor | None,
-    cu_seqlens: Tensor | None, scale: float, decay: str, state_layout: str,
+    name: str, inputs: Sequence[Tensor], initial_state: Tensor | None, cu_seqlens: Tensor | None, scale: float,
+    decay: str, state_layout: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return y and the final state of a checked call, differentiable once.
 
@@ -254,7 +271,7 @@ def run(
     with tensors.exactly(v):
         is_small = v.shape[1] < FEWEST_TOKENS or v.numel() == 0
         if is_small or v.is_cuda or (w is not None and _grows(w, decay)):
-            return loop(reference, inputs, initial_state, cu_seqlens, scale, decay, state_layout)
+            return loop(name, inputs, initial_state, cu_seqlens, scale, decay, state_layout)
         block = functools.partial(_wkv7 if name == "wkv7" else _gated, decay, scale)
         if cu_seqlens is not None and w is not None and w.dim() == 2:
             w = w.expand(inputs[0].shape)  # where a sequence is over, its state does not decay
@@ -272,3 +289,21 @@ def run(
             fillers = [NO_DECAY[decay] if x is w else 0.0 for x in streams]
             y, final = _walk_packed(block, starts, streams, fixed, fillers, bounds)
         return y, final_states(final, initial_state, state_layout)
+
+
+def call(
+    op: Op, inputs: Sequence[Any], traits: Mapping[str, Any], initial_state: Tensor | None, cu_seqlens: Tensor | None,
+    scale: float, decay: str, state_layout: str, by_blocks: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return y and the final state of a checked call of an op, or of one through the op below.
+
+    It is differentiable once backwards and faster `by_blocks`, else any number of times.
+    """
+    below, given = op.through or op, inputs
+    if op.through is not None:
+        decay = "log"
+        with tensors.exactly(inputs[0]):
+            given = operands.operands(op, inputs, traits)
+    compute = run if by_blocks and below.family in FAMILIES else loop
+    y, final = compute(below.name, given, initial_state, cu_seqlens, scale, decay, state_layout)
+    return y if op.through is None else operands.behind(op, y, inputs), final

@@ -187,7 +187,6 @@ class Plan:
         return plan
 
     def _write_back(self, given: Sequence[Tensor | None], copies: Sequence[Tensor | None]) -> None:
-        """Write what kernels have changed in copies to the tensors of the caller."""
         for place in self._written:
             x, copy = given[place], copies[place]
             if x is not None and copy is not None and x is not copy:
@@ -290,7 +289,6 @@ class Plan:
     def _launch_of(
         self, step: Step, grid: tuple[int, int, int], arguments: Sequence[tuple[str, Any]]
     ) -> Callable[[kernel.Kernel], Launch]:
-        """Return what makes a launch of its kernel."""
         block = (int(step.parameters["NUM_THREADS"]), 1, 1)
         shared_bytes = int(step.parameters.get("SHARED_BYTES", step.shared_bytes))
         return lambda own: Launch(

@@ -65,7 +65,7 @@ class Prepared:
         self._forward, self._bounds, self._behind = forward, bounds, [None] * behind
         self.is_recorded = gradients is not None
         if gradients is not None:
-            self._gradients, self._empty = gradients, [None] * gradients.length
+            self.gradients, self._empty = gradients, [None] * gradients.length
             self._latest: _Backward | None = None
             forget_with(self)
 
@@ -82,7 +82,7 @@ class Prepared:
 
     def record(self, arrays: Arrays) -> tuple[Sequence[Any], Sequence[Any]]:
         """Run the forward; return its results, and what the backward takes."""
-        gradients = self._gradients
+        gradients = self.gradients
         if self._bounds is not None:
             place, readable = self._bounds
             arrays = [*arrays[:place], readable(arrays[place]), *arrays[place + 1 :]]
@@ -96,14 +96,14 @@ class Prepared:
 
     def differentiate(self, saved: Arrays, grads: Arrays) -> Sequence[Tensor | None]:
         """Return the gradients of the arrays by prepared kernels, or by the op where tensors are not torch's own."""
-        gradients, arrays = self._gradients, [*saved, *grads]
+        gradients, arrays = self.gradients, [*saved, *grads]
         for place, shape, dtype in gradients.needed:
             if arrays[place] is None:  # nothing depends on this result, and kernels need a tensor
                 arrays[place] = arrays[0].new_zeros(shape, dtype=dtype)  # type: ignore[union-attr]
         there, latest = tuple(map(IS_THERE, arrays)), self._latest
         if latest is None or latest.there != there or not latest.are_alike(*compress(arrays, there)):
-            if not tensors.are_own(arrays):
-                return self.differentiate_by_op(saved, grads)
+            if not tensors.are_plain(arrays) or any(tensors.is_batched(x) for x in arrays if x is not None):
+                return gradients.by_op(saved, grads)
             are_alike = tensors.likeness([x for x in arrays if x is not None])
             latest = self._latest = _Backward(gradients.plan(arrays), there, are_alike)
         made: list[Any] = [*self._empty]
@@ -112,10 +112,6 @@ class Prepared:
         for place, other, dtype in gradients.shared:
             made[place] = made[other].to(dtype)
         return made
-
-    def differentiate_by_op(self, saved: Arrays, grads: Arrays) -> Sequence[Tensor | None]:
-        """Return the same by the torch op, which compilers and modes can see."""
-        return self._gradients.by_op(saved, grads)
 
 
 def of_problem(
@@ -175,7 +171,7 @@ class _Recorded(torch.autograd.Function):
         saved, call = ctx.saved_tensors, ctx.call
         if not torch.is_grad_enabled() and tensors.is_eager():
             return None, *call.differentiate(saved, grads)
-        return None, *call.differentiate_by_op(saved, grads)
+        return None, *call.gradients.by_op(saved, grads)  # which compilers and modes can see
 
 
 # Function.apply looks for transforms first; a prepared call has none, and saves that time.
@@ -197,8 +193,9 @@ def with_nearest(
     error: UnsupportedConfigError, problem: Problem, schedule: Schedule, asked: Mapping[str, int]
 ) -> UnsupportedConfigError:
     """Return an error that names the nearest legal values of what the caller chose."""
-    algorithm, step = directions.algorithm(problem), schedule.launches[schedule.main]
-    legal = {argument: algorithm.nearest(step, argument, value) for argument, value in asked.items()}
+    # Algorithms without such a function have said what is legal.
+    nearest = getattr(directions.algorithm(problem), "nearest", lambda *_: None)
+    legal = {argument: nearest(schedule.launches[schedule.main], argument, value) for argument, value in asked.items()}
     near = [f"{argument}={value}" for argument, value in legal.items() if value is not None]
     return UnsupportedConfigError(f"{error}; nearest legal: {', '.join(near)}") if near else error
 

@@ -209,7 +209,6 @@ def each_row(run: Callable[..., Sequence[Tensor | None]], arguments: Sequence[An
 def _stacked(
     run: Callable[..., Sequence[Tensor | None]], several: Sequence[Any], batched: Sequence[bool]
 ) -> list[Tensor | None]:  # fmt: skip
-    """Return what is made of each row."""
     pairs = [*zip(several, batched, strict=True)]
     rows = range(len(several[batched.index(True)]))
     made = [run(*[x[row] if is_batched else x for x, is_batched in pairs]) for row in rows]

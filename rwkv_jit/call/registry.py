@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -62,16 +62,9 @@ _LINEAR_LOSS = {
 }  # fmt: skip
 
 
-class Runner(NamedTuple):
-    """Who runs a torch op."""
-
-    run: Callable[..., Any]  # with CPU and CUDA tensors
-    fake: Callable[..., Any]  # with tensors that have no memory
-    record: Callable[..., Any]  # above autograd, with torch's set of dispatch keys before the arguments
-    cast: Callable[..., Any]  # under autocast: returns the arguments that shall be taken
-
-
-_runners: dict[str, Runner] = {}
+# Who runs a torch op: "run" with CPU and CUDA tensors, "fake" with those that have no memory, "record" above autograd,
+# with torch's set of dispatch keys before the arguments, and "cast" returns the arguments to take under autocast.
+_runners: dict[str, dict[str, Callable[..., Any]]] = {}
 _modules: dict[str, str] = {}  # by torch op: the module that implements it, imported when the op is first called
 
 
@@ -85,10 +78,10 @@ def implement(
     cast: Callable[..., Any] = lambda *arguments: arguments,
 ) -> None:  # fmt: skip
     """Say who runs an op."""
-    _runners[name] = Runner(run, fake, record, cast)
+    _runners[name] = {"run": run, "fake": fake, "record": record, "cast": cast}
 
 
-def _runner(name: str) -> Runner:
+def _runner(name: str) -> dict[str, Callable[..., Any]]:
     if name not in _runners:
         import_module(f"rwkv_jit.{_modules[name]}")
     return _runners[name]
@@ -99,7 +92,7 @@ def _later(name: str, part: str) -> Callable[..., Any]:
 
     def run(*arguments: Any, **named: Any) -> Any:
         if not runner:
-            runner.append(getattr(_runner(name), part))
+            runner.append(_runner(name)[part])
         return runner[0](*arguments, **named)
 
     return run
@@ -110,7 +103,7 @@ def _under_autocast(name: str, key: torch._C.DispatchKey) -> Callable[..., Any]:
     off = torch._C.DispatchKeySet(key)
 
     def run(*arguments: Any, **named: Any) -> Any:
-        cast = _runner(name).cast(*arguments)  # with the key off, torch says that autocast is off
+        cast = _runner(name)["cast"](*arguments)  # with the key off, torch says that autocast is off
         with torch._C._ExcludeDispatchKeyGuard(off):
             return find(name)(*cast, **named)
 

@@ -23,20 +23,13 @@ SHORT_TOKENS = 16
 _MANY = 1 << 20  # sequences or tokens, more than the rule asks for
 
 
-class _FewHeads(NamedTuple):
-    """Where few heads are faster in the kernels for large ones; sizes that depend on the GPU are for an SM."""
-
-    least: int  # tokens
-    most: int
-    blocks: float  # sequences times heads, of which there are fewer
-    work: float  # tokens of all of them
-
-
-# By family, of heads of up to 64 channels and of larger ones. Measured on an H100 without gradients: a walk over chunks
-# that are prepared at once takes half the time of one that prepares them on its way, until the GPU is full.
+# Where few heads are faster in the kernels for large ones: the least and the most tokens, and for an SM sequences times
+# heads, of which there are fewer, and tokens of all of them. By family, of heads of up to 64 channels and of larger
+# ones. Measured on an H100 without gradients: a walk over chunks that are prepared at once takes half the time of one
+# that prepares them on its way, until the GPU is full.
 _FEW_HEADS = {
-    "delta": (_FewHeads(192, 2560, 3 / 8, 384), _FewHeads(128, 12288, 1 / 2, math.inf)),
-    "diagonal": (_FewHeads(192, 1280, 1 / 2, 384), _FewHeads(192, 3072, 1 / 2, 768)),
+    "delta": ((192, 2560, 3 / 8, 384), (128, 12288, 1 / 2, math.inf)),
+    "diagonal": ((192, 1280, 1 / 2, 384), (192, 3072, 1 / 2, 768)),
 }
 
 
@@ -185,11 +178,11 @@ def _takes_large(p: Problem) -> bool:
     multiprocessors = p.multiprocessors
     if p.training or multiprocessors is None or p.chunk_len or p.num_threads is not None:
         return False
-    few = _FEW_HEADS[p.op.family][max(p.K, p.V) > 64]
+    least, most, blocks, work = _FEW_HEADS[p.op.family][max(p.K, p.V) > 64]
     longest = p.longest if p.is_packed else p.tokens
-    if not few.least <= longest <= few.most or p.all_heads >= few.blocks * multiprocessors:
+    if not least <= longest <= most or p.all_heads >= blocks * multiprocessors:
         return False
-    if p.all_heads * p.tokens > few.work * multiprocessors:
+    if p.all_heads * p.tokens > work * multiprocessors:
         return False
     large = ALGORITHMS[p.op.family]["large"]
     return large.why_not(p) is None and large.suits_few_heads(p)

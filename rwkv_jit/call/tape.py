@@ -86,7 +86,6 @@ class Tape(TorchDispatchMode):
         return layout.is_dense and layout_of(x).is_dense and layout.dtype == x.dtype
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an op and note it."""
         named = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags or not self._changes_what_it_made(func, args, named):
             raise CannotRecord(f"{func}, which changes a tensor or draws numbers")
@@ -115,7 +114,6 @@ class Tape(TorchDispatchMode):
         return results
 
     def _changes_what_it_made(self, func: Any, args: Sequence[Any], named: dict[str, Any]) -> bool:
-        """Return whether all that an op changes was made here, in this direction."""
         if not func._schema.is_mutable:
             return True
         if named or len(func._schema.returns) > 1:

@@ -163,15 +163,12 @@ def _checked(cu_seqlens: Tensor, tokens: int) -> _Packing | None:
     spare = max(most.bit_length() - 3, 0)
     most = most >> spare << spare
     gone = weakref.ref(cu_seqlens, lambda _: _checked_packings.pop(index, None))
-    known = _checked_packings[index] = _Packing(gone, _version(cu_seqlens), tokens, most)
+    version = -1 if cu_seqlens.is_inference() else cu_seqlens._version
+    known = _checked_packings[index] = _Packing(gone, version, tokens, most)
     if len(_longest_of_shape) >= _MOST_SHAPES:
         _longest_of_shape.clear()
     _longest_of_shape[len(cu_seqlens), tokens] = most
     return known
-
-
-def _version(x: Tensor) -> int:
-    return -1 if x.is_inference() else x._version
 
 
 def _longest(values: Tensor, tokens: int) -> int:
@@ -251,11 +248,6 @@ def are_plain(arrays: Iterable[Any]) -> bool:
     """Return whether these are tensors of torch or None, and no subclass that sees every op."""
     # A tuple, as the compiler of torch 2.6 does not know sets.
     return all(x is None or type(x) in _PLAIN for x in arrays)
-
-
-def are_own(arrays: Sequence[Any]) -> bool:
-    """Return whether the tensors of a backward are torch's own, and none of them several at once."""
-    return are_plain(arrays) and not any(is_batched(x) for x in arrays if x is not None)
 
 
 def signature(arrays: Sequence[Any]) -> tuple[Any, ...] | None:
@@ -408,12 +400,12 @@ def alignment(x: Tensor, vector: int) -> int:
 
 def validate(name: str, x: Tensor) -> None:
     """Check through DLPack that a kernel will see the tensor that torch sees: done once per signature."""
-    seen = dlpack.view(x)
-    wrong = seen.shape != tuple(x.shape) or seen.device != x.device.index or seen.element_bytes != x.element_size()
+    address, shape, strides, device, element_bytes = dlpack.view(x)
+    wrong = shape != tuple(x.shape) or device != x.device.index or element_bytes != x.element_size()
     # Strides of a dimension of size 1 have no meaning.
-    differ = any(a != b and n != 1 for a, b, n in zip(seen.strides, x.stride(), seen.shape, strict=True))
-    if wrong or (x.numel() > 0 and (seen.address != x.data_ptr() or differ)):
+    differ = any(a != b and n != 1 for a, b, n in zip(strides, x.stride(), shape, strict=True))
+    if wrong or (x.numel() > 0 and (address != x.data_ptr() or differ)):
         raise ValueError(
-            f"{name}: DLPack shows shape {seen.shape}, strides {seen.strides} at {seen.address:#x} on device "
-            f"{seen.device}; torch shows {tuple(x.shape)}, {x.stride()} at {x.data_ptr():#x} on {x.device}"
+            f"{name}: DLPack shows shape {shape}, strides {strides} at {address:#x} on device "
+            f"{device}; torch shows {tuple(x.shape)}, {x.stride()} at {x.data_ptr():#x} on {x.device}"
         )

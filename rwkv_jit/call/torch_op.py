@@ -54,8 +54,6 @@ class TorchOp:
     op: Op
     forward: Any  # the torch op
     by_op: Callable[..., Sequence[Tensor | None]]  # the gradients of a prepared call by the torch op
-    refuse: Callable[[Sequence[Any], Mapping[str, Any]], None]  # raises where inputs and switches do not fit
-    behind: Callable[[Tensor, Sequence[Any]], Tensor] | None = None  # what stands behind the recurrence, in plain torch
     # Runs a checked call in parts, of what `call` takes but for all options and switches; None where it does not.
     in_parts: Callable[..., tuple[Tensor, Tensor | None] | None] | None = None
 
@@ -130,7 +128,7 @@ def call(
 
 def whole_options(torch_op: TorchOp, arrays: Sequence[Any], options: Any, traits: Any) -> DecayOptions:
     """Return all options of a call, once its switches are checked."""
-    torch_op.refuse(arrays, dict(traits))
+    checks.check_switches(torch_op.op, arrays, dict(traits))
     whole = complete(torch_op.op, dict(options), arrays[0])
     if whole["decay_bound"] is None and (bound := dict(traits).get("lower_bound")) is not None:
         whole["decay_bound"] = bound
@@ -273,23 +271,9 @@ def _prepare(
 # ---- the torch op ------------------------------------------------------------------------------------------------
 
 
-def define(
-    op: Op,
-    reference: Callable[..., Any],
-    operands: Callable[[Sequence[Any], Mapping[str, Any]], Sequence[Tensor]] | None = None,
-    behind: Callable[[Tensor, Sequence[Any]], Tensor] | None = None,
-    refuse: Callable[[Sequence[Any], Mapping[str, Any]], None] = lambda arrays, traits: None,
-    in_parts: Callable[..., tuple[Tensor, Tensor | None] | None] | None = None,
-) -> TorchOp:
-    """Say who runs `rwkv_jit::<name>_fwd` and `<name>_bwd`, which `registry` knows, and return the op.
-
-    `reference` is the op in plain torch, or the op below it; it takes the inputs, the initial state, whether the final
-    one is needed, cu_seqlens and the scale, and by name state_layout and decay. `operands` returns its inputs from
-    those of a call and the switches; `behind` returns y of its y and of the inputs. `refuse` raises an error where
-    switches do not fit the inputs that are there.
-    """
+def define(op: Op, in_parts: Callable[..., tuple[Tensor, Tensor | None] | None] | None = None) -> TorchOp:
+    """Say who runs `rwkv_jit::<name>_fwd` and `<name>_bwd`, which `registry` knows, and return the op."""
     name, count = op.name, len(op.inputs)
-    below = op.through or op
     leaves = recording.Leaves((*op.names, STATE))
     end = count + 2 + len(Options._fields)  # of the options, behind state and cu_seqlens
 
@@ -300,21 +284,11 @@ def define(
     def run_plainly(
         arrays: Sequence[Any], options: Options, named: Mapping[str, Any], by_blocks: bool
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Compute a call in plain torch: `by_blocks` differentiable once backwards, else any number of times."""
         given, (state, cu_seqlens) = arrays[:count], arrays[count : count + 2]
         if cu_seqlens is not None:
             cu_seqlens = tensors.packing(cu_seqlens, given[0].shape[1])
-        decay = options.decay
-        if operands is not None:
-            decay = "log"
-            with tensors.exactly(given[0]):
-                given = operands(given, dict(traits_of(op, named)))
-        rest = state, cu_seqlens, options.scale, decay, options.state_layout
-        if by_blocks and below.family in plain.FAMILIES:
-            y, final = plain.run(below.name, reference, given, *rest)
-        else:
-            y, final = plain.loop(reference, given, *rest)
-        return y if behind is None else behind(y, arrays[:count]), final
+        rest = options.scale, options.decay, options.state_layout, by_blocks
+        return plain.call(op, given, dict(traits_of(op, named)), state, cu_seqlens, *rest)
 
     def forward(*arguments: Any, decay_bound: float | None = None, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
         given, (state, cu_seqlens), options = parts(arguments)
@@ -401,7 +375,6 @@ def define(
         return *(under_autocast(op, inputs) or inputs), *arguments[count:]
 
     def by_op(p: Problem, saved: Sequence[Any], grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Return the gradients of the arrays of a prepared call by the torch op."""
         return differentiate(saved, grads, options_of(p), p.wanted, **dict(p.traits))
 
     differentiate = differentiable.define(
@@ -410,7 +383,7 @@ def define(
             bounds=count + 1, told=told, present=lambda arguments: (True, bool(arguments[end])),
         )
     )  # fmt: skip
-    torch_op = TorchOp(op, registry.find(f"{name}_fwd"), by_op, refuse, behind, in_parts)
+    torch_op = TorchOp(op, registry.find(f"{name}_fwd"), by_op, in_parts)
     return torch_op
 
 

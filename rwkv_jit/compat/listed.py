@@ -58,7 +58,9 @@ def find(
     if not tensors.is_eager() or lead.device.type not in devices:
         return None
     key = *key, has_gradients, switches.current()
-    found: tape.Recorded | bool | None = prepared.latest(key, arrays)
+    # Under checkpointing the same calls come in turn with tensors that want gradients and with those that do not.
+    turn = *key, tuple([x.requires_grad for x in arrays])
+    found: tape.Recorded | bool | None = prepared.latest(turn, arrays)
     # A check of likeness knows no tensor that is there twice.
     if found is None and len({*map(id, arrays)}) == len(arrays) and not (lead.is_cuda and tensors.capturing()):
         # Calls that take turns, as those of layers of which some are frozen, have come before too.
@@ -67,7 +69,7 @@ def find(
         found = prepared.calls.get(signature)
         if found is None:
             found = prepared.calls.keep(signature, _noted(function, arrays, has_gradients) or False)
-        prepared.keep_latest(key, arrays, found)
+        prepared.keep_latest(turn, arrays, found)
     return found or None  # type: ignore[return-value]
 
 

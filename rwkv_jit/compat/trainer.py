@@ -108,13 +108,16 @@ def mix_backward(t: Call) -> list[Tensor]:
 
 
 def _stacked(*parameters: Tensor) -> Tensor:
-    return torch.stack([x.reshape(-1) for x in parameters])
+    if len(parameters) == 1:
+        return parameters[0].reshape(1, -1)  # (1, C), no copy
+    return torch.stack([x.reshape(-1) for x in parameters])  # (mixes, C)
 
 
 def _mix_gradients(grads: Sequence[Tensor], x: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
     inputs = {"x": x, "mixes": _stacked(*parameters)}
     of_x, of_mixes = _gradients("token_shift", {f"mixed{m}": grad for m, grad in enumerate(grads)}, inputs, inputs)
-    return [of_x, *(grad.clone().reshape(x.shape) for grad, x in zip(of_mixes, parameters, strict=True))]
+    several = [grad.clone() for grad in of_mixes] if len(parameters) > 1 else [of_mixes]  # each of its own memory
+    return [of_x, *(grad.reshape(x.shape) for grad, x in zip(several, parameters, strict=True))]
 
 
 def rate_forward(t: Call) -> Tensor:

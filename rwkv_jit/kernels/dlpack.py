@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -23,22 +22,13 @@ _pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer.restype, _pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
 
 
-class View(NamedTuple):
-    """Address, sizes and device; strides are in elements."""
+def view(x: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...], int, int]:
+    """Return address, shape, strides (in elements), device and bytes of an element that DLPack shows of a tensor.
 
-    address: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    device: int
-    element_bytes: int
-
-
-def view(x: Tensor) -> View:
-    """Return what DLPack shows of a tensor; no stream waits, as nothing is read."""
+    No stream waits, as nothing is read.
+    """
     capsule = x.detach().__dlpack__(stream=-1)
     array = _Array.from_address(_pointer(capsule, b"dltensor"))
     count = array.dimensions
-    return View(
-        (array.data or 0) + array.offset, tuple(array.shape[:count]), tuple(array.strides[:count]), array.device,
-        array.bits * array.lanes // 8,
-    )  # fmt: skip
+    address, element_bytes = (array.data or 0) + array.offset, array.bits * array.lanes // 8
+    return address, tuple(array.shape[:count]), tuple(array.strides[:count]), array.device, element_bytes

@@ -53,16 +53,9 @@ class Launch:
     """
 
     def __init__(
-        self,
-        kernel: Kernel,
-        entry: str,
-        device: int,
-        grid: Extent,
-        block: Extent,
-        arguments: Sequence[tuple[str, Any]],
-        shared_bytes: int = 0,
-        overlaps: bool = False,
-    ):
+        self, kernel: Kernel, entry: str, device: int, grid: Extent, block: Extent,
+        arguments: Sequence[tuple[str, Any]], shared_bytes: int = 0, overlaps: bool = False,
+    ):  # fmt: skip
         cuda.make_current(device)
         self.kernel = kernel  # keeps the module alive
         self.arguments = arguments
@@ -109,7 +102,7 @@ class Launches:
         for step in steps:
             places.append([])
             for letters, x in step.arguments:
-                if not _has_value(x):
+                if not any(isinstance(each, Value) for each in _fields(x)):
                     places[-1].append((True, len(constants)))
                     constants += struct.pack("=" + _padded(letters), *_fields(x))
                 elif isinstance(x, Value):
@@ -195,13 +188,7 @@ def _padded(letters: str) -> str:
 
 
 def _fields(x: Any) -> tuple[Any, ...]:
-    """Return what an argument consists of."""
     return x if isinstance(x, tuple) and not isinstance(x, Value) else (x,)
-
-
-def _has_value(x: Any) -> bool:
-    """Return whether any of that is another thing in every launch."""
-    return any(isinstance(each, Value) for each in _fields(x))
 
 
 def picker(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:

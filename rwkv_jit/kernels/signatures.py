@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 _V = TypeVar("_V")
 
@@ -12,13 +12,7 @@ MOST = 4096  # a server that meets every length there is must not grow without e
 _all: list[BySignature[Any]] = []
 
 
-class Holder(Protocol):
-    """Something that outlives its signature, as a graph holds it until it is differentiated."""
-
-    def forget(self) -> None:
-        """Drop what was prepared."""
-
-
+# What outlives its signature, as a graph holds it until it is differentiated.
 _holders: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -37,8 +31,8 @@ class BySignature(dict[Any, _V]):
         return value
 
 
-def forget_with(holder: Holder) -> None:
-    """Let a holder forget what was prepared whenever everything is dropped."""
+def forget_with(holder: Any) -> None:
+    """Call a holder's `forget`, which drops what was prepared, whenever everything is dropped."""
     _holders.add(holder)
 
 

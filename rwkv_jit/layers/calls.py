@@ -291,7 +291,6 @@ def slots_of(pool: Tensor) -> Tensor:
 
 
 def _plan_of_backward(call: Call, named: Mapping[str, Any], wanted: tuple[str, ...]) -> Plan:
-    """Return the plan of a backward, of tensors by the names that plans know."""
     kind, op = call.kind, BACKWARDS[call.kind.name]
 
     def prepare() -> Plan:
@@ -307,7 +306,6 @@ def _plan_of_backward(call: Call, named: Mapping[str, Any], wanted: tuple[str, .
 
 
 def _prepared(call: Call, is_recorded: bool) -> Prepared:
-    """Return a call that is prepared, with gradients where it `is_recorded`."""
     kind, forward, bounds = call.kind, _plan(call), None
     if kind.packed is not None and call.inputs[kind.packed] is not None:
         bounds = kind.packed, partial(tensors.packing, tokens=call.lead.shape[1])

@@ -251,14 +251,12 @@ def _has_channels_last(pool: Tensor) -> bool:
 
 
 def _given(call: calls.Call) -> Given:
-    """Return what schedules depend on: channels and the width of the filters."""
     weight = call.inputs[1]
     given = common.given_of(call, call.lead.numel() // weight.shape[0], tuple(weight.shape))
     return given if call.kind is KIND else common.with_pool(given, "conv_state", call.written[0])
 
 
 def _rows(call: calls.Call) -> Sequences:
-    """Return the rows of an update, and their pool."""
     _, _, _, cache_seqlens, indices, _ = call.inputs
     pool = call.written[0]
     of_pool = {"state_len": pool.shape[2], "channels_last": _has_channels_last(pool), "ring": cache_seqlens is not None}

@@ -39,15 +39,9 @@ def check(op: str, name: str, x: Tensor | None, shapes: Sequence[tuple[int, ...]
     """Check an input that may have any of these shapes."""
     if x is None:
         raise TypeError(f"{name}: expected a torch.Tensor or an array with __dlpack__, got NoneType")
-    check_shape(name, x, shapes)
+    arguments.check_shape(name, x, *shapes)
     may_be_float32 = name in OPS[op].wide and lead.dtype != torch.float32
     arguments.check_dtype(name, x, (lead.dtype, torch.float32) if may_be_float32 else (lead.dtype,), lead)
-
-
-def check_shape(name: str, x: Tensor, shapes: Sequence[tuple[int, ...]]) -> None:
-    """Check that a shape is one of these."""
-    if tuple(x.shape) not in shapes:
-        raise ValueError(f"{name}: expected shape {' or '.join(str(list(n)) for n in shapes)}, got {list(x.shape)}")
 
 
 def check_heads(op: str, named: dict[str, Any], needed: Sequence[str]) -> Tensor:

@@ -262,7 +262,6 @@ def _check_options(l2_wrap: Any, ignore_index: Any) -> None:
 
 
 def _loss_of_logits(logits: Any, targets: Any, options: Mapping[str, Any]) -> Tensor:
-    """Return the loss of DTensors: each rank's rows, of which a reduction is whole on every rank."""
     checks.check_name("reduction", options["reduction"], _REDUCTIONS)
     roles = {"batch": 0} if logits.dim() > 1 else {}
 

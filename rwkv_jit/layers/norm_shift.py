@@ -110,7 +110,7 @@ def _check(inputs: Sequence[Any], written: Sequence[Any], eps: float, dtype: Any
         common.check("norm_shift", name, own, [(channels,)], x)
     for name, own, shape in (("add", add, tuple(x.shape)), ("first", first, (texts, channels))):
         if own is not None:
-            common.check_shape(name, own, [shape])
+            arguments.check_shape(name, own, shape)
             arguments.check_dtype(name, own, (dtype,), x)
     mixed = {f"mixed{m}": tuple(x.shape) for m in range(mixes.shape[0])}
     made = {"residual": tuple(x.shape), **mixed, "last": (texts, channels), "stats": (*x.shape[:2], 2)}

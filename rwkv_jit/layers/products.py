@@ -80,10 +80,10 @@ def _check(inputs: Sequence[Any], written: Sequence[Any], kinds: tuple[str, ...]
         made[f"y{p}"] = (*lead.shape[:-1], width)
         shapes = {"x": (*lead.shape[:-1], depth), "bias": (width,), "gate": made[f"y{p}"], "add": made[f"y{p}"]}
         shared = tensor.get("x", shared)  # with the product before
-        common.check_shape(f"x{p}", shared, [shapes["x"]])
+        arguments.check_shape(f"x{p}", shared, shapes["x"])
         for x, y in tensor.items():
             if x in shapes:
-                common.check_shape(f"{x}{p}", y, [shapes[x]])
+                arguments.check_shape(f"{x}{p}", y, shapes[x])
             arguments.check_dtype(f"{x}{p}", y, (lead.dtype,), lead)
             named[f"{x}{p}"] = y
     results = {name: shape for (name, shape), y in zip(made.items(), written, strict=False) if y is None}

@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from rwkv_jit.call import checks, tensors, torch_op
+from rwkv_jit.call.options import CallOptions, DecayOptions
 from rwkv_jit.call.tensors import Array
-from rwkv_jit.call.torch_op import TorchOp
-from rwkv_jit.plain.operands import operands
-from rwkv_jit.plain.reference import wkv7_ref
 from rwkv_jit.schedules.legal import BetaMap
 from rwkv_jit.schedules.table import DERIVED as OPS
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from rwkv_jit.call.options import CallOptions, DecayOptions
-
-
-# ---- what they share ---------------------------------------------------------------------------------------------
-
-
-def _define(name: str) -> TorchOp:
-    op = OPS[name]
-    return torch_op.define(op, wkv7_ref, partial(operands, op), refuse=partial(checks.check_switches, op))
-
-
-_KDA, _GATED_DELTA_RULE, _DELTA_RULE = _define("kda"), _define("gated_delta_rule"), _define("delta_rule")
-_GATED_DELTA_RULE2 = _define("gated_delta_rule2")
+_KDA, _GATED_DELTA_RULE, _DELTA_RULE, _GATED_DELTA_RULE2 = (
+    torch_op.define(OPS[name]) for name in ("kda", "gated_delta_rule", "delta_rule", "gated_delta_rule2")
+)
 
 
 def _by_heads(dt_bias: Any, g: Any) -> Any:
@@ -40,26 +25,12 @@ def _by_heads(dt_bias: Any, g: Any) -> Any:
     return tensors.from_any("dt_bias", dt_bias).reshape(shape) if is_flat else dt_bias
 
 
-# ---- the ops -----------------------------------------------------------------------------------------------------
-
-
 def kda(
-    q: Array,
-    k: Array,
-    v: Array,
-    g: Array,
-    beta: Array,
-    initial_state: Array | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Array | None = None,
-    *,
-    A_log: Array | None = None,
-    dt_bias: Array | None = None,
-    lower_bound: float | None = None,
-    qk_norm: bool = False,
-    beta_map: BetaMap = "identity",
-    **options: Unpack[DecayOptions],
-) -> tuple[Tensor, Tensor | None]:
+    q: Array, k: Array, v: Array, g: Array, beta: Array, initial_state: Array | None = None,
+    output_final_state: bool = False, cu_seqlens: Array | None = None, *, A_log: Array | None = None,
+    dt_bias: Array | None = None, lower_bound: float | None = None, qk_norm: bool = False,
+    beta_map: BetaMap = "identity", **options: Unpack[DecayOptions],
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     r"""Kimi Delta Attention over sequences, with gradients to every input and to the initial state.
 
         S <- S diag(e^g);   u = beta (v - S k);   S <- S + u k^T;   y = scale S q
@@ -148,21 +119,10 @@ def kda(
 
 
 def gated_delta_rule(
-    q: Array,
-    k: Array,
-    v: Array,
-    g: Array,
-    beta: Array,
-    initial_state: Array | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Array | None = None,
-    *,
-    A_log: Array | None = None,
-    dt_bias: Array | None = None,
-    qk_norm: bool = False,
-    beta_map: BetaMap = "identity",
-    **options: Unpack[CallOptions],
-) -> tuple[Tensor, Tensor | None]:
+    q: Array, k: Array, v: Array, g: Array, beta: Array, initial_state: Array | None = None,
+    output_final_state: bool = False, cu_seqlens: Array | None = None, *, A_log: Array | None = None,
+    dt_bias: Array | None = None, qk_norm: bool = False, beta_map: BetaMap = "identity", **options: Unpack[CallOptions],
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     r"""The gated delta rule over sequences, with gradients to every input and to the initial state.
 
         S <- e^g S;   u = beta (v - S k);   S <- S + u k^T;   y = scale S q
@@ -228,18 +188,10 @@ def gated_delta_rule(
 
 
 def delta_rule(
-    q: Array,
-    k: Array,
-    v: Array,
-    beta: Array,
-    initial_state: Array | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Array | None = None,
-    *,
-    qk_norm: bool = False,
-    beta_map: BetaMap = "identity",
+    q: Array, k: Array, v: Array, beta: Array, initial_state: Array | None = None, output_final_state: bool = False,
+    cu_seqlens: Array | None = None, *, qk_norm: bool = False, beta_map: BetaMap = "identity",
     **options: Unpack[CallOptions],
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     r"""The delta rule over sequences, with gradients to every input and to the initial state.
 
         u = beta (v - S k);   S <- S + u k^T;   y = scale S q
@@ -300,22 +252,11 @@ def delta_rule(
 
 
 def gated_delta_rule2(
-    q: Array,
-    k: Array,
-    v: Array,
-    g: Array,
-    beta: Array,
-    write_gate: Array,
-    initial_state: Array | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Array | None = None,
-    *,
-    A_log: Array | None = None,
-    dt_bias: Array | None = None,
-    lower_bound: float | None = None,
-    qk_norm: bool = False,
+    q: Array, k: Array, v: Array, g: Array, beta: Array, write_gate: Array, initial_state: Array | None = None,
+    output_final_state: bool = False, cu_seqlens: Array | None = None, *, A_log: Array | None = None,
+    dt_bias: Array | None = None, lower_bound: float | None = None, qk_norm: bool = False,
     **options: Unpack[DecayOptions],
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     r"""The gated delta rule by channels over sequences, with gradients to every input and to the initial state.
 
         S <- S diag(e^g);   u = write_gate v - S (beta k);   S <- S + u k^T;   y = scale S q

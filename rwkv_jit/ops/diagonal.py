@@ -3,54 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from rwkv_jit.call import checks, tensors, torch_op
+from rwkv_jit.call.options import CallOptions, DecayOptions
 from rwkv_jit.call.tensors import Array
-from rwkv_jit.call.torch_op import TorchOp
 from rwkv_jit.ops import wide_keys
-from rwkv_jit.plain.operands import behind, operands
-from rwkv_jit.plain.reference import gla_ref
 from rwkv_jit.schedules.table import DERIVED as OPS
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from rwkv_jit.call.options import CallOptions, DecayOptions
-
-
-def _check_limits(arrays: Sequence[Any], traits: Mapping[str, Any]) -> None:
-    """Check the limits of steps."""
-    least, most = traits["least_step"], traits["most_step"]
-    checks.step_limits((0.0 if least is None else least, math.inf if most is None else most))
-
-
-def _define(name: str, **more: Any) -> TorchOp:
-    return torch_op.define(OPS[name], gla_ref, partial(operands, OPS[name]), in_parts=wide_keys.in_parts, **more)
-
-
-_SIMPLE_GLA, _HGRN2 = _define("simple_gla"), _define("hgrn2")
-_SSD = _define("ssd", behind=partial(behind, OPS["ssd"]), refuse=_check_limits)
+_SIMPLE_GLA, _HGRN2, _SSD = (
+    torch_op.define(OPS[name], wide_keys.in_parts) for name in ("simple_gla", "hgrn2", "ssd")
+)  # fmt: skip
 
 
 # ---- sequences ---------------------------------------------------------------------------------------------------
 
 
 def simple_gla(
-    q: Array,
-    k: Array,
-    v: Array,
-    g: Array,
-    initial_state: Array | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Array | None = None,
-    **options: Unpack[CallOptions],
-) -> tuple[Tensor, Tensor | None]:
+    q: Array, k: Array, v: Array, g: Array, initial_state: Array | None = None, output_final_state: bool = False,
+    cu_seqlens: Array | None = None, **options: Unpack[CallOptions],
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     r"""Scalar-gated linear attention over sequences, with gradients to every input and to the initial state.
 
         S <- e^g S + v k^T;   y = scale S q
@@ -114,14 +90,9 @@ def simple_gla(
 
 
 def hgrn2(
-    q: Array,
-    g: Array,
-    v: Array,
-    initial_state: Array | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Array | None = None,
-    **options: Unpack[DecayOptions],
-) -> tuple[Tensor, Tensor | None]:
+    q: Array, g: Array, v: Array, initial_state: Array | None = None, output_final_state: bool = False,
+    cu_seqlens: Array | None = None, **options: Unpack[DecayOptions],
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     r"""HGRN2 over sequences, with gradients to every input and to the initial state.
 
         S <- S diag(e^g) + v (1 - e^g)^T;   y = scale S q
@@ -174,22 +145,11 @@ def hgrn2(
 
 
 def ssd(
-    x: Array,
-    dt: Array,
-    A: Array,
-    B: Array,
-    C: Array,
-    initial_state: Array | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Array | None = None,
-    *,
-    D: Array | None = None,
-    z: Array | None = None,
-    dt_bias: Array | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, math.inf),
-    **options: Unpack[CallOptions],
-) -> tuple[Tensor, Tensor | None]:
+    x: Array, dt: Array, A: Array, B: Array, C: Array, initial_state: Array | None = None,
+    output_final_state: bool = False, cu_seqlens: Array | None = None, *, D: Array | None = None,
+    z: Array | None = None, dt_bias: Array | None = None, dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf), **options: Unpack[CallOptions],
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     r"""The state space of Mamba-2 over sequences, with gradients to every input and to the initial state.
 
         S <- e^(dt A) S + dt x B^T;   y = (S C + D x) silu(z)

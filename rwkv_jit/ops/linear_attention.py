@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from rwkv_jit.call import checks, sharding, tensors, torch_op
-from rwkv_jit.call.options import complete
+from rwkv_jit.call.options import CallOptions, complete
 from rwkv_jit.call.tensors import Array
 from rwkv_jit.ops import wide_keys
-from rwkv_jit.plain.reference import linear_attention_ref
 from rwkv_jit.schedules.table import OPS
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from rwkv_jit.call.options import CallOptions
-
-OP = torch_op.define(OPS["linear_attention"], linear_attention_ref, in_parts=wide_keys.in_parts)
+OP = torch_op.define(OPS["linear_attention"], in_parts=wide_keys.in_parts)
 
 
 def linear_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    initial_state: Array | tuple[Array, Array] | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Array | None = None,
-    normalize: bool = False,
+    q: Array, k: Array, v: Array, initial_state: Array | tuple[Array, Array] | None = None,
+    output_final_state: bool = False, cu_seqlens: Array | None = None, normalize: bool = False,
     **options: Unpack[CallOptions],
-) -> tuple[Tensor, Any]:
+) -> tuple[Tensor, Any]:  # fmt: skip
     r"""Linear attention over sequences, with gradients to every input and to the initial state.
 
         S <- S + v k^T;   y = scale S q
@@ -133,7 +123,6 @@ def _with_total(x: Tensor, total: Tensor, dim: int) -> Tensor:
 
 
 def _pair(initial_state: Any) -> tuple[Any, Any]:
-    """Return S and z of a normalized call."""
     if initial_state is None:
         return None, None
     if not isinstance(initial_state, (tuple, list)) or len(initial_state) != 2:

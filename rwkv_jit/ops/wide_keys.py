@@ -20,6 +20,7 @@ from rwkv_jit.call.options import DecayOptions
 from rwkv_jit.call.torch_op import TorchOp
 from rwkv_jit.kernels.errors import UnsupportedConfigError
 from rwkv_jit.kernels.gpu import Gpu
+from rwkv_jit.plain import operands
 from rwkv_jit.schedules import diagonal_groups, diagonal_large
 from rwkv_jit.schedules.problem import Problem
 
@@ -62,7 +63,7 @@ def in_parts(
     ]
     dtype = arrays[value].dtype
     y = torch.stack([y for y, _ in results]).sum(0, dtype=torch.promote_types(dtype, torch.float32)).to(dtype)
-    y = y if wide_op.behind is None else wide_op.behind(y, arrays)
+    y = y if op.through is None else operands.behind(op, y, arrays)
     finals = [final for _, final in results if final is not None]
     return y, torch.cat(finals, key_dim) if finals else None
 

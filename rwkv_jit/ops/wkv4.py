@@ -9,32 +9,16 @@ from torch import Tensor
 from rwkv_jit.call import torch_op
 from rwkv_jit.call.tensors import Array
 from rwkv_jit.kernels.errors import unexpected
-from rwkv_jit.plain.reference import wkv4_ref
 from rwkv_jit.schedules.legal import Wkv4Backend, Wkv4Decay
 from rwkv_jit.schedules.table import OPS
 
-
-def _reference(
-    w: Tensor, u: Tensor, k: Tensor, v: Tensor, initial_state: Tensor | None, output_final_state: bool,
-    cu_seqlens: None, scale: float, state_layout: str, decay: Wkv4Decay,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    return wkv4_ref(w, u, k, v, initial_state, output_final_state, decay)
-
-
-OP = torch_op.define(OPS["wkv4"], _reference)
+OP = torch_op.define(OPS["wkv4"])
 
 
 def wkv4(
-    w: Array,
-    u: Array,
-    k: Array,
-    v: Array,
-    initial_state: Array | None = None,
-    output_final_state: bool = False,
-    decay: Wkv4Decay = "raw",
-    backend: Wkv4Backend = "auto",
-    **_unknown: NoReturn,
-) -> tuple[Tensor, Tensor | None]:
+    w: Array, u: Array, k: Array, v: Array, initial_state: Array | None = None, output_final_state: bool = False,
+    decay: Wkv4Decay = "raw", backend: Wkv4Backend = "auto", **_unknown: NoReturn,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     r"""RWKV-4 time mixing over sequences, with gradients to every input and to the initial state.
 
         y_t = (num_t + e^(u + k_t) v_t) / (den_t + e^(u + k_t))

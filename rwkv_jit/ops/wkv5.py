@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
+from typing_extensions import Unpack
 
 from rwkv_jit.call import torch_op
+from rwkv_jit.call.options import DecayOptions
 from rwkv_jit.call.tensors import Array
 from rwkv_jit.ops import wide_keys
-from rwkv_jit.plain.reference import wkv5_ref
 from rwkv_jit.schedules.table import OPS
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from rwkv_jit.call.options import DecayOptions
-
-OP = torch_op.define(OPS["wkv5"], wkv5_ref, in_parts=wide_keys.in_parts)
+OP = torch_op.define(OPS["wkv5"], in_parts=wide_keys.in_parts)
 
 
 def wkv5(
-    r: Array,
-    k: Array,
-    v: Array,
-    w: Array,
-    u: Array,
-    initial_state: Array | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Array | None = None,
-    **options: Unpack[DecayOptions],
-) -> tuple[Tensor, Tensor | None]:
+    r: Array, k: Array, v: Array, w: Array, u: Array, initial_state: Array | None = None,
+    output_final_state: bool = False, cu_seqlens: Array | None = None, **options: Unpack[DecayOptions],
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     r"""RWKV-5 time mixing over sequences, with gradients to every input and to the initial state.
 
         y = scale (S r + (sum_j u_j r_j k_j) v);   S <- S diag(d(w)) + v k^T

@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
+from typing_extensions import Unpack
 
 from rwkv_jit.call import torch_op
+from rwkv_jit.call.options import DecayOptions
 from rwkv_jit.call.tensors import Array
-from rwkv_jit.plain.reference import wkv7_ref
 from rwkv_jit.schedules.table import OPS
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from rwkv_jit.call.options import DecayOptions
-
-OP = torch_op.define(OPS["wkv7"], wkv7_ref)
+OP = torch_op.define(OPS["wkv7"])
 
 
 def wkv7(
-    r: Array,
-    w: Array,
-    k: Array,
-    v: Array,
-    a: Array,
-    b: Array,
-    initial_state: Array | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Array | None = None,
-    **options: Unpack[DecayOptions],
-) -> tuple[Tensor, Tensor | None]:
+    r: Array, w: Array, k: Array, v: Array, a: Array, b: Array, initial_state: Array | None = None,
+    output_final_state: bool = False, cu_seqlens: Array | None = None, **options: Unpack[DecayOptions],
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     r"""RWKV-7 time mixing over sequences, with gradients to every input and to the initial state.
 
         sa = S a;   S <- S diag(d(w)) + sa b^T + v k^T;   y = scale S r

@@ -310,18 +310,11 @@ def kda_ref(
     dt_bias: Tensor | None = None, lower_bound: float | None = None, qk_norm: bool = False,
     beta_map: BetaMap = "identity", scale: float | None = None, state_layout: StateLayout = "kv",
 ) -> Result:  # fmt: skip
-    dtype, heads = torch.promote_types(v.dtype, torch.float32), v.shape[-2]
-    decays = _log_decays(g.to(dtype), A_log, dt_bias, lower_bound)
-    rates = _rates(beta.to(dtype), beta_map).unsqueeze(-1)
-    q, k = (_of_value_heads(x.to(dtype), heads, qk_norm) for x in (q, k))
-
-    def step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, rate: Tensor) -> tuple[Tensor, Tensor]:
-        state = state * g.exp().unsqueeze(-2)
-        u = rate * (v - (state @ k.unsqueeze(-1)).squeeze(-1))
-        state = state + u.unsqueeze(-1) * k.unsqueeze(-2)
-        return state, (state @ q.unsqueeze(-1)).squeeze(-1)
-
-    return _run(step, (q, k, v, decays, rates), v, initial_state, output_final_state, cu_seqlens, scale, state_layout)
+    rates = _rates(beta.to(torch.promote_types(v.dtype, torch.float32)), beta_map).unsqueeze(-1)  # [B, T, HV, 1]
+    return gated_delta_rule2_ref(
+        q, k, v, g, rates, rates, initial_state, output_final_state, cu_seqlens, A_log, dt_bias, lower_bound, qk_norm,
+        scale, state_layout,
+    )  # fmt: skip
 
 
 @documented("The gated delta rule")
@@ -361,6 +354,7 @@ def gated_delta_rule2_ref(
     dtype, heads = torch.promote_types(v.dtype, torch.float32), v.shape[-2]
     decays = _log_decays(g.to(dtype), A_log, dt_bias, lower_bound)
     q, k = (_of_value_heads(x.to(dtype), heads, qk_norm) for x in (q, k))
+    q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
 
     def step(
         state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, gate: Tensor
@@ -371,7 +365,8 @@ def gated_delta_rule2_ref(
         return state, (state @ q.unsqueeze(-1)).squeeze(-1)
 
     streams = q, k, v, decays, beta, write_gate
-    return _run(step, streams, v, initial_state, output_final_state, cu_seqlens, scale, state_layout)
+    y, final = scan(step, streams, v, q.shape[-1], initial_state, cu_seqlens, state_layout, dtype)
+    return y, final if output_final_state else None
 
 
 @documented("Scalar-gated linear attention")
@@ -380,10 +375,9 @@ def simple_gla_ref(
     output_final_state: bool = False, cu_seqlens: Tensor | None = None, scale: float | None = None,
     state_layout: StateLayout = "kv",
 ) -> Result:  # fmt: skip
-    dtype, heads = torch.promote_types(v.dtype, torch.float32), v.shape[-2]
-    q, k = (_of_value_heads(x.to(dtype), heads) for x in (q, k))
-    decays = g.to(dtype).expand(v.shape[:-1]).unsqueeze(-1)
-    return _run(_write, (q, k, v, decays), v, initial_state, output_final_state, cu_seqlens, scale, state_layout)
+    q, k = (_of_value_heads(x, v.shape[-2]) for x in (q, k))
+    decays = g.expand(v.shape[:-1]).unsqueeze(-1)  # [B, T, HV, 1]
+    return gla_ref(q, k, v, decays, initial_state, output_final_state, cu_seqlens, scale, state_layout=state_layout)
 
 
 @documented("HGRN2")
@@ -391,9 +385,8 @@ def hgrn2_ref(
     q: Tensor, g: Tensor, v: Tensor, initial_state: Tensor | None = None, output_final_state: bool = False,
     cu_seqlens: Tensor | None = None, scale: float = 1.0, state_layout: StateLayout = "kv",
 ) -> Result:  # fmt: skip
-    decays = g.to(torch.promote_types(v.dtype, torch.float32))
-    streams = q, 1 - decays.exp(), v, decays
-    return _run(_write, streams, v, initial_state, output_final_state, cu_seqlens, scale, state_layout)
+    k = 1 - g.to(torch.promote_types(v.dtype, torch.float32)).exp()
+    return gla_ref(q, k, v, g, initial_state, output_final_state, cu_seqlens, scale, state_layout=state_layout)
 
 
 @documented("The state space of Mamba-2")
@@ -407,31 +400,11 @@ def ssd_ref(
     step = dt.to(dtype) if dt_bias is None else dt.to(dtype) + dt_bias
     step = (F.softplus(step) if dt_softplus else step).clamp(*dt_limit).unsqueeze(-1)
     keys, queries = (_of_value_heads(each.to(dtype), heads) for each in (B, C))
-    streams = queries, keys, x.to(dtype) * step, step * A.to(dtype).view(-1, 1)
-    y, final = _run(_write, streams, x.to(dtype), initial_state, output_final_state, cu_seqlens, scale, state_layout)
+    inputs = queries, keys, x.to(dtype) * step, step * A.to(dtype).view(-1, 1)
+    y, final = gla_ref(*inputs, initial_state, output_final_state, cu_seqlens, scale, state_layout=state_layout)
     if D is not None:
         y = y + x * D.to(dtype).view(heads, -1)
     return (y if z is None else y * F.silu(z.to(dtype))).to(x.dtype), final
-
-
-# ---- what they share ---------------------------------------------------------------------------------------------
-
-
-def _write(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """Let a state decay, write a value, and read."""
-    state = state * g.exp().unsqueeze(-2) + v.unsqueeze(-1) * k.unsqueeze(-2)
-    return state, (state @ q.unsqueeze(-1)).squeeze(-1)
-
-
-def _run(
-    step: Any, streams: tuple[Tensor, ...], v: Tensor, initial_state: Tensor | None, output_final_state: bool,
-    cu_seqlens: Tensor | None, scale: float | None, state_layout: str,
-) -> Result:  # fmt: skip
-    head_size, dtype = streams[0].shape[-1], torch.promote_types(v.dtype, torch.float32)
-    scale = head_size**-0.5 if scale is None else scale
-    streams = streams[0] * scale, *streams[1:]
-    y, final = scan(step, streams, v, head_size, initial_state, cu_seqlens, state_layout, dtype)
-    return y, final if output_final_state else None
 
 
 def _of_value_heads(x: Tensor, heads: int, norm: bool = False) -> Tensor:
@@ -449,6 +422,5 @@ def _rates(beta: Tensor, beta_map: str) -> Tensor:
 def _log_decays(g: Tensor, a_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None) -> Tensor:
     if a_log is None:
         return g
-    heads, size = g.shape[-2:]
-    x = g if dt_bias is None else g + dt_bias.to(g.dtype).view(heads, size)
+    x = g if dt_bias is None else g + dt_bias.to(g.dtype).view(g.shape[-2:])
     return gated_log_decays(x, a_log, lower_bound)

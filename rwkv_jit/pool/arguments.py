@@ -91,7 +91,7 @@ def optional(
     if given is None:
         return None
     x = tensors.from_any(name, given)
-    check_shape(name, x, shape, of)
+    check_shape(name, x, shape, of=of)
     check_dtype(name, x, dtypes, lead)
     return x
 
@@ -127,10 +127,10 @@ def check_active(given: Tensor | None, sequences: int) -> int:
     return active
 
 
-def check_shape(name: str, x: Tensor, shape: tuple[int, ...], of: str = "") -> None:
-    """Check a shape, of which `of` says what it is of."""
-    if tuple(x.shape) != shape:
-        raise ValueError(f"{name}: expected shape {list(shape)}{of}, got {list(x.shape)}")
+def check_shape(name: str, x: Tensor, *shapes: tuple[int, ...], of: str = "") -> None:
+    """Check that a shape is one of these, of which `of` says what they are of."""
+    if tuple(x.shape) not in shapes:
+        raise ValueError(f"{name}: expected shape {' or '.join(str(list(n)) for n in shapes)}{of}, got {list(x.shape)}")
 
 
 def check_alike(given: Mapping[str, Tensor | None]) -> None:
@@ -197,8 +197,7 @@ def w0(given: Any, sizes: Mapping[str, int], lead: Tensor) -> Tensor | None:
         return None
     heads, head_size = sizes["H"], sizes["K"]
     x = tensors.from_any("w0", given)
-    if tuple(x.shape) not in ((heads, head_size), (heads * head_size,)):
-        raise ValueError(f"w0: expected shape [{heads}, {head_size}] or [{heads * head_size}], got {list(x.shape)}")
+    check_shape("w0", x, (heads, head_size), (heads * head_size,))
     check_dtype("w0", x, tuple(tensors.STORAGE), lead)
     return x
 
@@ -249,7 +248,7 @@ def y_of(given: Any, v: Tensor, asked_v: Tensor, name: str = "v") -> Tensor:
 def out(given: Any, shape: tuple[int, ...], lead: Tensor, like: str = "") -> Tensor:
     """Return what the caller wants written, of the dtype of an input."""
     y = tensors.from_any("out", given, in_place=True)
-    check_shape("out", y, shape, like)
+    check_shape("out", y, shape, of=like)
     check_dtype("out", y, (lead.dtype,), lead)
     if not y.is_contiguous():
         raise ValueError(f"out: expected memory without gaps, got strides {y.stride()}")

@@ -95,10 +95,6 @@ class Step(NamedTuple):
         has_nothing = self.y is not None and self.y.numel() == 0
         return has_nothing or (bool(self.ring) and not (self.rows and self.state.numel()))
 
-    def plan(self) -> Plan:
-        """Return a new plan."""
-        return self.kind.plan(self)
-
     def problem(self) -> Problem:
         """Return the problem of the call on a GPU."""
         options = {name: x for name, x in self.named.items() if name in ("scale", "decay", "state_layout")}
@@ -198,7 +194,7 @@ def run(step: Step) -> Plan:
     key = (
         step.kind.name, step.op.name, step.options, switches.is_batch_invariant(), alignment, tensors.signature(arrays),
     )  # fmt: skip
-    plan = plans.find(key, step.plan)
+    plan = plans.find(key, lambda: step.kind.plan(step))
     plan.run(arrays)
     return plan
 
@@ -235,15 +231,12 @@ def implement_steps(
         with tensors.exactly(step.state), torch.no_grad():
             on_cpu(step)
 
-    def fake(*_: Any, **__: Any) -> None:
-        """Do nothing with tensors that have no memory."""
-
     def refuse(keys: Any, op: str, *given: Any, **named: Any) -> None:
         arguments.refuse_gradients(ALL[op], name_of(op, *given), given)
         with torch._C._AutoDispatchBelowAutograd():
             registry.find(torch_op_name).redispatch(keys & torch._C._after_autograd_keyset, op, *given, **named)
 
-    registry.implement(torch_op_name, run_op, fake, refuse)
+    registry.implement(torch_op_name, run_op, lambda *_, **__: None, refuse)
 
 
 # ---- what kernels are made for -----------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,22 +10,11 @@ from torch import Tensor
 
 from rwkv_jit.call import plain
 from rwkv_jit.plain import operands, rounding
-from rwkv_jit.plain.reference import decay_factor, gla_ref, linear_attention_ref, wkv4_ref, wkv5_ref, wkv6_ref, wkv7_ref
-from rwkv_jit.schedules.legal import Wkv4Decay
+from rwkv_jit.plain.reference import decay_factor
 from rwkv_jit.schedules.problem import Op
 from rwkv_jit.schedules.replay import entry_fields
 from rwkv_jit.schedules.table import ALL
 from rwkv_jit.schedules.update import FEW_TOKENS
-
-
-def _wkv4(w: Tensor, u: Tensor, k: Tensor, v: Tensor, state: Tensor, *_: Any, decay: Wkv4Decay, **__: Any) -> Any:
-    return wkv4_ref(w, u, k, v, state, True, decay)
-
-
-_REFERENCES: dict[str, Callable[..., Any]] = {
-    "wkv4": _wkv4, "wkv5": wkv5_ref, "wkv6": wkv6_ref, "wkv7": wkv7_ref, "gla": gla_ref,
-    "linear_attention": linear_attention_ref,
-}  # fmt: skip
 
 
 def _with_w0(op: Op, inputs: Sequence[Tensor], w0: Tensor) -> list[Tensor]:
@@ -34,17 +23,6 @@ def _with_w0(op: Op, inputs: Sequence[Tensor], w0: Tensor) -> list[Tensor]:
     w = inputs[place]
     summed = w + w0.view(w.shape[-2:]).to(torch.promote_types(w.dtype, torch.float32))
     return [*inputs[:place], summed, *inputs[place + 1 :]]
-
-
-def _run(
-    op: Op, inputs: Sequence[Tensor], begun: Tensor, scale: float, decay: str, state_layout: str, traits: Any
-) -> tuple[Tensor, Tensor]:
-    """Return y and the final states of some rows, of an op or through the op below."""
-    if op.through is None:
-        return plain.loop(_REFERENCES[op.name], inputs, begun, None, scale, decay, state_layout)
-    below = operands.operands(op, inputs, dict(traits))
-    y, final = plain.loop(_REFERENCES[op.through.name], below, begun, None, scale, "log", state_layout)
-    return operands.behind(op, y, inputs), final
 
 
 def update(
@@ -66,7 +44,7 @@ def update(
     several = zip(summed, op.inputs.values(), strict=True)
     some = [x[there] if "B" in dims and x is not None else x for x, dims in several]
     begun = state[read[there]].to(torch.promote_types(state.dtype, torch.float32))
-    result, final = _run(op, some, begun, scale, decay, state_layout, traits)
+    result, final = plain.call(op, some, dict(traits), begun, None, scale, decay, state_layout)
     shown = y.view(inputs[op.names.index("v")].shape)
     shown.zero_()
     shown[there] = result.to(shown.dtype)
@@ -110,7 +88,7 @@ def varlen(
         some = [x[:, rows] if "T" in dims and x is not None else x for x, dims in several]
         wide = torch.promote_types(state.dtype, torch.float32)
         begun = state[piece.read : piece.read + 1] if piece.read >= 0 else torch.zeros_like(state[:1])
-        result, final = _run(op, some, begun.to(wide), scale, decay, state_layout, traits)
+        result, final = plain.call(op, some, dict(traits), begun.to(wide), None, scale, decay, state_layout)
         shown[:, rows] = result.to(shown.dtype)
         if piece.write >= 0:
             at_random = piece.is_whole and piece.end - piece.begin <= FEW_TOKENS

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from rwkv_jit.call import checks, switches, tensors, torch_op
 from rwkv_jit.call.plan import Plan
@@ -29,9 +30,6 @@ from rwkv_jit.pool.ring import ReplayRing
 from rwkv_jit.schedules import replay as schedules
 from rwkv_jit.schedules.problem import Op, Problem
 from rwkv_jit.schedules.table import ALL
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 MOST_TOKENS = 8
 
@@ -118,14 +116,12 @@ def _plan(step: Step) -> Plan:
 
 
 def _given(step: Step) -> tuple[Any, ...]:
-    """Return what the torch op takes behind the op's name."""
     w0, indices, *others = step.values
     (inputs, accepted) = (step.inputs, None) if step.y is not None else ((), next(iter(step.inputs), None))
     return (step.kind.name, step.state, step.y, *step.ring, inputs, w0, indices, accepted, *others)
 
 
 def _step_of(op: str, phase: str, state: Tensor, y: Tensor | None, *given: Any, **named: Any) -> Step:
-    """Return the step of what the torch op takes."""
     kind = next(kind for kind in (STEP, DRAFT, COMMIT, FLUSH) if kind.name == phase)
     ring, (inputs, w0, indices, accepted, *others) = given[: len(calls.RING) + 1], given[len(calls.RING) + 1 :]
     if y is None:

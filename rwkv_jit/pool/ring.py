@@ -8,15 +8,13 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from rwkv_jit.call import tensors
 from rwkv_jit.kernels.errors import brief
-from rwkv_jit.pool import arguments
+from rwkv_jit.pool import arguments, states
 from rwkv_jit.schedules import replay
 from rwkv_jit.schedules.legal import ReplayOp
 from rwkv_jit.schedules.table import ALL
 
 OP_NAMES: tuple[str, ...] = get_args(ReplayOp)
-_DTYPES = (*tensors.STORAGE, torch.float64)
 MOST_ENTRIES = 16
 _LEAST_BYTES = 2**24  # of the states of a call, from which replay pays: measured on an H100
 
@@ -88,24 +86,14 @@ class ReplayRing:
     """
 
     def __init__(
-        self,
-        slots: int,
-        op: ReplayOp,
-        heads: int,
-        head_size: int,
-        value_size: int | None = None,
-        length: int | None = None,
-        drafts: int = 0,
-        dtype: torch.dtype = torch.bfloat16,
-        state_dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cuda",
-        key_heads: int | None = None,
-    ):
+        self, slots: int, op: ReplayOp, heads: int, head_size: int, value_size: int | None = None,
+        length: int | None = None, drafts: int = 0, dtype: torch.dtype = torch.bfloat16,
+        state_dtype: torch.dtype = torch.float32, device: torch.device | str = "cuda", key_heads: int | None = None,
+    ):  # fmt: skip
         if op not in OP_NAMES:
             raise ValueError(f"op: expected one of {', '.join(OP_NAMES)}, got {op!r}")
-        for name, given in (("dtype", dtype), ("state_dtype", state_dtype)):
-            if given not in _DTYPES:
-                raise TypeError(f"{name}: expected {' or '.join(map(str, _DTYPES))}, got {brief(given)}")
+        states.check_dtype("dtype", dtype)
+        states.check_dtype("state_dtype", state_dtype)
         self.op, self.dtype, self.state_dtype = op, dtype, state_dtype
         self.slots, self.heads = arguments.count("slots", slots, 1), arguments.count("heads", heads, 1)
         self.head_size = arguments.count("head_size", head_size, 1)

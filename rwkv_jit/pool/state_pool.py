@@ -86,17 +86,9 @@ class StatePool:
 
     @classmethod
     def rwkv7(
-        cls,
-        slots: int,
-        layers: int,
-        heads: int,
-        head_size: int,
-        width: int,
-        state_dtype: torch.dtype = torch.float32,
-        shift_dtype: torch.dtype = torch.bfloat16,
-        device: torch.device | str = "cuda",
-        reserved: int = 0,
-    ) -> StatePool:
+        cls, slots: int, layers: int, heads: int, head_size: int, width: int, state_dtype: torch.dtype = torch.float32,
+        shift_dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cuda", reserved: int = 0,
+    ) -> StatePool:  # fmt: skip
         """Make a pool for an RWKV-7 model.
 
         Parameters
@@ -347,11 +339,9 @@ class StatePool:
         return arguments.on_device(listed, self.device, torch.int32)
 
     def save(
-        self,
-        path: str | os.PathLike[str],
-        slots: int | Iterable[int] | None = None,
+        self, path: str | os.PathLike[str], slots: int | Iterable[int] | None = None,
         metadata: Mapping[str, str] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Write the states of slots to a safetensors file.
 
         Parameters

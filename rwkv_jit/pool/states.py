@@ -111,7 +111,6 @@ def read(path: str | os.PathLike[str], specs: Mapping[str, StateSpec]) -> dict[s
 
 
 def _check_held(held: Mapping[str, Tensor], specs: Mapping[str, StateSpec]) -> None:
-    """Check that states of a file are those of the specs."""
     if held.keys() != specs.keys():
         names, came = (", ".join(sorted(each)) or "none" for each in (specs, held))
         raise ValueError(f"path: expected a file with the states {names}, got {came}")

@@ -101,7 +101,6 @@ def _check_values(
     tokens: int, slots: int, null_index: int, cu_seqlens: Tensor, read: Tensor | None, written: Tensor | None,
     has_state: Tensor | None, num_active: Tensor | None, places: Tensor | None,
 ) -> None:  # fmt: skip
-    """Check the values of bounds and indices."""
     bounds = cu_seqlens.tolist()
     arguments.check_bounds(bounds, tokens)
     active = arguments.check_active(num_active, len(bounds) - 1)

@@ -14,19 +14,10 @@ from rwkv_jit.schedules.table import OPS
 
 
 def wkv4_update(
-    state: Array,
-    w: Array,
-    u: Array,
-    k: Array,
-    v: Array,
-    decay: Wkv4Decay = "raw",
-    *,
-    state_indices: Array | None = None,
-    write_indices: Array | None = None,
-    null_index: int = -1,
-    out: Array | None = None,
-    **_unknown: NoReturn,
-) -> Tensor:
+    state: Array, w: Array, u: Array, k: Array, v: Array, decay: Wkv4Decay = "raw", *,
+    state_indices: Array | None = None, write_indices: Array | None = None, null_index: int = -1,
+    out: Array | None = None, **_unknown: NoReturn,
+) -> Tensor:  # fmt: skip
     """RWKV-4 time mixing of one or a few tokens, which changes states of a pool in place: for decoding.
 
         y = (num + e^(u + k) v) / (den + e^(u + k));   num <- e^d num + e^k v;   den <- e^d den + e^k

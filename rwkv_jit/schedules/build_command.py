@@ -47,7 +47,6 @@ def text(p: Problem, launches: Sequence[Step]) -> str:
 
 
 def _sizes(p: Problem) -> dict[str, Any]:
-    """Return the sizes of calls of an op that its kernels depend on."""
     if not p.op.has_heads:
         return {"tokens": p.T, "batch": p.B} if p.op.name == "timex" else {}
     heads = {"heads": p.H, "key-heads": p.G and p.G != p.H and p.G} if p.op.through is not None else {}

@@ -19,8 +19,6 @@ _THREADS = 512
 _TILE = 2 * 64 * 64  # bytes
 _FIXED = ("a_log", "dt_bias")  # inputs that are the same for every token
 
-nearest = common.nearest  # a call with a geometry that these kernels do not have is for others
-
 
 def why_not(p: Problem) -> Obstacle | None:
     """Return why these kernels cannot do a call; None where they can. The GPU is looked at where all else is right."""

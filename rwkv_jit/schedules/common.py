@@ -146,7 +146,6 @@ def given(p: Problem) -> dict[str, Any]:
 
 
 def _of_pool(p: Problem) -> dict[str, Any]:
-    """Return what arguments about a pool are bound to, in calls that have none."""
     return {"waves": p.waves} if p.is_pooled else {"pieces": None, "slot_stride": 0, "wave": 0, "waves": 1}
 
 
@@ -344,10 +343,6 @@ def candidates_of_blocks(direction: str, chunk_len: int, threads: int, shared_by
 def blocks_of(p: Problem, direction: str, by_rule: int) -> int:
     """Return how many blocks fit on an SM: as tuned, or by the rule."""
     return (p.forward_blocks if direction == "forward" else p.backward_blocks) or by_rule
-
-
-def nearest(step: Step, argument: str, value: int) -> None:
-    """Name no legal value: `why_not` and the schedules have refused what is not legal, and said what is."""
 
 
 def named(parameters: Mapping[str, Parameter], *names: str) -> dict[str, Parameter]:

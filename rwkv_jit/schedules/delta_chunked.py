@@ -25,9 +25,6 @@ def why_not(p: Problem) -> Obstacle | None:
     return parts.obstacle_of_blocks(p, CHUNK_LENS, default_chunk_len, partial(most_shared_bytes, p.K, p.V))
 
 
-# ---- geometry ----------------------------------------------------------------------------------------------------
-
-
 def segment_len(head_size: int, chunk_len: int, threads: int) -> int:
     """Return for how many tokens a thread sums the decay of its two channels: a power of two."""
     share = -(-chunk_len * padded(head_size) // (2 * threads))
@@ -134,9 +131,6 @@ def nearest(step: Step, argument: str, value: int) -> int | None:
     least = max(64, padded(int(step.parameters["HEAD_SIZE"])))
     legal = min(max(round(value / 32) * 32, least), 512)
     return None if legal == value else legal
-
-
-# ---- schedules ---------------------------------------------------------------------------------------------------
 
 
 def kept(p: Problem) -> dict[str, Any]:

@@ -32,8 +32,6 @@ _MOST_THREADS = 256  # of a multiprocessor, with 255 registers each; twice as ma
 _PARTS, _LEAST_CHUNKS = 4, 128  # of a scan beside which other kernels run
 _MATRICES = 4  # token matrices of a chunk that pass from kernel to kernel
 
-nearest = parts.nearest
-
 
 def why_not(p: Problem) -> Obstacle | None:
     """Return why these kernels cannot do a call; None where they can. The GPU is looked at where all else is right."""

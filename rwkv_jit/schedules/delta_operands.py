@@ -67,7 +67,6 @@ def operand_gradients(given: Given, lower_bound: float, kinds: Sequence[str]) ->
 
 
 def _parameters(given: Given, kinds: Sequence[str]) -> dict[str, Parameter]:
-    """Return the parameters that tell operands apart."""
     gate, gate_of, rate_map, rate_of, norm = kinds
     heads, _, value_heads, shared = given.sizes
     return {

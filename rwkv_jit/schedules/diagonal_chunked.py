@@ -28,15 +28,10 @@ _MOST_ROWS = 128  # value rows that a block of the forward holds
 _FEW_THREADS = 256  # that a multiprocessor shall have room for, with 255 registers each
 _GROUP_CHUNK_LEN = 64  # of the backward with products of warp groups
 
-nearest = common.nearest
-
 
 def why_not(p: Problem) -> Obstacle | None:
     """Return why these kernels cannot do a call; None where they can. The GPU is looked at where all else is right."""
     return common.obstacle_of_blocks(p, CHUNK_LENS, default_chunk_len, partial(_most_shared_bytes, p.K, p.V))
-
-
-# ---- geometry ----------------------------------------------------------------------------------------------------
 
 
 def _rows(value_size: int) -> int:
@@ -139,9 +134,6 @@ def candidates(direction: str, size: int, gpu: Gpu) -> list[Candidate]:
             shared = _backward_shared_bytes(size, size, chunk_len)
         several += candidates_of_blocks(direction, chunk_len, threads, shared, gpu)
     return several
-
-
-# ---- schedules ---------------------------------------------------------------------------------------------------
 
 
 def checkpoint_bytes(p: Problem, chunk_len: int) -> Any:

@@ -33,9 +33,6 @@ def takes(gpu: Gpu, chunk_len: int, num_threads: int | None) -> bool:
     return gpu.has_warp_groups and chunk_len == CHUNK_LEN and num_threads in (None, THREADS)
 
 
-# ---- geometry ----------------------------------------------------------------------------------------------------
-
-
 def _slabs(size: int) -> int:
     return -(-size // _SLAB)
 
@@ -62,13 +59,6 @@ def _key_shared_bytes() -> int:
     growth = -(-4 * (CHUNK_LEN + 1) * (_SLAB + 4) // 1024) * 1024  # a tile behind it begins at a multiple of 1024
     pieces, sums = _KEY_STAGES * 2 * _tile(CHUNK_LEN), 4 * 4 * _SLAB + 4 * 4 * _SLAB + 4 * CHUNK_LEN
     return -(-(2 * _tile(CHUNK_LEN) + max(pieces, growth + _tile(CHUNK_LEN)) + sums) // 1024) * 1024
-
-
-def _prepare_shared_bytes() -> int:
-    return 6 * _tile(CHUNK_LEN) + 8 * 4 * _SLAB + 4 * CHUNK_LEN
-
-
-# ---- schedules ---------------------------------------------------------------------------------------------------
 
 
 def kept(p: Problem) -> dict[str, Any]:
@@ -104,7 +94,7 @@ def _prepare_step(p: Problem, by_halves: bool) -> Step:
     is_light = not by_halves and (p.decay == "none" or types["T_W"] != "fp32" and not types["BONUS"])
     parameters: dict[str, Parameter] = {
         "HEAD_SIZE": p.K, "CHUNK_LEN": CHUNK_LEN, "NUM_THREADS": _PREPARE_THREADS,
-        "BLOCKS_PER_SM": 3 if is_light else 2, "SHARED_BYTES": _prepare_shared_bytes(),
+        "BLOCKS_PER_SM": 3 if is_light else 2, "SHARED_BYTES": 6 * _tile(CHUNK_LEN) + 8 * 4 * _SLAB + 4 * CHUNK_LEN,
         "LARGEST_DECAY": common.largest_decay(p), "BY_HALVES": by_halves, **types, "T_W0": p.w0_type,
     }  # fmt: skip
     slots = p.slots(CHUNK_LEN)

@@ -24,7 +24,6 @@ LARGEST_KEY = 256  # without warp groups
 _KEY_THREADS = 128  # of the kernel that makes the gradients of all chunks at once: a warp for 16 channels
 _MOST_KEY_THREADS = {16: 384, 32: 384, 64: 256}  # of a multiprocessor, by the chunk: what leaves them registers enough
 
-nearest = common.nearest
 takes_groups = diagonal_groups.takes
 
 
@@ -42,9 +41,6 @@ def why_not(p: Problem) -> Obstacle | None:
         text = "needs more shared memory at head sizes {} and {} and chunk_len={} than the {} bytes of {}"
         return text, p.K, p.V, length, p.gpu.shared_limit, p.gpu.arch
     return None
-
-
-# ---- geometry ----------------------------------------------------------------------------------------------------
 
 
 def default_chunk_len(p: Problem) -> int:
@@ -93,9 +89,6 @@ def _is_for_groups(p: Problem) -> bool:
             f"num_threads must be {diagonal_groups.THREADS} at head sizes {p.K} and {p.V}, got {p.num_threads}"
         )
     return False
-
-
-# ---- schedules ---------------------------------------------------------------------------------------------------
 
 
 def kept(p: Problem) -> dict[str, Any]:

@@ -26,23 +26,10 @@ from rwkv_jit.schedules.problem import STATE, Problem
 from rwkv_jit.schedules.schedule import Item, Schedule, Step, renamed
 
 # The modules of the algorithms by family and name. An op of your own has a family of its own here.
+_BOTH = {"recurrent": recurrent, "segments": segments, "large_segments": segments, through.UPDATE: update}
 ALGORITHMS: dict[str, dict[str, Any]] = {
-    "delta": {
-        "recurrent": recurrent,
-        "chunked": delta_chunked,
-        "segments": segments,
-        "large": delta_large,
-        "large_segments": segments,
-        through.UPDATE: update,
-    },
-    "diagonal": {
-        "recurrent": recurrent,
-        "chunked": diagonal_chunked,
-        "segments": segments,
-        "large": diagonal_large,
-        "large_segments": segments,
-        through.UPDATE: update,
-    },
+    "delta": {**_BOTH, "chunked": delta_chunked, "large": delta_large},
+    "diagonal": {**_BOTH, "chunked": diagonal_chunked, "large": diagonal_large},
     "wkv4": {"auto": wkv4, "recurrent": wkv4, "split": wkv4},
     "timex": {"tiles": timex_tiles, "transforms": timex_transforms},
     # The op that they go through runs calls for which these are not. Some have no kernels of theirs by chunks.

@@ -35,7 +35,6 @@ _ROWS = {
     **dict.fromkeys((diagonal_operands.INNER_Y, diagonal_operands.INNER_DY), "BTHV"),
 }
 
-nearest = common.nearest  # a call with a geometry that these kernels do not have is for others
 Constants = Mapping[str, Parameter]  # of a call: what its kernels have and have not
 
 
@@ -58,7 +57,6 @@ def _is_of_steps(p: Problem) -> bool:
 
 
 def _computes_steps(p: Problem) -> bool:
-    """Return whether steps and decays of heads are computed before."""
     return _is_of_steps(p) and not constants(p)["HAS_STEP"]
 
 

@@ -11,19 +11,9 @@ Wkv4Decay = Literal["raw", "log"]
 Wkv4Backend = Literal["auto", "recurrent", "split", "reference"]
 TimexBackend = Literal["auto", "tiles", "transforms", "fft", "reference"]
 ReplayOp = Literal[
-    "wkv5",
-    "wkv6",
-    "wkv7",
-    "gla",
-    "linear_attention",
-    "kda",
-    "gated_delta_rule",
-    "delta_rule",
-    "gated_delta_rule2",
-    "simple_gla",
-    "hgrn2",
-    "ssd",
-]
+    "wkv5", "wkv6", "wkv7", "gla", "linear_attention", "kda", "gated_delta_rule", "delta_rule", "gated_delta_rule2",
+    "simple_gla", "hgrn2", "ssd",
+]  # fmt: skip
 Rounding = Literal["nearest", "stochastic"]
 Precision = Literal["medium", "high"]
 # These are in the order of the numbers that kernels have for them.

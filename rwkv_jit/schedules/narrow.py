@@ -130,9 +130,6 @@ def _narrow(name: str) -> str:
     return f"{name}_narrow"
 
 
-# ---- steps -------------------------------------------------------------------------------------------------------
-
-
 def _narrow_rows(p: Problem, name: str, factors: int, entry: str = "narrow_rows") -> Step:
     more = {"largest": "largest_of_rows"} if entry == "narrow_as_they_are" else {}
     return _step(p, entry, name, name, (p.types[name], "fp16"), factors, {"to": _narrow(name), **more})

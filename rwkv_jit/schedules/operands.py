@@ -38,11 +38,6 @@ class Operands(NamedTuple):
     has_softplus: bool = False
     limits: tuple[float, float] | None = None  # the least and the largest step
 
-    @property
-    def has_keys(self) -> bool:
-        """Return whether there is something for each channel of keys."""
-        return bool(self.q or self.k) or self.source != "none"
-
 
 class Behind(NamedTuple):
     """What stands behind a recurrence, by the names of inputs; "" for what does not."""
@@ -82,7 +77,7 @@ def operands(p: Problem, how: Operands, names: Mapping[str, str | None] = {}) ->
     """Return the launch that writes operands: those of r, new_k, w and new_v that `names` has a name for."""
     vector, sizes = _vector_of_operands(p, how), _operand_sizes(p, how)
     part = _part(p, how)
-    keys = p.H // part * (p.K // vector) if how.has_keys else 0
+    keys = p.H // part * (p.K // vector) if how.q or how.k or how.source != "none" else 0
     values = p.H * (p.V // vector) if how.source == "steps" else 0
     parameters, slices, block_rows = _cut(p, vector, keys, values)
     parameters |= {**_operand_parameters(p, how), "PART": part}
@@ -161,7 +156,6 @@ def _operand_parameters(p: Problem, how: Operands) -> dict[str, Parameter]:
 
 
 def _step_parameters(p: Problem, how: Operands) -> dict[str, Parameter]:
-    """Return the parameters that tell steps of a state space apart."""
     types = {f"T_{name.upper()}": p.types.get(getattr(how, name), "fp32") for name in ("g", "A", "dt_bias")}
     return {
         "HAS_SOFTPLUS": how.has_softplus, "HAS_BIAS": bool(how.dt_bias), "HAS_LIMITS": how.limits is not None, **types,

@@ -41,8 +41,6 @@ _STAGING = {
     ("gla", "backward"): _Staging(4, 3, 3),
 }
 
-# ---- geometry ----------------------------------------------------------------------------------------------------
-
 
 def _columns(head_size: int, lanes: int) -> int:
     return 4 * math.ceil(head_size / (4 * lanes))
@@ -112,9 +110,6 @@ def _block_rows(cut: Mapping[str, Parameter]) -> int:
 
 def _interval(p: Problem) -> Any:
     return min(p.checkpoint_interval, max(p.T, 1))  # none is longer than the tokens: scratch goes by it
-
-
-# ---- schedules ---------------------------------------------------------------------------------------------------
 
 
 def kept(p: Problem) -> dict[str, Any]:

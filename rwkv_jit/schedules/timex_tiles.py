@@ -31,9 +31,6 @@ def obstacle(p: Problem) -> str | None:
     return None
 
 
-# ---- geometry ----------------------------------------------------------------------------------------------------
-
-
 class Geometry(NamedTuple):
     """How blocks are cut."""
 
@@ -78,9 +75,6 @@ def _gradient_bytes(batch: int, streamed: bool, tiles: int, types: tuple[str, st
     held = (_CHUNK, 2 * _CHUNK) if streamed else (tiles, tiles)
     operands = sum(2 * k_parts * batch * (_TILE * count + 8) + 4 * (count // 2) for count in held)
     return operands + 4 * (_THREADS // 32) * 16 * 17
-
-
-# ---- schedules ---------------------------------------------------------------------------------------------------
 
 
 def forward(p: Problem) -> Schedule:

@@ -6,7 +6,7 @@ the batch, in parts where the channels are too few for all blocks.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from rwkv_jit.kernels.errors import UnsupportedConfigError
 from rwkv_jit.kernels.template import Parameter
@@ -25,12 +25,6 @@ _MOST_BLOCKS = 2**31 - 1  # of a launch
 _ROUNDS = 4  # of groups of rows that blocks shall take, so that few of them wait at the end
 
 
-class _Geometry(NamedTuple):
-    length: int
-    threads: int
-    shared_bytes: int
-
-
 def length(tokens: int) -> int:
     """Return the shortest transform in which nothing comes round, or the longest; torch 2.6 can only compile a loop."""
     for each in _LENGTHS:
@@ -39,20 +33,16 @@ def length(tokens: int) -> int:
     return max(_LENGTHS)
 
 
-def _geometry(tokens: int) -> _Geometry:
-    points = length(tokens)
-    return _Geometry(points, points // _LENGTHS[points], points // 16 * 17 * 8)
+def _shared_bytes(points: int) -> int:
+    return points // 16 * 17 * 8
 
 
 def obstacle(p: Problem) -> str | None:
     """Return why such rows cannot be taken, for a sentence that begins with who they are for."""
     if max(_LENGTHS) < p.T:
         return f"takes at most {max(_LENGTHS)} tokens, got {p.T}"
-    needed, limit = _geometry(p.T).shared_bytes, p.gpu.shared_limit
+    needed, limit = _shared_bytes(length(p.T)), p.gpu.shared_limit
     return None if needed <= limit else f"needs {needed} bytes of shared memory, {p.gpu.arch} has {limit}"
-
-
-# ---- schedules ---------------------------------------------------------------------------------------------------
 
 
 def forward(p: Problem) -> Schedule:
@@ -62,12 +52,12 @@ def forward(p: Problem) -> Schedule:
 
 def backward(p: Problem) -> Schedule:
     """Return the gradients: of w a sum for each group of rows, of k the correlation with the filter."""
-    cut, parameters = _geometry(p.T), _parameters(p, "dy", "k")
+    parameters = _parameters(p, "dy", "k")
     at_once = (p.multiprocessors or 1) * int(parameters["GRADIENT_BLOCKS_PER_SM"])
     group_rows = -(-p.B // -(-_ROUNDS * at_once // p.C))
     groups = -(-p.B // group_rows)
     blocks = min(at_once, p.C * groups)
-    scratch = {"spectra": 24 * blocks * cut.length, **_factors(p)}
+    scratch = {"spectra": 24 * blocks * length(p.T), **_factors(p)}
     is_sum = groups == 1 and p.types["w"] == "fp32"
     bind = {
         **common.given(p), "g": "dy", "scratch": "spectra", "sums": "dw" if is_sum else "sums",
@@ -104,19 +94,19 @@ def _step(entry: str, parameters: dict[str, Parameter], blocks: Any, bind: dict[
 
 def _factors(p: Problem) -> dict[str, Any]:
     """Return the bytes of what filters multiply spectra by."""
-    return {"factors": 16 * p.C * _geometry(p.T).length}
+    return {"factors": 16 * p.C * length(p.T)}
 
 
 def _parameters(p: Problem, *sources: str) -> dict[str, Parameter]:
     """Return those of all kernels; they read two neighbours of these inputs at once, or one."""
-    cut = _geometry(p.T)
-    room = p.gpu.shared_per_multiprocessor // (cut.shared_bytes + 1024)
+    points = length(p.T)
+    threads, shared = points // _LENGTHS[points], _shared_bytes(points)
+    room = p.gpu.shared_per_multiprocessor // (shared + 1024)
     blocks, of_gradient = (
-        min(room, _ALL_REGISTERS // (cut.threads * registers[cut.length]))
-        for registers in (_REGISTERS, _GRADIENT_REGISTERS)
+        min(room, _ALL_REGISTERS // (threads * registers[points])) for registers in (_REGISTERS, _GRADIENT_REGISTERS)
     )
     return {
-        "T_W": p.types["w"], "T_IO": p.types["k"], "LENGTH": cut.length, "NUM_THREADS": cut.threads,
-        "BLOCKS_PER_SM": blocks, "GRADIENT_BLOCKS_PER_SM": of_gradient, "SHARED_BYTES": cut.shared_bytes,
+        "T_W": p.types["w"], "T_IO": p.types["k"], "LENGTH": points, "NUM_THREADS": threads,
+        "BLOCKS_PER_SM": blocks, "GRADIENT_BLOCKS_PER_SM": of_gradient, "SHARED_BYTES": shared,
         "PAIRED": common.together(p, *sources) > 1,
     }  # fmt: skip

@@ -26,7 +26,7 @@ _MOST_KEY_WARPS = 16
 # state that a thread holds, and threads that a multiprocessor shall have room for then. In some cases more numbers are
 # faster than more threads. Code for sm_80 takes more registers than the others.
 HELD, MOST_HELD = 32, 64
-_RESIDENT, _NARROW_RESIDENT, _FEWER_RESIDENT = 768, 640, 512
+_RESIDENT, _PACKED_RESIDENT, _FEWER_RESIDENT = 768, 640, 512
 _HEAVY, _HEAVY_RESIDENT = 256, 256  # with more keys threads need registers for these too
 # In the vk layout a block is a warp, or as many as load a token's keys for each other.
 _KEYS_OF_WARP, _MOST_WARPS = 128, 8
@@ -64,7 +64,7 @@ def geometry(p: Problem, pool: Pool, is_packed: bool = False, held: int = 0) -> 
     vector = math.gcd(row, min(ACCESS_BYTES, pool.alignment) // size)
     # One token leaves two numbers of 16 bits in a register, unless they are rounded at random.
     is_narrow = size == 2 and vector > 1 and _has_one_token(p, is_packed) and not pool.is_stochastic
-    light, resident = (MOST_HELD, _NARROW_RESIDENT) if is_narrow else (HELD, _RESIDENT)
+    light, resident = MOST_HELD if is_narrow else HELD, _RESIDENT
     held = held or light
     spread, few = (_spread_vk, FEW_VK) if p.state_layout == "vk" else (_spread_kv, _FEW_KV)
     cut = spread(p, vector, held, False)
@@ -72,8 +72,11 @@ def geometry(p: Problem, pool: Pool, is_packed: bool = False, held: int = 0) -> 
         cut = spread(p, vector, held, True)
     if p.K > _HEAVY:
         resident = _HEAVY_RESIDENT
-    elif vector * int(cut["ROWS"]) > light or not _has_one_token(p, is_packed) or p.gpu.number <= TENSOR_CORES:
+    elif vector * int(cut["ROWS"]) > light or p.gpu.number <= TENSOR_CORES:
         resident = _FEWER_RESIDENT
+    elif not _has_one_token(p, is_packed):
+        takes_less = is_packed and p.state_layout == "vk" and p.op.through is not None
+        resident = _PACKED_RESIDENT if takes_less else _FEWER_RESIDENT
     return {**cut, "BLOCKS_PER_SM": max(1, resident // int(cut["NUM_THREADS"]))}
 
 
@@ -136,7 +139,14 @@ def forward(p: Problem) -> Schedule:
 
 def step(p: Problem, pool: Pool, is_packed: bool = False) -> Step:
     """Return the launch for p.B rows: of as many tokens each, or pieces of packed sequences."""
-    name, parameters, bind = _of_recurrence(p, pool) if p.op.through is None else of_rule(p)
+    if p.op.through is None:
+        name, bind = "update_states", dict[str, Any]()
+        parameters: dict[str, Parameter] = {
+            "BONUS": "u" in p.op.inputs, "DECAY": p.decay, "T_W": p.types.get("w", "fp32"),
+            "T_U": p.types.get("u", "fp32"), "T_W0": pool.w0_type,
+        }  # fmt: skip
+    else:
+        name, parameters, bind = of_rule(p)
     parameters |= {"ONE_TOKEN": _has_one_token(p, is_packed), "PACKED": is_packed, "HAS_STATE": True}
     parameters |= geometry(p, pool, is_packed)
     others = ("state_indices", "write_indices") if is_packed else ("bounds", "pieces")
@@ -145,17 +155,8 @@ def step(p: Problem, pool: Pool, is_packed: bool = False) -> Step:
     return step._replace(overlaps=step.overlaps and not is_packed)
 
 
-def _of_recurrence(p: Problem, pool: Pool) -> tuple[str, dict[str, Parameter], dict[str, Any]]:
-    """Return the kernel that takes the inputs of a recurrence, and its parameters and arguments."""
-    parameters: dict[str, Parameter] = {
-        "BONUS": "u" in p.op.inputs, "DECAY": p.decay, "T_W": p.types.get("w", "fp32"),
-        "T_U": p.types.get("u", "fp32"), "T_W0": pool.w0_type,
-    }  # fmt: skip
-    return "update_states", parameters, {}
-
-
 def of_rule(p: Problem) -> tuple[str, dict[str, Parameter], dict[str, Any]]:
-    """Return the same of an op that goes through another, with what the launches around that one are told."""
+    """Return the kernel, parameters and arguments of an op through another, as the launches around that are told."""
     around = through.forward(p, Schedule(())).launches
     first, last = around[0], around[-1]
     parameters: dict[str, Parameter] = {

@@ -88,7 +88,6 @@ def _parts(steps: Sequence[Item]) -> tuple[list[Step], Sequence[Item], list[Step
 
 
 def _arrange(p: Problem, pool: Pool, call: Varlen, few_tokens: int) -> Step:
-    """Return the launch that looks at the lengths and the slots."""
     parameters = {"NUM_THREADS": _THREADS, "BOUND_BYTES": call.bound_bytes, "INDEX_BYTES": pool.index_bytes}
     bind = {
         "tokens": p.T, "sequences": call.sequences, "checkpoints": call.checkpoints, "slots": pool.slots,

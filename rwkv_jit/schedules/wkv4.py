@@ -15,8 +15,6 @@ CHUNK_LEN = 16  # tokens that a thread loads at once, and between the states tha
 _UPDATE_LEN = 8  # of an update of several tokens
 NUM_THREADS = 128
 
-# ---- how a sequence is split -------------------------------------------------------------------------------------
-
 # Threads of a multiprocessor that keep it busy, and the least number of parts and of tokens of a part that are worth
 # the second look at every token.
 _BUSY_THREADS = 256
@@ -46,9 +44,6 @@ def backend_of(p: Problem) -> str:
 def _parts(p: Problem) -> int:
     length = max(int(part_length(p)), 1)
     return max(-(-int(p.T) // length), 1)
-
-
-# ---- schedules ---------------------------------------------------------------------------------------------------
 
 
 def kept(p: Problem) -> dict[str, Any]:

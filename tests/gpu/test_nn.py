@@ -116,6 +116,19 @@ def test_steps(op, sizes):
     assert not pool.wkv[:, [0, 1, 3, 4, 6]].any()
 
 
+def test_steps_of_new_sequences_in_float32(op):
+    """Slots of a new pool are zeros, and nothing is rounded to 16 bits."""
+    model, exact = pair("64", torch.float32)
+    tokens = make_tokens(exact, B, 20)
+    pool, slots = model.new_pool(8, reserved=1), torch.tensor([5, 2, 7], device="cuda")
+    want, state = exact(tokens, return_state=True)
+    found = torch.stack([model.step(token, pool, slots) for token in tokens.T.cuda()], 1)
+    check([found], [want], 1e-4)
+    for layer, own in enumerate(state):
+        check([pool[name][layer, slots] for name in own._fields], own, 1e-4)
+    assert not pool.wkv[:, [0, 1, 3, 4, 6]].any()
+
+
 def test_step_in_a_graph(op):
     model, _ = pair("64")
     several = make_tokens(model, 4, B).cuda()

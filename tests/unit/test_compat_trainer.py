@@ -1,11 +1,12 @@
 """The fused ops of RWKV-LM's trainer without a compiler: against formulas in float64, and in the ways it calls them."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
 from compat_inputs import LIMITS, calls, near  # noqa: F401
-from stub_driver import frames
+from stub_driver import called, frames
 from torch.nn import functional as F
 from torch.utils import cpp_extension
 
@@ -220,6 +221,33 @@ def test_a_kernel_writes_what_ops_return_and_nothing_else(name, on_gpu):
     grads, arrays = [torch.ones_like(x) for x in results[:count]], kept(name, inputs, results)
     assert frames(lambda: ops.forward(*inputs, *numbers))[0] <= 12
     assert frames(lambda: ops.backward(*grads, *arrays, *numbers))[0] <= 12
+
+
+def test_known_calls_with_gradients_and_without_take_turns(on_gpu):
+    """As under checkpointing, whose first forwards have none: each finds its call at once."""
+    for name in NAMESPACES:
+        load(name)
+        inputs, numbers, _, _ = inputs_of(name, SIZES[3], torch.bfloat16)
+        others = [x.clone().requires_grad_() for x in inputs]
+        forward = getattr(torch.ops, name).forward
+        with torch.no_grad():
+            for _ in range(2):
+                forward(*inputs, *numbers), forward(*others, *numbers)
+            for given in (inputs, others) * 2:
+                assert "keep_latest" not in called(partial(forward, *given, *numbers)), name
+
+
+def test_channel_mixing_copies_neither_its_share_nor_the_gradient_of_it(on_gpu):
+    load(CHANNELS)
+    ops, (inputs, _, _, _) = getattr(torch.ops, CHANNELS), inputs_of(CHANNELS, SIZES[3], torch.bfloat16)
+    for _ in range(2):
+        results = ops.forward(*inputs)
+        (shift,) = [x for x in on_gpu.take() if x.template == "layer_token_shift"][-1:]
+        assert inputs[1].data_ptr() in shift.addresses.values()
+        found = ops.backward(torch.ones_like(results[0]), *inputs, *results[1:])
+        written = {x for launch in on_gpu.take() for x in launch.addresses.values()}
+        assert found[1].data_ptr() in written
+        assert found[1].shape == inputs[1].shape
 
 
 @pytest.mark.parametrize("name", NAMESPACES)

@@ -184,7 +184,7 @@ def test_blocks_run_without_the_autocast_around_them(op, make_inputs):
     decay = "none" if op == "linear_attention" else "log"
 
     def found():
-        return plain.run(op, getattr(rwkv_jit, f"{op}_ref"), [*given.values()], None, None, 1.0, decay, "vk")
+        return plain.run(op, [*given.values()], None, None, 1.0, decay, "vk")
 
     want = found()
     with torch.autocast("cpu", torch.bfloat16):
@@ -212,9 +212,8 @@ def test_intermediates_are_not_kept_until_the_backward(op, make_inputs):
 
     given = make_inputs(op, tokens=320, head_size=16, value_size=16)
     w = {} if op == "linear_attention" else {"decay": "log"}
-    function = getattr(rwkv_jit, f"{op}_ref")
     with mock.patch.object(plain, "PIECE", 1), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        y, _ = plain.run(op, function, [*given.values()], None, None, 1.0, *w.values() or ["none"], "vk")
+        y, _ = plain.run(op, [*given.values()], None, None, 1.0, *w.values() or ["none"], "vk")
     assert y.requires_grad
     # The inputs, a state every 32 tokens, and one block in ten.
     assert sum(kept.values()) < 5 * sum(x.untyped_storage().nbytes() for x in given.values())
@@ -254,7 +253,7 @@ def test_forward_derivative(op, make_inputs):
     function = getattr(rwkv_jit, f"{op}_ref")
 
     def by_blocks(*inputs):
-        return plain.run(op, function, inputs, None, None, 1.0, decay, "vk")
+        return plain.run(op, inputs, None, None, 1.0, decay, "vk")
 
     def by_loop(*inputs):
         return function(*inputs, None, True, scale=1.0, state_layout="vk")

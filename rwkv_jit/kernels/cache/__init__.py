@@ -429,7 +429,7 @@ def clear() -> int:
             _sweep(root, time.time())
             for name in owned.folders_of_sources(root):
                 with contextlib.suppress(OSError):  # it holds something else
-                    files.delete_folder(root, name)
+                    files.delete(root, name, os.rmdir)
             for name in owned.links(root):
                 raise CacheError(f"{root / name} is a symbolic link: its target is not deleted")
     finally:

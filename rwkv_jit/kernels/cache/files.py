@@ -39,12 +39,9 @@ class UntrustedError(OSError):
 
 
 def check(
-    path: str | Path,
-    status: os.stat_result,
-    sticky_is_safe: bool = False,
-    is_private: bool = False,
+    path: str | Path, status: os.stat_result, sticky_is_safe: bool = False, is_private: bool = False,
     trusted: os.stat_result | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Check owner and mode of what was opened; UntrustedError if others own it or can write to it.
 
     Those who may write what is `trusted` count as the user. RWKVJIT_CACHE_SHARED does not reach what `is_private`.
@@ -130,17 +127,11 @@ def _read_by_name(path: Path, used: float | None, most: int) -> bytes | None:
     return data
 
 
-def delete(root: Path, name: str) -> None:
-    """Delete a file, no link and nothing through one; FileNotFoundError, or OSError if it is not to be trusted."""
-    _remove(root, name, os.unlink)
+def delete(root: Path, name: str, how: Callable[..., None] = os.unlink) -> None:
+    """Delete a file, or with `os.rmdir` an empty folder; no link and nothing through one.
 
-
-def delete_folder(root: Path, name: str) -> None:
-    """Delete an empty folder of a directory; raises like `delete`."""
-    _remove(root, name, os.rmdir)
-
-
-def _remove(root: Path, name: str, how: Callable[..., None]) -> None:
+    FileNotFoundError, or OSError if it is not to be trusted.
+    """
     if not _HAS_MODES:
         how(root / name)
         return
@@ -205,7 +196,8 @@ def write(path: Path, data: bytes, mode: int | None = None) -> None:
     """Write a file, at once or not at all, into a directory there is; raises OSError where it cannot be written."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".rwkvjit-", suffix=".tmp")
     with _removed_after_an_error(temporary):
-        _fill(handle, data)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
         os.chmod(temporary, _file_mode(path.parent) if mode is None else mode)
         os.replace(temporary, path)
 
@@ -224,13 +216,9 @@ def create(path: Path, data: bytes) -> None:
     """Write a file where there is none, which one process does; raises FileExistsError, or OSError where it cannot."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with _removed_after_an_error(path):
-        _fill(handle, data)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
         os.chmod(path, _file_mode(path.parent))
-
-
-def _fill(handle: int, data: bytes) -> None:
-    with os.fdopen(handle, "wb") as file:
-        file.write(data)
 
 
 @contextlib.contextmanager
