@@ -350,13 +350,30 @@ def usual_sizes(case, name, of=(0, 1)):
     return sum(change.flatten(1).square().sum(1) for change in changes).sqrt()
 
 
-def error_of(case, name, grad, want, of=(0, 1)):
-    """How far a gradient is from that in float64, relative to its norm; a head's one number, to its usual size."""
+def usual_norms(case, draws=16):
+    """The root mean square, over random weights of the results, of the norms of the exact gradients by name.
+
+    Where decays are strong a few numbers make a norm, each a sum of K V terms of both signs. For some weights next to
+    nothing is left of them, but roundings are those of the terms.
+    """
+    leaves = {name: x.requires_grad_() for name, x in case.reference().tensors.items()}
+    results = case.replaced(leaves).run(getattr(rwkv_jit, f"{case.op}_ref"))
+    weights = [torch.randn(draws, *x.shape, dtype=x.dtype, device=x.device) for x in results]
+    found = torch.autograd.grad(results, [*leaves.values()], weights, allow_unused=True, is_grads_batched=True)
+    norms = [torch.zeros(()) if x is None else (x.square().sum() / draws).sqrt() for x in found]
+    return dict(zip(leaves, norms, strict=True))
+
+
+def error_of(case, name, grad, want, of=(0, 1), norm=None):
+    """How far a gradient is from that in float64, relative to its norm; a head's one number, to its usual size.
+
+    A `norm` takes the place of the gradient's.
+    """
     assert grad.shape == want.shape
     assert torch.isfinite(grad).all()
     apart = grad.detach().double() - want
     if not is_of_heads(case, name):
-        return float(apart.norm() / want.norm().clamp_min(1e-300))
+        return float(apart.norm() / (want.norm() if norm is None else norm).clamp_min(1e-300))
     usual = usual_sizes(case, name, of)
     least = LEAST_SHARE * usual.square().mean().sqrt()
     return float((apart.abs() / usual.maximum(least).clamp_min(1e-300)).max())

@@ -25,7 +25,7 @@ def of_kind(name, how, sizes, kind, **more):
     return make(name, how, sizes, dtype, wide, torch.float32, device="cuda", **more)
 
 
-def check(case, kind, function=None):
+def check(case, kind, function=None, norms=None):
     results, grads, weights = differentiate(case, function)
     want, want_grads = exactly(case, weights)
     limit = LIMITS[kind[0]]
@@ -33,7 +33,8 @@ def check(case, kind, function=None):
         assert comparing.relative(found, x) < limit, what
     for own, grad in grads.items():
         assert (grad.dtype, grad.shape) == (case.tensors[own].dtype, case.tensors[own].shape)
-        assert error_of(case, own, grad, want_grads[own]) < limit_of(case, own, kind[0]), own
+        norm = None if norms is None else norms[own]
+        assert error_of(case, own, grad, want_grads[own], norm=norm) < limit_of(case, own, kind[0]), own
 
 
 @CASES
@@ -46,7 +47,8 @@ def test_values_and_gradients(op, name, how, sizes, kind, guarded_memory):
 @CASES
 @pytest.mark.parametrize("kind", KINDS[::3], ids="-".join)
 def test_decays_of_any_strength(op, name, how, kind, guarded_memory):
-    check(of_kind(name, how, (2, 150, 2, 4, 64, 64), kind, decays=MIXED), kind)
+    case = of_kind(name, how, (2, 150, 2, 4, 64, 64), kind, decays=MIXED)
+    check(case, kind, norms=derived_cases.usual_norms(case))
 
 
 @CASES

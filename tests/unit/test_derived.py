@@ -253,6 +253,18 @@ def test_usual_sizes_are_those_over_many_weights(op, how, name, of, bounds):
     assert torch.allclose(grads.square().mean(0).sqrt(), usual, rtol=0.1)
 
 
+@pytest.mark.parametrize(("op", "how"), derived_cases.ALL)
+def test_usual_norms_are_those_over_many_weights(op, how):
+    case = make(op, how, (1, 9, 2, 4, 5, 3))
+    several, many = (derived_cases.usual_norms(case, draws) for draws in (400, 4000))
+    for name in case.tensors:
+        assert several[name] == pytest.approx(float(many[name]), rel=0.15), name
+    _, want, _ = differentiate(case, getattr(rwkv_jit, f"{op}_ref"))
+    name = next(iter(case.inputs))
+    wrong = want[name] + 0.03 * many[name] * want[name] / want[name].norm()
+    assert error_of(case, name, wrong, want[name], norm=many[name]) == pytest.approx(0.03)
+
+
 @OF_HEADS
 def test_an_error_of_one_head_is_seen(op, how, name):
     case = make(op, how, (1, 50, 2, 4, 16, 16), torch.bfloat16, torch.float32, torch.float32)
