@@ -159,7 +159,7 @@ def pretended(gpus, nothing_known, monkeypatch):
         signatures.forget()
         monkeypatch.setenv("RWKVJIT_ARCH", call.arch)
         with torch.no_grad():
-            run = registry._runner(f"{call.op}_fwd").run
+            run = registry._runner(f"{call.op}_fwd")["run"]
             return run(*call.arguments("meta"), decay_bound=call.decay_bound)
 
     return SimpleNamespace(launches=launches, forward=forward)
