@@ -375,8 +375,9 @@ def simple_gla_ref(
     output_final_state: bool = False, cu_seqlens: Tensor | None = None, scale: float | None = None,
     state_layout: StateLayout = "kv",
 ) -> Result:  # fmt: skip
-    q, k = (_of_value_heads(x, v.shape[-2]) for x in (q, k))
-    decays = g.expand(v.shape[:-1]).unsqueeze(-1)  # [B, T, HV, 1]
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    q, k = (_of_value_heads(x.to(dtype), v.shape[-2]) for x in (q, k))
+    decays = g.to(dtype).expand(v.shape[:-1]).unsqueeze(-1)  # [B, T, HV, 1]
     return gla_ref(q, k, v, decays, initial_state, output_final_state, cu_seqlens, scale, state_layout=state_layout)
 
 
@@ -385,8 +386,10 @@ def hgrn2_ref(
     q: Tensor, g: Tensor, v: Tensor, initial_state: Tensor | None = None, output_final_state: bool = False,
     cu_seqlens: Tensor | None = None, scale: float = 1.0, state_layout: StateLayout = "kv",
 ) -> Result:  # fmt: skip
-    k = 1 - g.to(torch.promote_types(v.dtype, torch.float32)).exp()
-    return gla_ref(q, k, v, g, initial_state, output_final_state, cu_seqlens, scale, state_layout=state_layout)
+    q, g = (x.to(torch.promote_types(v.dtype, torch.float32)) for x in (q, g))
+    return gla_ref(
+        q, 1 - g.exp(), v, g, initial_state, output_final_state, cu_seqlens, scale, state_layout=state_layout
+    )
 
 
 @documented("The state space of Mamba-2")
@@ -397,7 +400,7 @@ def ssd_ref(
     dt_limit: tuple[float, float] = (0.0, math.inf), scale: float = 1.0, state_layout: StateLayout = "vk",
 ) -> Result:  # fmt: skip
     dtype, heads = torch.promote_types(x.dtype, torch.float32), x.shape[-2]
-    step = dt.to(dtype) if dt_bias is None else dt.to(dtype) + dt_bias
+    step = dt.to(dtype) if dt_bias is None else dt.to(dtype) + dt_bias.to(dtype)
     step = (F.softplus(step) if dt_softplus else step).clamp(*dt_limit).unsqueeze(-1)
     keys, queries = (_of_value_heads(each.to(dtype), heads) for each in (B, C))
     inputs = queries, keys, x.to(dtype) * step, step * A.to(dtype).view(-1, 1)

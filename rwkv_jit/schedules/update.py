@@ -22,11 +22,11 @@ FEW_TOKENS = 8  # of a sequence that goes token by token, where an algorithm by 
 LARGEST_KEY = 1024  # for whose tokens a block has shared memory, whatever the op is
 MOST_ROWS = 65535  # of a grid's second extent
 _MOST_KEY_WARPS = 16
-# What follows was measured on an H100 and an H200, but for narrow states, of which registers alone say it: numbers of a
-# state that a thread holds, and threads that a multiprocessor shall have room for then. In some cases more numbers are
-# faster than more threads. Code for sm_80 takes more registers than the others.
+# What follows was measured on an H100 and an H200, but for narrow states of recurrences, of which registers alone say it:
+# numbers of a state that a thread holds, and threads that a multiprocessor shall have room for then. In some cases more
+# numbers are faster than more threads. Code for sm_80 takes more registers than the others, and rules take fewer.
 HELD, MOST_HELD = 32, 64
-_RESIDENT, _PACKED_RESIDENT, _FEWER_RESIDENT = 768, 640, 512
+_RESIDENT, _LESS_RESIDENT, _FEWER_RESIDENT = 768, 640, 512
 _HEAVY, _HEAVY_RESIDENT = 256, 256  # with more keys threads need registers for these too
 # In the vk layout a block is a warp, or as many as load a token's keys for each other.
 _KEYS_OF_WARP, _MOST_WARPS = 128, 8
@@ -64,19 +64,21 @@ def geometry(p: Problem, pool: Pool, is_packed: bool = False, held: int = 0) -> 
     vector = math.gcd(row, min(ACCESS_BYTES, pool.alignment) // size)
     # One token leaves two numbers of 16 bits in a register, unless they are rounded at random.
     is_narrow = size == 2 and vector > 1 and _has_one_token(p, is_packed) and not pool.is_stochastic
-    light, resident = MOST_HELD if is_narrow else HELD, _RESIDENT
+    light, resident = (MOST_HELD, _LESS_RESIDENT) if is_narrow else (HELD, _RESIDENT)
     held = held or light
     spread, few = (_spread_vk, FEW_VK) if p.state_layout == "vk" else (_spread_kv, _FEW_KV)
     cut = spread(p, vector, held, False)
     if p.multiprocessors is not None and p.B * p.H * value_blocks(p, cut) < few * p.multiprocessors:
         cut = spread(p, vector, held, True)
+    is_vk, is_rule = p.state_layout == "vk", p.op.through is not None
     if p.K > _HEAVY:
         resident = _HEAVY_RESIDENT
     elif vector * int(cut["ROWS"]) > light or p.gpu.number <= TENSOR_CORES:
         resident = _FEWER_RESIDENT
     elif not _has_one_token(p, is_packed):
-        takes_less = is_packed and p.state_layout == "vk" and p.op.through is not None
-        resident = _PACKED_RESIDENT if takes_less else _FEWER_RESIDENT
+        resident = _LESS_RESIDENT if is_packed and is_vk and is_rule else _FEWER_RESIDENT
+    elif is_rule and (not is_vk or p.K % (vector * int(cut["KEY_LANES"])) == 0):
+        resident = _RESIDENT
     return {**cut, "BLOCKS_PER_SM": max(1, resident // int(cut["NUM_THREADS"]))}
 
 

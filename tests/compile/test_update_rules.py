@@ -192,6 +192,16 @@ def test_compiles_everywhere_without_spills(rule, arch):
 
 
 @pytest.mark.usefixtures("from_ledger")
+@pytest.mark.parametrize(("rule", "arch"), by_turns(ALL, [x for x in ARCHS if x != "sm_80"]))
+def test_narrow_states_of_keys_that_do_not_fill_the_lanes(rule, arch):
+    """They have predicates in the place of constants, so that as many threads as usual would spill."""
+    for size, state in ((40, "bf16"), (72, "fp16")):
+        given = problem_of(*rule, arch, (size, size), 1, "vk", state, True)
+        step = update.step(given, update.Pool(5, 1 << 20))
+        assert kernel.get(step.request(given.gpu)).resources["update_rules"].spill_bytes == 0
+
+
+@pytest.mark.usefixtures("from_ledger")
 def test_heads_that_need_too_much_shared_memory_are_refused():
     given = problem_of("kda", "norm", "sm_90", (64, 64), 1, "kv", "fp32")
     (made,) = update.schedule(given, update.Pool(1, 0)).requests(given.gpu)

@@ -227,6 +227,19 @@ def test_arrays_of_other_libraries():
         assert torch.equal(arrays.run()[0], case.run()[0])
 
 
+@pytest.mark.parametrize("op", [op for op in OPS if op not in ("kda", "gated_delta_rule2")])
+def test_references_take_values_wider_than_their_keys(op):
+    lead = "x" if op == "ssd" else "v"
+    exact = make(op, decays=(-1.0, -0.1))
+    narrow = {name: x if name == lead else x.float() for name, x in exact.inputs.items()}
+    same = exact.replaced({**exact.tensors, **{name: x.double() for name, x in narrow.items()}})
+    given = exact.replaced({**exact.tensors, **narrow})
+    reference = getattr(rwkv_jit, f"{op}_ref")
+    for x, y in zip(given.run(reference), same.run(reference), strict=True):
+        assert x.dtype == y.dtype == torch.float64
+        assert torch.allclose(x, y, rtol=1e-12, atol=1e-12)
+
+
 # ---- how the errors of sums over tokens are measured -------------------------------------------------------------
 
 OF_HEADS = pytest.mark.parametrize(("op", "how", "name"), [
