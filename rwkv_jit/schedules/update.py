@@ -22,9 +22,9 @@ FEW_TOKENS = 8  # of a sequence that goes token by token, where an algorithm by 
 LARGEST_KEY = 1024  # for whose tokens a block has shared memory, whatever the op is
 MOST_ROWS = 65535  # of a grid's second extent
 _MOST_KEY_WARPS = 16
-# What follows was measured on an H100 and an H200, but for narrow states of recurrences, of which registers alone say it:
-# numbers of a state that a thread holds, and threads that a multiprocessor shall have room for then. In some cases more
-# numbers are faster than more threads. Code for sm_80 takes more registers than the others, and rules take fewer.
+# What follows was measured on an H100 and an H200, but for narrow states of recurrences, of which registers alone say
+# it: numbers of a state that a thread holds, and threads that a multiprocessor shall have room for then. In some cases
+# more numbers are faster than more threads. Code for sm_80 takes more registers than the others, and rules take fewer.
 HELD, MOST_HELD = 32, 64
 _RESIDENT, _LESS_RESIDENT, _FEWER_RESIDENT = 768, 640, 512
 _HEAVY, _HEAVY_RESIDENT = 256, 256  # with more keys threads need registers for these too
