@@ -5,15 +5,19 @@ import dataclasses
 import importlib
 import importlib.metadata
 import inspect
+import itertools
 import json
 import subprocess
 import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 import warm
 from rwkv7_alone import model_of, random_weights, read_alone
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+import rwkv_jit
 
 PACKAGES = {"vllm": "rwkv_jit_vllm", "sglang": "rwkv_jit_sglang"}
 HEADS, HEAD_SIZE, LAYERS, VOCAB, SLOTS = 2, 8, 2, 32, 6
@@ -324,6 +328,177 @@ def test_the_check_reads_each_text_alone(root, monkeypatch, weights):
     assert found == read_alone(weights, TEXTS[:5] + found[:2])[0][4:].argmax(-1).tolist()
 
 
+# ---- kernels for the layers of SGLang's models -------------------------------------------------------------------
+
+GROUPS, VALUE_HEADS, KEY_SIZE, VALUE_SIZE = 2, 4, 8, 6
+RULES = {"gated_delta_rule": "GatedDeltaRuleKernel", "kda": "KimiKernel"}
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """The module of the kernels, with stand-ins for what it imports of SGLang, and what it has told them."""
+    told = SimpleNamespace(choices=["triton"], hooks={})
+    backends = SimpleNamespace(TRITON=Backend("triton"))
+    hooks = SimpleNamespace(register=lambda target, hook, kind: told.hooks.update({target: (hook, kind)}))
+    modules = {
+        "layers.attention.linear.kernels.kernel_backend": {"LinearAttnKernelBase": object},
+        "layers.attention.linear.utils": {"LinearAttnKernelBackend": backends},
+        "plugins.hook_registry": {"HookRegistry": hooks, "HookType": SimpleNamespace(AROUND="around")},
+        "server_args": {
+            "LINEAR_ATTN_KERNEL_BACKEND_CHOICES": told.choices,
+            "add_linear_attn_kernel_backend_choices": told.choices.extend,
+        },
+    }
+    names = {f"sglang.srt.{name}": members for name, members in modules.items()}
+    for name in [*names]:
+        parts = name.split(".")
+        names.update({".".join(parts[:end]): {} for end in range(1, len(parts)) if ".".join(parts[:end]) not in names})
+    for name, members in names.items():
+        stand_in = ModuleType(name)
+        stand_in.__dict__.update({**members, "__path__": []})
+        monkeypatch.setitem(sys.modules, name, stand_in)
+    module = importlib.import_module("rwkv_jit_sglang.kernels")
+    return SimpleNamespace(module=module, told=told)
+
+
+class Backend(str):
+    """A choice of SGLang's: names that it does not know are custom."""
+
+    def is_custom(self):
+        return self != "triton"
+
+
+def rule_inputs(op, rows):
+    """Return q, k and v of some tokens, their raw gates and rates, A_log and dt_bias."""
+    of_gate = (VALUE_HEADS, KEY_SIZE) if op == "kda" else (VALUE_HEADS,)
+    q, k = torch.randn(2, rows, GROUPS, KEY_SIZE)
+    v, a, b = torch.randn(rows, VALUE_HEADS, VALUE_SIZE), torch.randn(rows, *of_gate), torch.randn(rows, VALUE_HEADS)
+    return (q, k, v, a, b), torch.randn(VALUE_HEADS), torch.randn(of_gate)
+
+
+def by_reference(op, inputs, A_log, dt_bias, state, bound=None):
+    """Return y and the state after one sequence."""
+    options = {"lower_bound": bound} if bound is not None else {}
+    y, final = getattr(rwkv_jit, f"{op}_ref")(
+        *(x.unsqueeze(0) for x in inputs), state.unsqueeze(0), True, A_log=A_log, dt_bias=dt_bias, qk_norm=True,
+        beta_map="sigmoid", state_layout="vk", **options,
+    )  # fmt: skip
+    return y[0], final[0]
+
+
+def pool_of_states():
+    return torch.randn(7, VALUE_HEADS, VALUE_SIZE, KEY_SIZE)
+
+
+@pytest.mark.parametrize("bound", [None, -5.0])
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("op", RULES)
+def test_one_token_of_a_delta_rule(kernels, op, is_packed, bound):
+    kernel = getattr(kernels.module, RULES[op])(None)
+    inputs, A_log, dt_bias = rule_inputs(op, 4)
+    q, k, v, a, b = inputs
+    states, slots = pool_of_states(), torch.tensor([3, -1, 6, 0], dtype=torch.int32)
+    before = states.clone()
+    more = {"A_log": A_log.view(1, 1, -1, 1), "dt_bias": dt_bias.flatten(), "lower_bound": bound}
+    more |= {"ssm_states": states, "cache_indices": slots}
+    if is_packed:
+        mixed = torch.cat([x.flatten(1) for x in (q, k, v)], 1)
+        sizes = {"scale": KEY_SIZE**-0.5, "num_v_heads": VALUE_HEADS, "head_v_dim": VALUE_SIZE}
+        y = kernel.packed_decode(mixed, a.flatten(1), b.unsqueeze(1), **more, **sizes, replayssm_d=None)
+    else:
+        y = kernel.decode(*(x.unsqueeze(0) for x in (q, k, v)), a.unsqueeze(0), b, **more, query_start_loc=None)
+    assert y.shape == (1, 4, VALUE_HEADS, VALUE_SIZE)
+    for row, slot in enumerate(slots.tolist()):
+        if slot <= 0:
+            assert not y[0, row].any()
+            continue
+        row_inputs = [x[row : row + 1] for x in inputs]
+        want, final = by_reference(op, row_inputs, A_log, dt_bias, before[slot], bound if op == "kda" else None)
+        torch.testing.assert_close(y[0, row], want[0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(states[slot], final, rtol=1e-4, atol=1e-5)
+    untouched = [0, 1, 2, 4, 5]
+    assert torch.equal(states[untouched], before[untouched])
+
+
+@pytest.mark.parametrize("is_tracked", [False, True])
+@pytest.mark.parametrize("op", RULES)
+def test_prompts_of_a_delta_rule(kernels, op, is_tracked):
+    """A sequence begins with its slot's state; that after some chunks of 64 tokens is handed over if it is wanted."""
+    kernel = getattr(kernels.module, RULES[op])(None)
+    bounds, chunks = [0, 3, 140, 141, 270], [-1, 2, 0, 1]
+    inputs, A_log, dt_bias = rule_inputs(op, bounds[-1])
+    q, k, v, a, b = (x.unsqueeze(0) for x in inputs)
+    states, slots = pool_of_states(), torch.tensor([5, 2, 6, 1])
+    before, track = states.clone(), torch.full((4, VALUE_HEADS, VALUE_SIZE, KEY_SIZE), float("nan"))
+    more = {"ssm_states": states, "cache_indices": slots, "query_start_loc": torch.tensor(bounds, dtype=torch.int32)}
+    more |= {"track_state": track, "track_chunk_idx": torch.tensor(chunks, dtype=torch.int32)} if is_tracked else {}
+    if op == "kda":
+        more |= {"A_log": A_log.view(1, 1, -1, 1), "dt_bias": dt_bias.flatten(), "beta_is_raw": True}
+        y = kernel.extend(q, k, v, a, b, **more, return_intermediate_states=is_tracked, layer_id=3)
+        y, *rest = y if is_tracked else (y,)
+        assert rest == [None] * is_tracked
+    else:
+        g = -A_log.exp() * torch.nn.functional.softplus(a + dt_bias)
+        y, *rest = kernel.extend(q, k, v, g, b.sigmoid(), **more, output=None)
+        assert rest == [None, None]
+    for row, (begin, end) in enumerate(itertools.pairwise(bounds)):
+        slot, one = int(slots[row]), [x[begin:end] for x in inputs]
+        want, final = by_reference(op, one, A_log, dt_bias, before[slot])
+        torch.testing.assert_close(y[0, begin:end], want, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(states[slot], final, rtol=1e-3, atol=1e-4)
+        if is_tracked and chunks[row] > 0:
+            _, there = by_reference(op, [x[: 64 * chunks[row]] for x in one], A_log, dt_bias, before[slot])
+            torch.testing.assert_close(track[row], there, rtol=1e-3, atol=1e-4)
+    untouched = [0, 3, 4]
+    assert torch.equal(states[untouched], before[untouched])
+
+
+def test_what_the_kernels_do_not_do_is_said(kernels):
+    inputs, A_log, dt_bias = rule_inputs("gated_delta_rule", 2)
+    q, k, v, a, b = (x.unsqueeze(0) for x in inputs)
+    kernel, pool = kernels.module.GatedDeltaRuleKernel(None), {"ssm_states": pool_of_states()}
+    pool["cache_indices"] = torch.tensor([1, 2])
+    with pytest.raises(ValueError, match="--enable-linear-replayssm: "):
+        kernel.packed_decode(
+            q[0], a[0], b[0], A_log=A_log, dt_bias=dt_bias, scale=1.0, num_v_heads=4, head_v_dim=6, **pool,
+            replayssm_d=q,
+        )  # fmt: skip
+    with pytest.raises(ValueError, match="--enable-mis: "):
+        kernel.extend(q, k, v, a, b, **pool, query_start_loc=torch.tensor([0, 2]), inplace_update=False)
+    taken = []
+    own = SimpleNamespace(extend=lambda *arrays, **options: taken.append((arrays, options)) or "theirs")
+    kimi = kernels.module.KimiKernel(own)
+    assert kimi.extend(q, k, v, a, b, **pool, query_start_loc=None, is_spec_decode=True, layer_id=1) == "theirs"
+    assert [x is y for x, y in zip(taken[0][0], (q, k, v, a, b), strict=True)] == [True] * 5
+    assert taken[0][1]["layer_id"] == 1
+
+
+@pytest.mark.parametrize("prefill", ["triton", "rwkv_jit"])
+@pytest.mark.parametrize("decode", ["triton", "rwkv_jit"])
+def test_sglang_takes_the_kernels_by_name(kernels, decode, prefill):
+    for _ in range(2):  # as in each of its processes, and again
+        kernels.module.register()
+    assert kernels.told.choices == ["triton", "rwkv_jit"]
+    assert {kind for _, kind in kernels.told.hooks.values()} == {"around"}
+    begins = {target.split(".")[-2]: hook for target, (hook, _) in kernels.told.hooks.items()}
+    assert {*begins} == {"GDNKernelDispatcher", "KDAKernelDispatcher"}
+    for name, kind in (("GDNKernelDispatcher", "GatedDeltaRuleKernel"), ("KDAKernelDispatcher", "KimiKernel")):
+        dispatcher, seen = SimpleNamespace(), []
+
+        def original(self, *backends, seen=seen):
+            seen += backends
+            self.decode_kernel = self.extend_kernel = "theirs"
+            self.supports_packed_decode = False
+
+        begins[name](original, dispatcher, Backend(decode), Backend(prefill), Backend("triton"))
+        assert seen == ["triton"] * 3
+        kind = getattr(kernels.module, kind)
+        assert isinstance(dispatcher.decode_kernel, kind) == (decode == "rwkv_jit") == dispatcher.supports_packed_decode
+        assert isinstance(dispatcher.extend_kernel, kind) == (prefill == "rwkv_jit")
+        if prefill == "rwkv_jit":
+            assert dispatcher.extend_kernel._own == "theirs"
+
+
 # ---- what the engines ask for ------------------------------------------------------------------------------------
 
 # Where the engines declare what ours answers: our method, theirs, and the names that theirs takes.
@@ -377,6 +552,16 @@ RECORDED = {
             "sglang.srt.models.lfm2:Lfm2ForCausalLM.forward",
             "self input_ids positions forward_batch input_embeds",
         ),
+        **{
+            f"kernels.{kind}.{method}": (
+                f"sglang.srt.layers.attention.linear.kernels.kernel_backend:LinearAttnKernelBase.{method}",
+                f"self q k v {names} ssm_states cache_indices query_start_loc",
+            )
+            for kind, method, names in (
+                ("_Kernel", "decode", "a b A_log dt_bias"), ("GatedDeltaRuleKernel", "extend", "g beta"),
+                ("KimiKernel", "extend", "g beta"),
+            )
+        },
         "model.RwkvJitRwkv7ForCausalLM.__init__": (
             "sglang.srt.models.lfm2:Lfm2ForCausalLM.__init__", "self config quant_config prefix",
         ),
@@ -404,6 +589,13 @@ USED = {
             "conv temporal intermediate_size conv_dim ssm_state_size num_heads head_dim state_size conv_kernel"
         ),
         "sglang.srt.configs.mamba_utils:Mamba2CacheParams": "dtype layers shape",
+        "sglang.srt.plugins.hook_registry:HookRegistry.register": "target hook hook_type source",
+        "sglang.srt.layers.attention.linear.gdn_backend:GDNKernelDispatcher": (
+            "decode_backend prefill_backend verify_backend"
+        ),
+        "sglang.srt.layers.attention.linear.kda_backend:KDAKernelDispatcher": (
+            "decode_backend prefill_backend verify_backend"
+        ),
     },
 }
 VERSIONS = {"vllm": "0.33.0", "sglang": "0.5.23"}

@@ -1,8 +1,8 @@
-"""A plugin of SGLang: RWKV-7, whose time mixing runs on the kernels of rwkv_jit."""
+"""A plugin of SGLang: RWKV-7 on the kernels of rwkv_jit, and these for the delta rules of SGLang's models."""
 
 
 def register() -> None:
-    """Tell SGLang of the model and of the backend of its layers. SGLang calls this in each of its processes."""
+    """Tell SGLang of the model, its backend and the kernels. SGLang calls this in each of its processes."""
     from rwkv7_slots import ARCHITECTURE, MODEL_TYPE
     from sglang.srt.configs.linear_attn_model_registry import (
         LinearAttnModelSpec,
@@ -12,6 +12,7 @@ def register() -> None:
     from sglang.srt.models.registry import ModelRegistry
     from transformers import AutoConfig
 
+    from rwkv_jit_sglang import kernels
     from rwkv_jit_sglang.config import Rwkv7Config
     from rwkv_jit_sglang.model import RwkvJitRwkv7ForCausalLM
 
@@ -20,3 +21,4 @@ def register() -> None:
     if get_linear_attn_spec_by_arch(ARCHITECTURE) is None:
         backend = "rwkv_jit_sglang.backend.Rwkv7Backend"
         register_linear_attn_model(LinearAttnModelSpec(Rwkv7Config, backend, [ARCHITECTURE]))
+    kernels.register()
