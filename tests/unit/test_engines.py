@@ -32,7 +32,7 @@ def _paths(root, monkeypatch):
     for name in ("", "engines/rwkv7", "engines/vllm", "engines/sglang"):
         monkeypatch.syspath_prepend(str(root / "examples" / name))
     yield
-    for name in [n for n in sys.modules if n.partition(".")[0] in ("rwkv7_slots", *PACKAGES.values())]:
+    for name in [n for n in sys.modules if n.partition(".")[0] in ("rwkv7_slots", "delta_rules", *PACKAGES.values())]:
         del sys.modules[name]
 
 
@@ -350,15 +350,21 @@ def kernels(monkeypatch):
         },
     }
     names = {f"sglang.srt.{name}": members for name, members in modules.items()}
-    for name in [*names]:
+    stand_in(monkeypatch, names)
+    module = importlib.import_module("rwkv_jit_sglang.kernels")
+    return SimpleNamespace(module=module, told=told)
+
+
+def stand_in(monkeypatch, modules):
+    """Put modules with these members into the place of an engine's, and those above them."""
+    names = dict(modules)
+    for name in modules:
         parts = name.split(".")
         names.update({".".join(parts[:end]): {} for end in range(1, len(parts)) if ".".join(parts[:end]) not in names})
     for name, members in names.items():
-        stand_in = ModuleType(name)
-        stand_in.__dict__.update({**members, "__path__": []})
-        monkeypatch.setitem(sys.modules, name, stand_in)
-    module = importlib.import_module("rwkv_jit_sglang.kernels")
-    return SimpleNamespace(module=module, told=told)
+        module = ModuleType(name)
+        module.__dict__.update({**members, "__path__": []})
+        monkeypatch.setitem(sys.modules, name, module)
 
 
 class Backend(str):
@@ -386,6 +392,20 @@ def by_reference(op, inputs, A_log, dt_bias, state, bound=None):
     return y[0], final[0]
 
 
+def check_rows(op, inputs, A_log, dt_bias, before, states, slots, y, bound=None):
+    """Compare one token of each row, and the pool."""
+    changed = {slot for slot in slots.tolist() if slot > 0}
+    for row, slot in enumerate(slots.tolist()):
+        if slot <= 0:
+            assert not y[row].any()
+            continue
+        want, final = by_reference(op, [x[row : row + 1] for x in inputs], A_log, dt_bias, before[slot], bound)
+        torch.testing.assert_close(y[row], want[0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(states[slot], final, rtol=1e-4, atol=1e-5)
+    untouched = sorted(set(range(len(states))) - changed)
+    assert torch.equal(states[untouched], before[untouched])
+
+
 def pool_of_states():
     return torch.randn(7, VALUE_HEADS, VALUE_SIZE, KEY_SIZE)
 
@@ -408,16 +428,7 @@ def test_one_token_of_a_delta_rule(kernels, op, is_packed, bound):
     else:
         y = kernel.decode(*(x.unsqueeze(0) for x in (q, k, v)), a.unsqueeze(0), b, **more, query_start_loc=None)
     assert y.shape == (1, 4, VALUE_HEADS, VALUE_SIZE)
-    for row, slot in enumerate(slots.tolist()):
-        if slot <= 0:
-            assert not y[0, row].any()
-            continue
-        row_inputs = [x[row : row + 1] for x in inputs]
-        want, final = by_reference(op, row_inputs, A_log, dt_bias, before[slot], bound if op == "kda" else None)
-        torch.testing.assert_close(y[0, row], want[0], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(states[slot], final, rtol=1e-4, atol=1e-5)
-    untouched = [0, 1, 2, 4, 5]
-    assert torch.equal(states[untouched], before[untouched])
+    check_rows(op, inputs, A_log, dt_bias, before, states, slots, y[0], bound if op == "kda" else None)
 
 
 @pytest.mark.parametrize("is_tracked", [False, True])
@@ -471,6 +482,112 @@ def test_what_the_kernels_do_not_do_is_said(kernels):
     assert kimi.extend(q, k, v, a, b, **pool, query_start_loc=None, is_spec_decode=True, layer_id=1) == "theirs"
     assert [x is y for x, y in zip(taken[0][0], (q, k, v, a, b), strict=True)] == [True] * 5
     assert taken[0][1]["layer_id"] == 1
+
+
+# ---- kernels for the layers of vLLM's models ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def of_vllm(monkeypatch):
+    """The modules of vLLM whose functions ours take the place of, once a layer is made: each returns its arguments."""
+    module = importlib.import_module("rwkv_jit_vllm.kernels")
+
+    def theirs(name):
+        return lambda *arrays, **named: (name, arrays, named)
+
+    layers, kimi = "vllm.model_executor.layers.mamba.gdn", "vllm.models.kimi_k3.nvidia.ops.third_party.kda"
+    stand_in(monkeypatch, {
+        f"{layers}.base": {"GatedDeltaNetAttention": type("Layer", (), {"__init__": lambda self, x: None})},
+        **{f"{layers}.{name}_gdn_linear_attn": {} for name in ("qwen", "olmo", "kimi")},
+        **{name: {x: theirs(x) for x in functions} for name, functions in module.PLACES.items()},
+    })  # fmt: skip
+    module.register()
+    begin = sys.modules[f"{layers}.base"].GatedDeltaNetAttention.__init__
+    module.register()  # as vLLM does in a process more than once
+    assert sys.modules[f"{layers}.base"].GatedDeltaNetAttention.__init__ is begin
+    qwen = sys.modules[f"{layers}.qwen_gdn_linear_attn"]
+    assert qwen.fla_chunk_gated_delta_rule()[0] == "fla_chunk_gated_delta_rule"
+    for _ in range(2):
+        sys.modules[f"{layers}.base"].GatedDeltaNetAttention("a layer")
+    assert all(x.__wrapped__()[0] for x in module._ours if x is not begin)  # once
+    olmo, kimi = sys.modules[f"{layers}.olmo_gdn_linear_attn"], sys.modules[kimi]
+    return SimpleNamespace(qwen=qwen, olmo=olmo, kimi=kimi)
+
+
+@pytest.mark.parametrize("bound", [None, -5.0])
+def test_one_token_of_kimi_in_vllm(of_vllm, bound):
+    (q, k, v, a, b), A_log, dt_bias = rule_inputs("kda", 3)
+    q, k = (x.repeat_interleave(VALUE_HEADS // GROUPS, 1) for x in (q, k))  # as many heads as of values
+    states, slots = pool_of_states(), torch.tensor([4, 0, 2], dtype=torch.int32)
+    before, mixed = states.clone(), torch.cat([x.flatten(1) for x in (q, k, v)], 1)
+    gates = a.unsqueeze(0), b.unsqueeze(0), A_log, dt_bias.flatten()
+    options = {"mixed_qkv": mixed, "lower_bound": bound, "initial_state": states, "state_indices": slots}
+    named = dict(zip(("raw_g", "raw_beta", "A_log", "dt_bias"), gates, strict=True))
+    y, pool = of_vllm.kimi.fused_recurrent_kda_packed_decode(**options, **named)
+    assert pool is states
+    check_rows("kda", (q, k, v, a, b), A_log, dt_bias, before, states, slots, y[0], bound)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_one_token_of_the_gated_delta_rule_in_vllm(of_vllm, is_packed):
+    inputs, A_log, dt_bias = rule_inputs("gated_delta_rule", 3)
+    q, k, v, a, b = inputs
+    states, slots = pool_of_states(), torch.tensor([4, 0, 2], dtype=torch.int32)
+    before = states.clone()
+    if is_packed:
+        out, mixed = (
+            torch.full((3, 1, VALUE_HEADS, VALUE_SIZE), float("nan")),
+            torch.cat([x.flatten(1) for x in inputs[:3]], 1),
+        )
+        y, pool = of_vllm.qwen.fused_recurrent_gated_delta_rule_packed_decode(
+            mixed_qkv=mixed, a=a, b=b, A_log=A_log, dt_bias=dt_bias, scale=KEY_SIZE**-0.5, initial_state=states,
+            out=out, ssm_state_indices=slots, use_qk_l2norm_in_kernel=True,
+        )  # fmt: skip
+        assert y is out
+        y = y.transpose(0, 1)
+    else:
+        options = {"initial_state": states, "inplace_final_state": True, "use_qk_l2norm_in_kernel": True}
+        options |= {"cu_seqlens": torch.arange(4, dtype=torch.int32), "ssm_state_indices": slots}
+        named = {"A_log": A_log, "a": a, "b": b, "dt_bias": dt_bias}
+        rows = {name: x.unsqueeze(0) for name, x in zip("qkv", (q, k, v), strict=True)}
+        run = of_vllm.qwen.fused_sigmoid_gating_delta_rule_update
+        for other in (
+            {"num_accepted_tokens": slots}, {"ssm_state_indices": slots.view(3, 1)}, {"beta": 2.0},
+            {"use_qk_l2norm_in_kernel": False}, {"cu_seqlens": torch.tensor([0, 3])}, {"inplace_final_state": False},
+        ):  # fmt: skip
+            name, _, passed = run(**named, **rows, **{**options, **other})
+            assert name == "fused_sigmoid_gating_delta_rule_update"
+            assert all(passed[x] is y for x, y in {**named, **rows, **options, **other}.items())
+        assert torch.equal(states, before)
+        y, pool = run(**named, **rows, **options)
+    assert pool is states
+    check_rows("gated_delta_rule", inputs, A_log, dt_bias, before, states, slots, y[0])
+
+
+@pytest.mark.parametrize("op", RULES)
+def test_prompts_in_vllm(of_vllm, op):
+    inputs, A_log, dt_bias = rule_inputs(op, 90)
+    bounds, states = torch.tensor([0, 70, 90], dtype=torch.int32), pool_of_states()[:2]
+    q, k, v, a, b = (x.unsqueeze(0) for x in inputs)
+    options = {"initial_state": states.clone(), "output_final_state": True, "cu_seqlens": bounds}
+    options |= {"use_qk_l2norm_in_kernel": True}
+    if op == "kda":
+        gates = {"raw_g": a, "raw_beta": b, "A_log": A_log, "g_bias": dt_bias.flatten(), "lower_bound": None}
+        y, final = of_vllm.kimi.chunk_kda_with_fused_gate(q=q, k=k, v=v, **gates, **options)
+        assert of_vllm.kimi.chunk_kda_with_fused_gate(q=q, k=k, v=v, **gates, **options, x=1)[2] == {"x": 1}
+    else:
+        g, out = -A_log.exp() * torch.nn.functional.softplus(a + dt_bias), torch.full((100, *v.shape[2:]), float("nan"))
+        for module, name in ((of_vllm.olmo, "chunk_gated_delta_rule"), (of_vllm.qwen, "fla_chunk_gated_delta_rule")):
+            run = getattr(module, name)
+            y, final = run(q=q, k=k, v=v, g=g, beta=b.sigmoid(), **options, chunk_indices=None, core_attn_out=out)
+            assert torch.equal(out[:90], y[0])
+    for row, (begin, end) in enumerate(itertools.pairwise(bounds.tolist())):
+        want, state = by_reference(op, [x[begin:end] for x in inputs], A_log, dt_bias, states[row])
+        torch.testing.assert_close(y[0, begin:end], want, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(final[row], state, rtol=1e-3, atol=1e-4)
+
+
+# ---- how engines take the kernels --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("prefill", ["triton", "rwkv_jit"])
@@ -576,6 +693,20 @@ USED = {
         "vllm.v1.attention.backend:CommonAttentionMetadata": "query_start_loc max_query_len",
         "vllm.v1.attention.backends.registry:register_backend": "backend class_path is_mamba",
         "vllm.model_executor.models.registry:_ModelRegistry.register_model": "self model_arch model_cls",
+        "vllm.third_party.flash_linear_attention.ops.chunk:chunk_gated_delta_rule": (
+            "q k v g beta scale initial_state output_final_state cu_seqlens chunk_indices chunk_offsets "
+            "use_qk_l2norm_in_kernel core_attn_out"
+        ),
+        "vllm.third_party.flash_linear_attention.ops.fused_sigmoid_gating:fused_sigmoid_gating_delta_rule_update": (
+            "A_log a b dt_bias q k v beta threshold scale initial_state inplace_final_state cu_seqlens "
+            "ssm_state_indices num_accepted_tokens use_qk_l2norm_in_kernel is_kda"
+        ),
+        "vllm.third_party.flash_linear_attention.ops.fused_recurrent:fused_recurrent_gated_delta_rule_packed_decode": (
+            "mixed_qkv a b A_log dt_bias scale initial_state out ssm_state_indices use_qk_l2norm_in_kernel"
+        ),
+        "vllm.models.kimi_k3.nvidia.ops.third_party.kda.fused_recurrent:fused_recurrent_kda_packed_decode": (
+            "mixed_qkv raw_g raw_beta A_log dt_bias lower_bound initial_state state_indices scale out"
+        ),
     },
     "sglang": {
         "sglang.srt.layers.attention.mamba.mamba2_metadata:ForwardMetadata": "query_start_loc mamba_cache_indices",
@@ -695,11 +826,11 @@ def test_entry_points_resolve(root, engine, group):
     tomllib = pytest.importorskip("tomllib", reason="Python 3.10 reads no TOML; the engines need 3.11")
     said = tomllib.loads((root / "examples/engines" / engine / "pyproject.toml").read_text())
     assert said["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"] == [PACKAGES[engine]]
-    ((name, path),) = said["project"]["entry-points"][group].items()
-    assert name == "rwkv_jit"
-    register = importlib.metadata.EntryPoint(name, path, group).load()
-    assert not inspect.signature(register).parameters
-    source = inspect.getsource(register)
+    points = said["project"]["entry-points"][group]
+    assert [*points] == (["rwkv_jit", "rwkv_jit_kernels"] if engine == "vllm" else ["rwkv_jit"])
+    registers = [importlib.metadata.EntryPoint(name, path, group).load() for name, path in points.items()]
+    assert not any(inspect.signature(register).parameters for register in registers)
+    source = inspect.getsource(registers[0])
     for path in [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]:
         if isinstance(path, str) and path.startswith(f"{PACKAGES[engine]}."):  # what the engine imports later
             module, _, kind = path.replace(":", ".").rpartition(".")

@@ -7,11 +7,11 @@ tokens.
 from collections.abc import Callable
 from typing import Any
 
+import delta_rules as rules
 from sglang.srt.layers.attention.linear.kernels.kernel_backend import LinearAttnKernelBase
 from torch import Tensor
 
 import rwkv_jit
-from rwkv_jit_sglang import rules
 
 NAME = "rwkv_jit"  # among the choices of --linear-attn-backend
 

@@ -1,7 +1,7 @@
-"""The delta rules of SGLang's models as calls of rwkv_jit over its pool of states. It imports no engine.
+"""The delta rules of engines' models as calls of rwkv_jit over a pool of states. It imports no engine.
 
-Heads of keys are G, of values H; states are [slots, H, V, K]. Slots at or below 0 are padding, as SGLang has -1 in CUDA
-graphs and 0 elsewhere: their tokens get zeros.
+Heads of keys are G, of values H; states are [slots, H, V, K]. Slots at or below 0 are padding, whose tokens get zeros:
+vLLM has 0 for it, SGLang -1 in CUDA graphs and 0 otherwise.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from rwkv7_slots import power_of_two
 from torch import Tensor
 
 NULL_INDEX = 0
-CHUNK = 64  # tokens between two places where SGLang may want a state
+CHUNK = 64  # tokens between two places where an engine may want a state
 _OPTIONS: dict[str, Any] = {"state_layout": "vk", "null_index": NULL_INDEX, "qk_norm": True}
 
 
@@ -48,7 +48,7 @@ def decode(
     A_log, dt_bias : torch.Tensor, shape (H,) and that of a row of `a`, or (H * K,)
         Of the gate.
     **options
-        `scale`, and of Kimi's layers `lower_bound`.
+        `scale` and `out`, and of Kimi's layers `lower_bound`.
     """
     named = {"A_log": A_log.reshape(-1), "dt_bias": dt_bias.reshape(-1), "beta_map": "sigmoid", "state_indices": slots}
     return update(states, q, k, v, a, b, **named, **_OPTIONS, **options).unsqueeze(0)
