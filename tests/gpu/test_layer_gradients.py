@@ -168,9 +168,11 @@ def test_keys_of_zeros(op):
     on_cpu = case._replace(tensors={own: x.cpu() for own, x in case.tensors.items()})
     _, want, _ = layer_cases.differentiate(on_cpu, on_cpu.run, [w.cpu() for w in weights])
     for own, grad in grads.items():
-        # Of a sum of numbers near 1e12 next to nothing may be left, but not of their roundings.
-        largest = want[own].abs().amax(-1, keepdim=True).clamp_min(1.0)
-        torch.testing.assert_close(grad.cpu() / largest, want[own] / largest, rtol=1e-4, atol=2e-5)
+        # Of a sum of numbers near 1e12 next to nothing may be left, but not of their roundings: for such a row alone
+        # 1e-6 of its largest number is nothing.
+        largest = want[own].abs().amax(-1, keepdim=True)
+        size = torch.where(largest > 1e6, largest / 100, torch.ones_like(largest))
+        torch.testing.assert_close(grad.cpu() / size, want[own] / size, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
