@@ -61,14 +61,6 @@ class Made(NamedTuple):
     is_cast: bool = False  # under autocast to bfloat16
 
 
-def _compiled(blocks: Sequence[nn.Module], is_compiled: bool) -> None:
-    """Compile layer by layer, however many graphs they are, if that is wanted."""
-    if is_compiled:
-        _allow_graphs(2 * len(blocks))
-        for block in blocks:
-            block.compile()
-
-
 def _allow_graphs(count: int) -> None:
     """Let torch compile so many graphs of one function, or more where it may."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, count)
@@ -80,14 +72,18 @@ def _ours(
 ) -> Made:  # fmt: skip
     model = rwkv7_models.our_model(sizes, device, dtype, MODELS[kind])
     model.checkpointing = checkpointing
-    _compiled(list(model.blocks), is_compiled)
-    return Made(model.loss, model.param_groups(**RATES), model, mode, dtype != torch.bfloat16)
+    # Each length is a graph: where lengths are symbols a layer runs as its parts.
+    loss = torch.compile(model.loss, fullgraph=True, dynamic=False) if is_compiled else model.loss
+    return Made(loss, model.param_groups(**RATES), model, mode, dtype != torch.bfloat16)
 
 
 def _theirs(sizes: Sizes, device: str, is_compiled: bool = False, **options: Any) -> Made:
     ours = rwkv7_models.our_model(sizes, device, torch.bfloat16)
     model: Any = rwkv7_models.fla_model(ours, **options)
-    _compiled(list(model.model.layers), is_compiled)
+    if is_compiled:  # layer by layer, however many graphs they are
+        _allow_graphs(2 * len(model.model.layers))
+        for block in model.model.layers:
+            block.compile()
     return Made(rwkv7_models.fla_loss(model), rwkv7_models.groups_in_fla(ours, model, **RATES))
 
 

@@ -169,9 +169,12 @@ def spread(model: RWKV7, options: argparse.Namespace, ranks: Ranks) -> nn.Module
     """Spread a model over the ranks, and return what makes its loss."""
     if options.tp > 1:
         rwkv_jit.parallel.tensor_parallel(model, ranks.heads)
-    if options.compile:
+    training = Loss(model)
+    if options.compile and (options.fsdp or options.tp > 1 or options.cp > 1):  # ranks meet between the layers
         for block in model.blocks:
             block.forward = torch.compile(block.forward)
+    elif options.compile:
+        training.compile(dynamic=False)  # a graph for each length: layers of any length would run as their parts
     if options.fsdp:
         blocks = list(model.blocks)
         together = math.ceil(GATHERED / sum(x.numel() for x in blocks[-1].parameters()))
@@ -181,8 +184,8 @@ def spread(model: RWKV7, options: argparse.Namespace, ranks: Ranks) -> nn.Module
         register_fsdp_forward_method(model, "loss")
     if options.dp:
         # Buckets of gradients would be made anew after the first step, also of a run that goes on: other last digits.
-        return DistributedDataParallel(Loss(model), process_group=ranks.data.get_group(), find_unused_parameters=True)
-    return Loss(model)
+        return DistributedDataParallel(training, process_group=ranks.data.get_group(), find_unused_parameters=True)
+    return training
 
 
 def averaged(training: nn.Module, model: RWKV7, now: bool) -> AbstractContextManager:

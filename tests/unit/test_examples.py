@@ -1,5 +1,6 @@
 """The examples: their help, what they say without their extra, and the pictures that they save."""
 
+import functools
 import io
 import json
 import os
@@ -127,19 +128,26 @@ def test_what_the_trainer_made_is_sampled_and_served_by_the_commands_that_it_pri
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_steps_that_may_be_graphed_are_those_that_are_not(accumulate, example, tmp_path):
+def test_steps_that_are_graphed_or_compiled_are_those_that_are_not(accumulate, example, tmp_path, monkeypatch):
     pytest.importorskip("tqdm")
+    graphs, run = [], torch._dynamo.lookup_backend("aot_eager")
+    compiler = functools.partial(torch.compile, backend=lambda graph, x: (graphs.append(graph), run(graph, x))[1])
+    monkeypatch.setattr(torch, "compile", compiler)
     small = (*TINY, "--batch", 2, "--steps", 4, "--log-every", 1, "--accumulate", accumulate)
-    said = []
-    for graph in ("off", "on"):
+    said = {}
+    for how in ("--graph=off", "--graph=on", "--compile", "--compile --dp"):
+        torch._dynamo.reset()
+        graphs.clear()
         try:
-            assert example("train_lm", *small, "--graph", graph, "--out", tmp_path / graph) == 0
+            assert example("train_lm", *small, *how.split(), "--out", tmp_path / how) == 0
         finally:
             torch.distributed.destroy_process_group() if torch.distributed.is_initialized() else None
-        lines = [json.loads(line) for line in (tmp_path / graph / "log.jsonl").read_text().splitlines()]
-        said.append([(x.get("loss", 0), x.get("gradient_norm", 0), x.get("held_back", 0)) for x in lines])
-    torch.testing.assert_close(torch.tensor(said[1]), torch.tensor(said[0]), rtol=1e-4, atol=1e-4)
-    assert len({x for x, *_ in said[0]}) == 5
+        lines = [json.loads(line) for line in (tmp_path / how / "log.jsonl").read_text().splitlines()]
+        said[how] = [(x.get("loss", 0), x.get("gradient_norm", 0), x.get("held_back", 0)) for x in lines]
+        torch.testing.assert_close(torch.tensor(said[how]), torch.tensor(said["--graph=off"]), rtol=1e-4, atol=1e-4)
+        assert bool(graphs) == ("compile" in how)
+        assert all(sum("wkv7" in str(x.target) for x in graph.graph.nodes) == 1 for graph in graphs)  # of the layer
+    assert len({x for x, *_ in said["--graph=off"]}) == 5
 
 
 class Planted:

@@ -22,6 +22,10 @@ def on_cpu(monkeypatch):
     torch.manual_seed(0)
 
 
+def _nodes(graph):
+    return [x for each in graph.modules() if isinstance(each, torch.fx.GraphModule) for x in each.graph.nodes]
+
+
 class Seen:
     """A backend that keeps the graphs of a compiler, and runs what autograd's backends do."""
 
@@ -35,7 +39,8 @@ class Seen:
 
     @property
     def ops(self):
-        return [[str(x.target) for x in graph.graph.nodes if x.op == "call_function"] for graph in self.graphs]
+        """Those of each graph, and of graphs in it, as a checkpoint is one."""
+        return [[str(x.target) for x in _nodes(graph) if x.op == "call_function"] for graph in self.graphs]
 
     @property
     def nodes(self):
@@ -195,6 +200,34 @@ def test_whole_models(monkeypatch):
     assert seen.nodes == [len(model.blocks)]
     monkeypatch.setattr(node, "devices", set())
     equal(found, loss(model))
+
+
+@pytest.mark.parametrize("how", ["plain", "checkpointing", "autocast"])
+@pytest.mark.parametrize("name", ["RWKV5", "RWKV6", "RWKV7"])
+def test_a_loss_is_one_graph_for_each_length(name, how, monkeypatch):
+    """Values and gradients are those of the parts, and each layer is one op."""
+    model = nn_cases.make(torch.float32 if how == "autocast" else torch.float64, name=name)
+    model.checkpointing = how == "checkpointing"
+
+    def trained_on(loss, tokens):
+        with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+            found = loss(tokens[:, :-1], tokens[:, 1:])
+        found.backward()
+        grads = [x.grad.clone() for x in model.parameters()]
+        model.zero_grad()
+        return [found.detach(), *grads]
+
+    run, seen = compiled(model.loss, dynamic=False)
+    several = [nn_cases.make_tokens(model, 2, 1 + length, seed=length) for length in (9, 12, 9)]
+    found = [trained_on(run, tokens) for tokens in several]
+    assert seen.nodes == [len(model.blocks)] * 2
+    monkeypatch.setattr(node, "devices", set())
+    for tokens, each in zip(several, found, strict=True):
+        want = trained_on(model.loss, tokens)
+        if how != "autocast":
+            equal(each, want)
+        else:
+            assert all((x - y).norm() <= 0.05 * y.norm() + 1e-4 for x, y in zip(each, want, strict=True))
 
 
 def test_a_copy_and_a_subclass():
