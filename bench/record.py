@@ -62,12 +62,14 @@ def commit() -> str | None:
 def sources_of(row: Row) -> str:
     """Return the digest of all that runs for a row: templates, and the modules between a call and the driver.
 
-    Those of ops that are made of others, and of whole models, are made of layers' too, and calls over a pool of
-    inference's.
+    Those of ops that are made of others are of layers too, those of whole models of nn, and calls over a pool of
+    inference.
     """
     op = str(row.get("op", row.get("model", RWKV7).replace("RWKV", "wkv")))
     parts = {DERIVED.get(op, op)}
-    if op in DERIVED or "op" not in row:
+    if "op" not in row:
+        parts.add("nn")
+    elif op in DERIVED:
         parts.add("layers")
     if row.get("phase") in POOLED or row.get("part") == "token":
         parts.add("inference")

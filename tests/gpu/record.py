@@ -9,14 +9,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = Path(__file__).with_name("record.json")
 OWED = Path(__file__).with_name("owed.json")
-# The ops, and how the names of their templates begin. Inference, layers and parallel are as three more, each with a
+# The ops, and how the names of their templates begin. Inference, layers, parallel and nn are as four more, each with a
 # room, and the first two with a folder of templates. Of the modules of inference wkv4 needs all, as its update stands
-# there, and layers some. The modules of nn are made of layers.
-INFERENCE, LAYERS, PARALLEL = "inference", "layers", "parallel"
+# there, and layers some. The models of nn are made of layers, and of products of few rows, which nothing else takes.
+INFERENCE, LAYERS, NN, PARALLEL = "inference", "layers", "nn", "parallel"
 STEMS = {
     "timex": ("timex",), "wkv4": ("wkv4",), "wkv5": ("gla",), "wkv6": ("gla",), "wkv7": ("wkv7",), "gla": ("gla",),
-    "linear_attention": ("gla",), INFERENCE: ("gla", "wkv7"), LAYERS: (),  # beside those in folders of their own
-    PARALLEL: ("gla", "wkv7"),
+    "linear_attention": ("gla",), INFERENCE: ("gla", "wkv7"), PARALLEL: ("gla", "wkv7"),
+    LAYERS: (), NN: (),  # beside those in folders of their own
 }  # fmt: skip
 OPS = tuple(STEMS)
 # The modules between a call and the driver: of the kernel service those that launch, and whole rooms. References and
@@ -35,6 +35,7 @@ OF_LAYERS = {
     )
 } | {"ops/delta.py", "ops/diagonal.py"}  # fmt: skip
 FOR_LAYERS = {"pool/arguments.py", "pool/calls.py"}
+OF_NN = {"schedules/products.py", "layers/products.py", "layer_products.cu"}
 _MEASURED_WITH = re.compile(r'^_TEMPLATES = "\w+"$', re.MULTILINE)
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _INCLUDE = re.compile(r'#include "([\w.]+)"')
@@ -96,10 +97,12 @@ def _in_room(room: str) -> set[str]:
 
 def modules(op: str) -> list[str]:
     """All modules that decide about the results of an op."""
-    of_others = set().union(*(own_modules(other) for other in OPS if other != op))
+    with_own = {op, LAYERS} if op == NN else {op}
+    of_others = set().union(*(own_modules(other) for other in OPS if other not in with_own))
     own = _in_room("pool") | OF_POOL if op in (INFERENCE, "wkv4") else set()
-    if op == LAYERS:
-        own = _in_room(LAYERS) | _in_room("nn") | FOR_LAYERS | OF_LAYERS
+    if op in (LAYERS, NN):
+        own = _in_room(LAYERS) | FOR_LAYERS | OF_LAYERS
+        own = own - OF_NN if op == LAYERS else own | _in_room(NN)
     if op == PARALLEL:
         own = _in_room(PARALLEL)
     return sorted({*LAUNCHING, *own, *(_in_rooms() - OF_POOL - OF_LAYERS)} - of_others - {PLAIN})
@@ -109,11 +112,12 @@ def templates(op: str) -> list[str]:
     """The kernels of an op, and those that all ops take."""
     folder = ROOT / "kernel_templates"
     found = [path for stem in STEMS[op] for path in folder.rglob(f"{stem}_*.cu")]
-    for name in {INFERENCE: ("shared", INFERENCE), LAYERS: ("shared", LAYERS, "derived")}.get(op, ("shared",)):
+    of_layers = "shared", LAYERS, "derived"
+    for name in {INFERENCE: ("shared", INFERENCE), LAYERS: of_layers, NN: of_layers}.get(op, ("shared",)):
         found += (folder / name).glob("*.cu")
-    if op != INFERENCE and ({"gla", "wkv7"} & {*STEMS[op]} or op == LAYERS):  # calls of a few tokens
+    if op != INFERENCE and ({"gla", "wkv7"} & {*STEMS[op]} or op in (LAYERS, NN)):  # calls of a few tokens
         found += (folder / INFERENCE).glob("update_*.cu")
-    return sorted(path.name for path in found)
+    return sorted({path.name for path in found} - (OF_NN if op == LAYERS else set()))
 
 
 def digest(op: str) -> str:

@@ -13,7 +13,7 @@ import rwkv_jit
 from rwkv_jit.kernels import stats
 from rwkv_jit.nn import graphs
 
-pytestmark = pytest.mark.parametrize("op", ["layers"])  # the section of the record
+pytestmark = pytest.mark.parametrize("op", ["nn"])  # the section of the record
 OPTIMIZERS = {"fused": {"fused": True}, "foreach": {"capturable": True}}
 
 

@@ -2,12 +2,13 @@
 
 import comparing
 import nn_cases
+import plain_layer
 import pytest
 import torch
 
 from rwkv_jit.nn import RWKV7, RWKV7State
 
-pytestmark = pytest.mark.parametrize("op", ["layers"])  # the section of the record
+pytestmark = pytest.mark.parametrize("op", ["nn"])  # the section of the record
 MODELS = {
     "64": {"vocabulary": 500, "width": 256, "head_size": 64, "hidden": 512, "ranks": {}},
     "48": {"vocabulary": 333, "width": 144, "head_size": 48, "hidden": 200, "ranks": {"w": 24, "v": 17}},
@@ -237,3 +238,73 @@ def test_decoding_takes_no_more_memory_from_step_to_step(op):
         token = model.step(token, pool).argmax(-1)
         held.append(torch.cuda.memory_allocated())
     assert len(set(held[2:])) == 1
+
+
+# ---- steps and prompts over a pool -------------------------------------------------------------------------------
+
+
+def model_of(layers, width, size, vocabulary, dtype):
+    """A model with random parameters: with those that training begins with, layers would return zeros."""
+    torch.manual_seed(0)
+    model = RWKV7(vocabulary, width, layers, size, device="cuda")
+    for name, x in model.state_dict().items():
+        if x.dim() == 2:
+            x.normal_(std=(x.shape[1] if name.endswith("weight") else x.shape[0]) ** -0.5)
+        elif not name.endswith(("weight", "bias")):
+            x.uniform_(-1, 1)
+    return model.to(dtype)
+
+
+def expected(model, tokens, slots, states):
+    """The logits of a step of decode in float64, and the states of all layers afterwards, by slot."""
+    weights = {name: x.squeeze() for name, x in model.state_dict().items()}
+    ln0 = [weights[f"blocks.0.ln0.{name}"] for name in ("weight", "bias")]
+    x, v_first = plain_layer.norm(weights["emb.weight"][tokens], *ln0, 1e-5), None
+    for layer in range(len(model.blocks)):
+        prefix = f"blocks.{layer}."
+        p = {name.removeprefix(prefix): z for name, z in weights.items() if name.startswith(prefix)}
+        kept = [states[name][layer] for name in ("time_shift", "channel_shift", "wkv")]
+        x, v_first, *left = plain_layer.decode(p, x, *(z[slots] for z in kept), v_first)
+        for z, new in zip(kept, left, strict=True):
+            z[slots] = new
+    x = plain_layer.norm(x, weights["ln_out.weight"], weights["ln_out.bias"], 1e-5)
+    return x @ weights["head.weight"].double().T
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [("fp32", 1e-4), ("bf16", 6e-2), ("fp16", 1e-2)])
+@pytest.mark.parametrize(("width", "size"), [(256, 64), (96, 24), (256, 128)])
+def test_decode_of_a_model(op, dtype, limit, width, size):
+    model, kept = model_of(2, width, size, 300, comparing.DTYPES[dtype]), ("wkv", "time_shift", "channel_shift")
+    with torch.no_grad():  # with those of `model_of`, rounding the weights moves results by a tenth
+        for name, x in model.named_parameters():
+            if not name.endswith(("weight", "bias")) and x.squeeze().dim() == 1:
+                x.mul_(0.25)
+    pool, slots = model.new_pool(10, reserved=1), torch.tensor([7, 2, 0, 9, 4]).cuda()
+    for name in kept:
+        pool[name].normal_()
+    begun = {name: pool[name].clone() for name in kept}
+    there = torch.tensor([0, 1, 3, 4], device="cuda")
+    for _ in range(6):  # the second one is captured
+        tokens, states = torch.randint(300, (5,), device="cuda"), {name: pool[name].double() for name in kept}
+        logits = model.step(tokens, pool, slots)
+        want = expected(model, tokens[there], slots[there], states)
+        assert comparing.relative(logits[there], want) < limit
+        for name, x in states.items():
+            assert comparing.relative(pool[name], x) < limit
+    for name in kept:
+        others = [slot for slot in range(10) if slot not in (7, 2, 9, 4)]
+        assert torch.equal(pool[name][:, others], begun[name][:, others])
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [("fp32", 1e-4), ("bf16", 6e-2)])
+def test_prompts_of_a_model_are_its_decode(op, dtype, limit):
+    model, slots = model_of(3, 256, 64, 300, comparing.DTYPES[dtype]), (3, 1, 4)
+    texts = [torch.randint(300, (length,), device="cuda") for length in (5, 1, 9)]
+    packed, stepped = model.new_pool(6, reserved=1), model.new_pool(6, reserved=1)
+    logits = model.prefill(torch.cat(texts).unsqueeze(0), packed, slots, torch.tensor([0, 5, 6, 15], device="cuda"))
+    for row, (slot, text) in enumerate(zip(slots, texts, strict=True)):
+        for token in text:
+            last = model.step(token.unsqueeze(0), stepped, [slot])
+        assert comparing.relative(logits[row], last[0]) < limit
+    for name in ("wkv", "time_shift", "channel_shift"):
+        assert comparing.relative(packed[name], stepped[name]) < limit

@@ -30,7 +30,7 @@ OURS = (
 )
 # What torch and a compiler call kernels that do nothing but copy.
 COPY = re.compile(r"direct_copy|Memcpy|CatArrayBatchedCopy|triton_\w+?_fused_(clone|_to_copy|copy)_\d+$")
-pytestmark = pytest.mark.parametrize("op", ["layers"])  # the section of the record
+pytestmark = pytest.mark.parametrize("op", ["nn"])  # the section of the record
 
 
 @pytest.fixture(autouse=True)

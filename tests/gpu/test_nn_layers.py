@@ -12,7 +12,7 @@ from nn_layer_cases import NAMES, WITH_STATE
 LIMITS = {"fp32": 5e-5, "bf16": 4e-2}
 SIZES = [(2, 64), (3, 33)]
 BOUNDS = (0, 0, 5, 70, 70, 131)
-pytestmark = pytest.mark.parametrize("op", ["layers"])  # the section of the record
+pytestmark = pytest.mark.parametrize("op", ["nn"])  # the section of the record
 
 
 def moved(each, **place):

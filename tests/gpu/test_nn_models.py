@@ -30,7 +30,7 @@ LIMITS = {
 # first ones; the norm behind divides by it, and any rounding harms the gradients of all.
 SLOWER, LARGER = 3.0, 16.0
 EVERY_DTYPE = pytest.mark.parametrize("dtype", LIMITS["RWKV5"], ids=str)
-pytestmark = pytest.mark.parametrize("op", ["layers"])  # the section of the record
+pytestmark = pytest.mark.parametrize("op", ["nn"])  # the section of the record
 
 
 def pair(name, sizes, dtype):

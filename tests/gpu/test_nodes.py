@@ -9,7 +9,7 @@ import rwkv_jit
 from rwkv_jit.call import tape
 from rwkv_jit.nn import node
 
-pytestmark = pytest.mark.parametrize("op", ["layers"])  # the section of the record
+pytestmark = pytest.mark.parametrize("op", ["nn"])  # the section of the record
 WIDTH = 256
 MAKERS = {
     "KimiDeltaAttention": lambda **place: rwkv_jit.nn.KimiDeltaAttention(WIDTH, 2, 4, 64, 64, **place),

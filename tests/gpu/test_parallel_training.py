@@ -8,7 +8,7 @@ import pytest
 import torch
 
 pytestmark = [
-    pytest.mark.parametrize("op", ["layers"]),  # the section of the record
+    pytest.mark.parametrize("op", ["nn"]),  # the section of the record
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 RANKS = Path(__file__).resolve().parents[1] / "ranks.py"

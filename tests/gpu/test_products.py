@@ -12,7 +12,7 @@ from product_cases import LIMITS, check
 from rwkv_jit.layers.products import products
 from rwkv_jit.nn import products as of_nn
 
-pytestmark = pytest.mark.parametrize("op", ["layers"])  # the section of the record
+pytestmark = pytest.mark.parametrize("op", ["nn"])  # the section of the record
 DTYPE = pytest.mark.parametrize("dtype", LIMITS, ids=str)
 
 

@@ -111,12 +111,15 @@ def test_any_other_change_is_seen(copied_sources, path, old, new):
         ("kernel_templates/recurrent/gla_recurrent_backward.cu", {op for op, x in record.STEMS.items() if "gla" in x}),
         ("kernel_templates/inference/arrange_sequences.cu", {"inference"}),
         ("kernel_templates/inference/update.cuh", {*record.OPS} - {"wkv4", "timex"}),
-        ("kernel_templates/layers/layer_heads.cuh", {"layers"}),
-        ("rwkv_jit/schedules/layers.py", {"layers"}),
-        ("rwkv_jit/nn/rwkv7.py", {"layers"}),
-        ("rwkv_jit/ops/delta.py", {"layers"}),
+        ("kernel_templates/layers/layer_heads.cuh", {"layers", "nn"}),
+        ("kernel_templates/layers/layer_products.cu", {"nn"}),
+        ("rwkv_jit/schedules/layers.py", {"layers", "nn"}),
+        ("rwkv_jit/schedules/products.py", {"nn"}),
+        ("rwkv_jit/layers/products.py", {"nn"}),
+        ("rwkv_jit/nn/rwkv7.py", {"nn"}),
+        ("rwkv_jit/ops/delta.py", {"layers", "nn"}),
         ("rwkv_jit/parallel/shards.py", {"parallel"}),
-        ("rwkv_jit/pool/arguments.py", {"wkv4", "inference", "layers"}),
+        ("rwkv_jit/pool/arguments.py", {"wkv4", "inference", "layers", "nn"}),
         ("kernel_templates/wkv4/wkv4_update.cu", {"wkv4"}),
         ("rwkv_jit/pool/wkv4.py", {"wkv4", "inference"}),
         ("rwkv_jit/schedules/wkv4.py", {"wkv4"}),
@@ -134,7 +137,7 @@ def test_every_op_is_covered():
     from rwkv_jit.schedules.table import OPS
 
     stems = {name: (op.stem,) for name, op in OPS.items()}
-    assert stems | {"inference": ("gla", "wkv7"), "layers": (), "parallel": ("gla", "wkv7")} == record.STEMS
+    assert stems | {"inference": ("gla", "wkv7"), "layers": (), "nn": (), "parallel": ("gla", "wkv7")} == record.STEMS
 
 
 @pytest.mark.parametrize(
