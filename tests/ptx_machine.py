@@ -341,10 +341,18 @@ class Machine:
             self.check(at, size)
             return MEMORY[size], at - LOWEST >> shift
         at = np.where(at >= self.WINDOWS[space], at - self.WINDOWS[space], at)
+        owner, at = self._of_blocks(at, threads) if space == "shared" else (threads, at)
         if at.size and (at.min() < 0 or at.max() + size > self.limits[space]):
             raise Fault(f"{space} addresses {at.min()} to {at.max()} of {self.limits[space]} bytes")
-        owner = self.block_of[threads] if space == "shared" else threads
         return self.memory[space].view(f"<u{size}"), owner * self.sizes[space] + at >> shift
+
+    def _of_blocks(self, at, threads):
+        """Return the blocks in whose shared memory addresses are, and where in it."""
+        rank, at = at >> self.RANK_SHIFT, at & (1 << self.RANK_SHIFT) - 1
+        if (rank > self.kernel.cluster).any():
+            raise Fault(f"block {rank.max() - 1} of a cluster of {self.kernel.cluster}")
+        own = self.block_of[threads]
+        return np.where(rank > 0, own // self.kernel.cluster * self.kernel.cluster + rank - 1, own), at
 
     def _space_of(self, at):
         found = np.unique(np.searchsorted([*self.WINDOWS.values()], at, side="right"))
@@ -395,9 +403,7 @@ class Machine:
     def barrier_keys(self, at, threads):
         """Return block and place of the barriers at addresses of threads."""
         at = np.where(at >= self.WINDOWS["shared"], at - self.WINDOWS["shared"], at)
-        rank, at = at >> self.RANK_SHIFT, at & (1 << self.RANK_SHIFT) - 1
-        own = self.block_of[threads]
-        block = np.where(rank > 0, own // self.kernel.cluster * self.kernel.cluster + rank - 1, own)
+        block, at = self._of_blocks(at, threads)
         return list(zip(block.tolist(), at.tolist(), strict=True))
 
     def begin_barrier(self, key, count):

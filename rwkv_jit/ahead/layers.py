@@ -26,13 +26,24 @@ class _Layer(NamedTuple):
     norms: tuple[tuple[int, bool], ...]  # the mixes of each `norm_shift`, and whether something is added
     steps: tuple[tuple[int, bool], ...]  # the mixes of each `shift_mix` of an update, and whether something is added
     gate: str  # of `gated_norm`, which has the bonus in RWKV-7 alone
+    # Depths and widths of the matrices of each launch of products of an update: C channels, H hidden ones, a rank R.
+    products: tuple[str, ...]
+    hidden: float  # channels, as a share of the width
 
 
 LAYERS = {
-    "wkv5": _Layer(((4, False), (2, False)), (), ((4, False), (2, True)), "silu"),
-    "wkv6": _Layer(((1, False), (5, True), (2, False)), (), ((3, False), (2, True)), "silu"),
-    "wkv7": _Layer((), ((6, False), (1, True)), ((6, False), (6, True), (1, True)), "identity"),
-}
+    "wkv5": _Layer(
+        ((4, False), (2, False)), (), ((4, False), (2, True)), "silu", ("CC CC CC CC", "CC", "CH CC", "HC"), 3.5
+    ),
+    "wkv6": _Layer(
+        ((1, False), (5, True), (2, False)), (), ((3, False), (2, True)), "silu",
+        ("CR", "RC RC RC RC RC", "CC CC CC CC CR", "RC", "CC", "CH CC", "HC"), 3.5,
+    ),
+    "wkv7": _Layer(
+        (), ((6, False), (1, True)), ((6, False), (6, True), (1, True)), "identity",
+        ("CC CC CC CR CR CR", "CC CC CC CR CR CR CR", "RC RC RC", "RC RC RC RC", "CC", "CH", "HC"), 4,
+    ),
+}  # fmt: skip
 _COUNTS = (1, 2, 4, 8)  # of elements, by which neighbours that a thread takes at once differ
 _COLUMNS = tuple(1 << power for power in range(7, 14))  # of logits, by which threads differ
 
@@ -113,7 +124,7 @@ def requests(p: Problem, width: int, w_type: str, direction: str) -> list[kernel
                 cut = {x: of_all[x] for x in sizes_of(op)}
                 pass_of = "forward" if is_update else direction
                 requests += requests_of(op, p.gpu, types, cut, switches, pass_of, state_type, 4)
-    beside = [*_losses(p, direction), *(_products(p) if is_update else [])]
+    beside = [*_losses(p, direction), *(_products(p, width) if is_update else [])]
     return [*requests, *(request for each in beside for request in each.requests(p.gpu))]
 
 
@@ -161,15 +172,22 @@ def _steps(p: Problem, w_type: str) -> Iterator[_Call]:
             yield "prepare_keys", chosen | there, {"rate_map": "sigmoid"}
 
 
-def _products(p: Problem) -> Iterator[Schedule]:
-    """Yield the schedules of products: of low-rank matrices and others, of few rows and columns, and of many."""
-    own = p.types["v"]
+def _products(p: Problem, width: int) -> Iterator[Schedule]:
+    """Yield the schedules of products of an update, and of the logits: of few rows, and low-rank ones of many."""
+    own, layer = p.types["v"], LAYERS[p.op.name]
     if own == "fp32" or not p.gpu.has_tensor_cores:
         return
-    matrices = (256, 2**12), (256, 2**14), (2048, 2**7), (2048, 2**12), (2048, 2**14)
-    for (depth, columns), rows in product(matrices, (1, 9, products.ROWS)):
-        given = Given(p.gpu, {"x0": own, "weight0": own}, rows, (depth, columns), results={"y0": Result((1,), own)})
-        yield products.products(given, Options(kinds=("identity", "wide")))
+    # Of a rank all that matters is that it is small. V are logits.
+    sizes = {"C": width, "H": int(layer.hidden * width), "R": 64, "V": 65536}
+    for launch, rows in product((*layer.products, "CV"), (1, 9, 17, 33)):
+        matrices = [(sizes[x[0]], sizes[x[1]], "deep" if "R" in x else "wide") for x in launch.split()]
+        if rows > products.ROWS:
+            matrices = [x for x in matrices if min(x[:2]) <= products.LOW_RANK]
+        if matrices:
+            names, cut = range(len(matrices)), tuple(size for x in matrices for size in x[:2])
+            types = {f"{x}{i}": own for i in names for x in ("x", "weight")}
+            given = Given(p.gpu, types, rows, cut, results={f"y{i}": Result((1,), own) for i in names})
+            yield products.products(given, Options(kinds=tuple(y for x in matrices for y in ("identity", x[2]))))
 
 
 def _there(**has: bool) -> dict[str, str | None]:

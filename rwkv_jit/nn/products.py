@@ -14,10 +14,9 @@ from rwkv_jit.layers.activate import activate
 from rwkv_jit.layers.gated import gated
 from rwkv_jit.nn.common import is_plain
 from rwkv_jit.schedules.legal import Kind
-from rwkv_jit.schedules.products import ROWS
+from rwkv_jit.schedules.products import LOW_RANK, ROWS
 
-# What is small enough to be read again for every 32 rows, and for how many.
-_LOW_RANK, _MOST_ROWS = 512, 1024
+_MOST_ROWS = 1024  # of low-rank products
 
 
 class Product(NamedTuple):
@@ -67,7 +66,7 @@ def _taken(given: Product, dtype: torch.dtype, rows: int) -> of_layers.Product |
     else:
         return None
     weight, of_each = each.weight, [x for x in each[:5] if x is not None]
-    if rows > ROWS and (rows > _MOST_ROWS or min(weight.shape) > _LOW_RANK):
+    if rows > ROWS and (rows > _MOST_ROWS or min(weight.shape) > LOW_RANK):
         return None
     if not weight.is_contiguous():  # it would be copied in every call
         return None

@@ -10,10 +10,13 @@ from comparing import relative
 from product_cases import LIMITS, check, group, make
 
 from rwkv_jit.call import switches
-from rwkv_jit.kernels import kernel, signatures, template
+from rwkv_jit.kernels import kernel, signatures
+from rwkv_jit.kernels.gpu import Gpu
 from rwkv_jit.nn import node
 from rwkv_jit.nn import products as of_nn
 from rwkv_jit.nn.model import RWKV5, RWKV6, RWKV7  # so that the ledger knows what steps are made of
+from rwkv_jit.schedules import products
+from rwkv_jit.schedules.layers import Given, Options
 
 DTYPES = pytest.mark.parametrize("dtype", LIMITS, ids=str)
 
@@ -21,7 +24,7 @@ DTYPES = pytest.mark.parametrize("dtype", LIMITS, ids=str)
 @DTYPES
 @pytest.mark.parametrize(
     ("rows", "multiprocessors", "tiles"),
-    [(1, 132, 1), (2, 4, 2), (3, 132, 1), (8, 8, 2), (9, 132, 1), (20, 8, 2), (35, 4, 2)],
+    [(1, 132, 1), (2, 4, 4), (3, 132, 1), (8, 32, 2), (9, 132, 1), (20, 8, 4), (35, 32, 2)],
 )
 def test_a_group(dtype, rows, multiprocessors, tiles, interpreted):
     torch.manual_seed(rows)
@@ -76,12 +79,37 @@ def test_rows_have_the_same_bits_in_any_batch(multiprocessors, layout, dtype, in
     for first, end in ((0, 1), (3, 5), (2, 10), (10, 11), (0, 11), (4, 30)):
         (some,) = check([part._replace(x=part.x[first:end], add=part.add[first:end])])
         assert torch.equal(some, whole[first:end])
-    first, *others = interpreted.take()
+    first, *others = launches = interpreted.take()
     assert first.grid[1] == 2
     assert {launch.grid[1] for launch in others} == {1}
-    assert {launch.parameters["ROW_TILES"] for launch in (first, *others)} == {1, 2, 4}
-    assert {launch.parameters["TILES"] for launch in (first, *others)} == ({1, 2} if multiprocessors == 3 else {1})
-    assert {launch.parameters["NUM_THREADS"] for launch in (first, *others)} == {256 if multiprocessors == 3 else 512}
+
+    def all_of(name):
+        return {launch.parameters[name] for launch in launches}
+
+    assert all_of("ROW_TILES") == {1, 2, 4}
+    assert all_of("TILES") == ({2} if multiprocessors == 3 and layout == "wide" else {1})
+    assert all_of("NUM_THREADS") == {256}
+
+
+@DTYPES
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
+def test_blocks_that_share_the_depth_make_the_same_bits(arch, dtype, interpreted):
+    """Of one row one block has the whole depth; of more two blocks have it, where they can read each other's sums."""
+    torch.manual_seed(8)
+    interpreted.use(arch)
+    parts = [make(dtype, 19, 4168, 64, has=("bias", "gate")), make(dtype, 19, 4100, 36, "deep", "silu", ("add",))]
+
+    def rows_of(x, which):
+        return x[which] if x is not None and x.dim() == 2 and len(x) == 19 else x
+
+    whole = check(parts)
+    for which in (slice(0, 1), slice(7, 16), slice(2, 19)):
+        some = check(
+            [part._replace(**{x: rows_of(getattr(part, x), which) for x in ("x", "gate", "add")}) for part in parts]
+        )
+        assert all(torch.equal(x, y[which]) for x, y in zip(some, whole, strict=True))
+    clusters = [launch.parameters["CLUSTER"] for launch in interpreted.take()]
+    assert clusters == ([1] * 4 if arch == "sm_80" else [2, 1, 2, 2])
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -152,17 +180,30 @@ def test_steps_have_the_same_bits_in_any_batch(kind, interpreted):
     assert torch.equal(some, whole[3:5])
 
 
+WIDTHS = 64, 768, 2048, 4096
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120"])
 @DTYPES
 def test_resources(dtype, arch, from_ledger):
-    """Three blocks of 256 threads have room on a multiprocessor, two where rows are many, and nothing spills."""
-    storage = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
-    several = [*itertools.product((1, 2), (1, 2, 4), (8,), (128, 256, 512)), (1, 1, 1, 256), (2, 4, 1, 256)]
-    for tiles, row_tiles, vector, threads in several:
-        parameters = {
-            "T_IO": storage, "TILES": tiles, "ROW_TILES": row_tiles, "VECTOR": vector, "NUM_THREADS": threads,
-        }  # fmt: skip
-        made = kernel.get(kernel.Request(template.library("layer_products"), parameters, arch))
-        used = made.resources["layer_products"]
-        assert used.spill_bytes == 0
-        assert used.registers <= (128 if threads == 512 or row_tiles > 1 else 80)
+    """A multiprocessor has the registers and the shared memory for the blocks that are counted on; nothing spills."""
+    gpu, storage = Gpu(arch), {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
+    requests = {}
+    for width, rows, is_odd in itertools.product(WIDTHS, (1, 9, 32, 33), (0, 1)):
+        low, wide = (128, "deep"), (width, "wide")
+        for depth, matrices in (
+            (width + is_odd, [wide] * 3 + [low] * 4), (width, [low] * 3), (low[0], [(width, "deep")] * 3),
+            (width, [wide]), (width, [(4 * width, "wide")]), (4 * width, [wide]), (width, [(2**16, "wide")]),
+        ):  # fmt: skip
+            sizes = tuple(x for columns, _ in matrices for x in (depth, columns))
+            types = {f"{x}{p}": storage for p in range(len(matrices)) for x in ("x", "weight")}
+            given = Given(gpu, types, rows, sizes)
+            options = Options(kinds=tuple(x for _, layout in matrices for x in ("identity", layout)))
+            requests |= {kernel.memory_key(x): x for x in products.products(given, options).requests(gpu)}
+    assert len(requests) > 30
+    for request in requests.values():
+        parameters, used = request.parameters, kernel.get(request).resources["layer_products"]
+        threads, blocks = parameters["NUM_THREADS"], parameters["BLOCKS_PER_SM"]
+        assert used.spill_bytes == 0, parameters
+        assert threads * blocks * -(-used.registers // 8) * 8 <= 65536
+        assert gpu.has_room(blocks, parameters["SHARED_BYTES"])

@@ -1,6 +1,7 @@
 """What is compiled ahead of a training run or of decoding: every kernel of whole models is among it."""
 
 import contextlib
+import itertools
 import warnings
 
 import pytest
@@ -11,7 +12,10 @@ from rwkv_jit import nn
 from rwkv_jit.ahead import warm
 from rwkv_jit.call import tensors
 from rwkv_jit.kernels import kernel
+from rwkv_jit.kernels.gpu import Gpu
 from rwkv_jit.nn import mixing
+from rwkv_jit.schedules import products
+from rwkv_jit.schedules.layers import Given, Options
 
 MODELS = {"RWKV5": "wkv5", "RWKV6": "wkv6", "RWKV7": "wkv7"}
 WIDTH, HEAD_SIZE = 288, 16  # heads enough that threads of a block differ from those of one head
@@ -29,11 +33,11 @@ OF_FAMILY = {
 EVERY = pytest.mark.parametrize("name", MODELS)
 
 
-def warmed(monkeypatch, name, dtype, **options):
+def warmed(monkeypatch, name, dtype, width=WIDTH, **options):
     """What tells the kernels apart that are made ahead."""
     monkeypatch.setattr(warm, "compile_all", lambda requests, progress: requests)
     decay = {"decay": "sigmoid"} if name == "RWKV7" else {}
-    made = rwkv_jit.warm(MODELS[name], HEAD_SIZE, dtype, arch="sm_90", widths=WIDTH, **decay, **options)
+    made = rwkv_jit.warm(MODELS[name], HEAD_SIZE, dtype, arch="sm_90", widths=width, **decay, **options)
     return {kernel.memory_key(request) for request in made}
 
 
@@ -104,10 +108,35 @@ def test_every_kernel_of_decoding_is_made_ahead(on_gpu, name, dtype, monkeypatch
     made = warmed(monkeypatch, name, dtype, updates=True, w_dtype=dtype)
     model = make(name, dtype)
     pool = model.new_pool(300)
-    for count in (1, 300):
+    for count in (1, 8, 12, 20, 32, 33, 300):
         model.step(torch.zeros(count, dtype=torch.int64), pool, torch.arange(count, dtype=torch.int32))
         between = "layer_activate" if dtype == torch.float32 else "layer_products"
         assert {"layer_shift_mix", "update_states", "layer_gated_norm", between} <= check_asked(on_gpu, made)
+
+
+@pytest.mark.parametrize("width", [512, 768, 1024, 2048, 2560, 4096])
+def test_products_of_official_sizes_are_made_ahead(width, monkeypatch):
+    """Of each layer of RWKV-7, and of the logits."""
+    made = warmed(monkeypatch, "RWKV7", torch.float16, width=width, updates=True, w_dtype=torch.float16)
+    model = nn.RWKV7(65536, width, 2, device="meta", dtype=torch.float16)
+    launches = [[(model.head.weight, "wide")]]
+    for block in model.blocks:
+        att, letters = block.att, "wag" if block.att.is_first else "wagv"
+        downs = [(getattr(att, f"{x}1"), "deep") for x in letters]
+        launches += [
+            [*((x.weight, "wide") for x in (att.receptance, att.key, att.value)), *downs],
+            [(getattr(att, f"{x}2"), "deep") for x in letters],
+            *([(x.weight, "wide")] for x in (att.output, block.ffn.key, block.ffn.value)),
+        ]  # fmt: skip
+    for launch, rows in itertools.product(launches, (1, 2, 8, 9, 16, 17, 31, 32, 33, 64, 300, 1024)):
+        matrices = [x for x in launch if rows <= products.ROWS or min(x[0].shape) <= products.LOW_RANK]
+        if matrices:
+            sizes = tuple(n for x, layout in matrices for n in (x.shape[::-1] if layout == "wide" else x.shape))
+            types = {f"{x}{p}": "fp16" for p in range(len(matrices)) for x in ("x", "weight")}
+            given = Given(Gpu("sm_90"), types, rows, sizes)
+            options = Options(kinds=tuple(x for _, layout in matrices for x in ("identity", layout)))
+            several = products.products(given, options).requests(given.gpu)
+            assert all(kernel.memory_key(x) in made for x in several), (rows, sizes, several)
 
 
 @EVERY

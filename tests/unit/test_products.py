@@ -156,7 +156,7 @@ def changed(model, change):
 @pytest.mark.parametrize("name", STEPS)
 def test_steps_of_many_rows_are_of_torch(name, on_gpu, monkeypatch):
     """Low-rank matrices are not."""
-    monkeypatch.setattr(of_nn, "_LOW_RANK", 32)
+    monkeypatch.setattr(of_nn, "LOW_RANK", 32)
     step(make(name), 33)
     parts = of_parts(on_gpu)
     assert all(min(sizes) <= 16 for sizes in parts)

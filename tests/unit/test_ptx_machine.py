@@ -231,6 +231,10 @@ FAULTS = {
     "misaligned copy": ("cp.async.ca.shared.global [%r1], [%rd1], 4, 4;", "a misaligned copy"),
     "misaligned rows": ("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r3}, [%r1];", "a misaligned address of 16 bytes"),
     "past shared memory": ("st.shared.u32 [256], %r1;", "shared addresses 256 to 256 of 256 bytes"),
+    "past a cluster": (
+        "mov.u32 %r2, 0; mapa.shared::cluster.u32 %r3, %r2, 3; ld.shared::cluster.u32 %r4, [%r3];",
+        "block 3 of a cluster of 1",
+    ),
     "past a tensor": ("st.global.u32 [%rd1+256], %r1;", "is in no tensor of the launch"),
     "before a tensor": ("ld.global.u32 %r3, [%rd1+-4];", "is in no tensor of the launch"),
     "null": ("mov.u64 %rd3, 0; ld.global.u32 %r3, [%rd3];", "address 0x0 is in no tensor of the launch"),
