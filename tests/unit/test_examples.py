@@ -127,15 +127,17 @@ def test_what_the_trainer_made_is_sampled_and_served_by_the_commands_that_it_pri
     assert json.loads(said["serve"])["finished"] == 2
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_steps_that_are_graphed_or_compiled_are_those_that_are_not(accumulate, example, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("accumulate", "compiled"), [(1, "--compile --dp"), (2, "--compile")])
+def test_steps_that_are_graphed_or_compiled_are_those_that_are_not(
+    accumulate, compiled, example, tmp_path, monkeypatch
+):
     pytest.importorskip("tqdm")
     graphs, run = [], torch._dynamo.lookup_backend("aot_eager")
     compiler = functools.partial(torch.compile, backend=lambda graph, x: (graphs.append(graph), run(graph, x))[1])
     monkeypatch.setattr(torch, "compile", compiler)
     small = (*TINY, "--batch", 2, "--steps", 4, "--log-every", 1, "--accumulate", accumulate)
     said = {}
-    for how in ("--graph=off", "--graph=on", "--compile", "--compile --dp"):
+    for how in ("--graph=off", "--graph=on", compiled):
         torch._dynamo.reset()
         graphs.clear()
         try:
