@@ -271,11 +271,11 @@ def loss_backward(t: Call) -> Tensor:
     logits, grad_loss, lse, argmax = (t[name] for name in ("logits", "grad_loss", "lse", "argmax"))
     if grad_loss.numel() != 1:
         raise ValueError(f"grad_loss: expected one number, got shape {list(grad_loss.shape)}")
-    storage = torch.promote_types(logits.dtype, torch.float32)
-    for name, x, dtype in (("lse", lse, storage), ("argmax", argmax, torch.int32)):
+    of_sums = torch.promote_types(logits.dtype, torch.float32)
+    for name, x, dtype in (("lse", lse, of_sums), ("argmax", argmax, torch.int32)):
         arguments.check_shape(name, x, (rows.shape[0],))
         arguments.check_dtype(name, x, (dtype,), logits)
-    scale = (grad_loss.reshape(1).to(storage) / _count(aims)).expand(rows.shape[0]).contiguous()
+    scale = (grad_loss.reshape(1).to(of_sums) / _count(aims)).expand(rows.shape[0]).contiguous()
     backward = registry.find("cross_entropy_bwd")
     grad: Tensor = backward(rows, aims, lse.contiguous(), argmax.contiguous(), scale, _IGNORED, _L2_WRAP)
     return grad.view(logits.shape)

@@ -380,7 +380,8 @@ def _arch(text: str) -> str:
     try:
         return compiler.check_arch(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error).partition(": ")[2]) from error
+        hint = f"; did you mean sm_{text}?" if re.fullmatch("[0-9]{2,3}a?", text) else ""
+        raise argparse.ArgumentTypeError(str(error).partition(": ")[2] + hint) from error
 
 
 def _sha256(text: str) -> str:
