@@ -289,7 +289,11 @@ BUILT_SHOWN = f"expected one of {', '.join(BUILT)}, got 'wkv8'"
         ("warm --op wkv6,wkv7", 2, "--head-size: wkv6 needs some, got none"),
         ("build --op wkv7 --head-size x", 2, "--head-size: expected a whole number of at least 1, got 'x'"),
         ("build --op wkv7 --arch sm_9", 2, "--arch: expected sm_NN, sm_NNa or compute_NN, got 'sm_9'"),
-        ("build --op wkv7 --arch 90a", 2, "--arch: expected sm_NN, sm_NNa or compute_NN, got '90a'; did you mean sm_90a?"),
+        (
+            "build --op wkv7 --arch 90a",
+            2,
+            "--arch: expected sm_NN, sm_NNa or compute_NN, got '90a'; did you mean sm_90a?",
+        ),
         ("build --op wkv7 --state-layout kk", 2, "--state-layout: expected one of vk, kv, got 'kk'"),
         ("build --op wkv4 --digest", 2, "--digest: is that of a bundle, which --output names"),
         ("build --model none.json", 2, "--model: none.json cannot be read: No such file or directory"),
