@@ -7,6 +7,8 @@ import importlib.metadata
 import inspect
 import itertools
 import json
+import logging
+import math
 import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
@@ -32,7 +34,11 @@ def _paths(root, monkeypatch):
     for name in ("", "engines/rwkv7", "engines/vllm", "engines/sglang"):
         monkeypatch.syspath_prepend(str(root / "examples" / name))
     yield
-    for name in [n for n in sys.modules if n.partition(".")[0] in ("rwkv7_slots", "delta_rules", *PACKAGES.values())]:
+    for name in [
+        n
+        for n in sys.modules
+        if n.partition(".")[0] in ("rwkv7_slots", "delta_rules", "state_space", *PACKAGES.values())
+    ]:
         del sys.modules[name]
 
 
@@ -337,12 +343,15 @@ RULES = {"gated_delta_rule": "GatedDeltaRuleKernel", "kda": "KimiKernel"}
 @pytest.fixture
 def kernels(monkeypatch):
     """The module of the kernels, with stand-ins for what it imports of SGLang, and what it has told them."""
-    told = SimpleNamespace(choices=["triton"], hooks={})
+    options = {f"linear_attn_{phase}_backend": None for phase in ("decode", "prefill")}
+    options = SimpleNamespace(linear_attn_backend="rwkv_jit", **options)
+    told = SimpleNamespace(choices=["triton"], hooks={}, options=options)
     backends = SimpleNamespace(TRITON=Backend("triton"))
     hooks = SimpleNamespace(register=lambda target, hook, kind: told.hooks.update({target: (hook, kind)}))
     modules = {
         "layers.attention.linear.kernels.kernel_backend": {"LinearAttnKernelBase": object},
         "layers.attention.linear.utils": {"LinearAttnKernelBackend": backends},
+        "runtime_context": {"get_exec": lambda: SimpleNamespace(mamba=options)},
         "plugins.hook_registry": {"HookRegistry": hooks, "HookType": SimpleNamespace(AROUND="around")},
         "server_args": {
             "LINEAR_ATTN_KERNEL_BACKEND_CHOICES": told.choices,
@@ -488,30 +497,42 @@ def test_what_the_kernels_do_not_do_is_said(kernels):
 
 
 @pytest.fixture
-def of_vllm(monkeypatch):
+def first_layer():
+    """Which layer begins first, one of a delta rule or one of Mamba-2."""
+    return 0
+
+
+@pytest.fixture
+def of_vllm(monkeypatch, first_layer):
     """The modules of vLLM whose functions ours take the place of, once a layer is made: each returns its arguments."""
     module = importlib.import_module("rwkv_jit_vllm.kernels")
 
     def theirs(name):
         return lambda *arrays, **named: (name, arrays, named)
 
-    layers, kimi = "vllm.model_executor.layers.mamba.gdn", "vllm.models.kimi_k3.nvidia.ops.third_party.kda"
-    stand_in(monkeypatch, {
-        f"{layers}.base": {"GatedDeltaNetAttention": type("Layer", (), {"__init__": lambda self, x: None})},
+    mamba, kimi = "vllm.model_executor.layers.mamba", "vllm.models.kimi_k3.nvidia.ops.third_party.kda"
+    layers, context = f"{mamba}.gdn", SimpleNamespace(attn_metadata=None)
+    modules = {
         **{f"{layers}.{name}_gdn_linear_attn": {} for name in ("qwen", "olmo", "kimi")},
         **{name: {x: theirs(x) for x in functions} for name, functions in module.PLACES.items()},
-    })  # fmt: skip
+        f"{layers}.base": {"GatedDeltaNetAttention": type("Layer", (), {"__init__": lambda self, x: None})},
+        "vllm.forward_context": {"get_forward_context": lambda: context},
+    }
+    modules[f"{mamba}.mamba_mixer2"]["MambaMixer2"] = type("Mixer", (), {"__init__": lambda self, x: None})
+    stand_in(monkeypatch, modules)
     module.register()
-    begin = sys.modules[f"{layers}.base"].GatedDeltaNetAttention.__init__
+    kinds = [sys.modules[f"{layers}.base"].GatedDeltaNetAttention, sys.modules[f"{mamba}.mamba_mixer2"].MambaMixer2]
+    begins = [kind.__init__ for kind in kinds]
     module.register()  # as vLLM does in a process more than once
-    assert sys.modules[f"{layers}.base"].GatedDeltaNetAttention.__init__ is begin
-    qwen = sys.modules[f"{layers}.qwen_gdn_linear_attn"]
+    assert [kind.__init__ for kind in kinds] == begins == module._ours
+    qwen, mixer = sys.modules[f"{layers}.qwen_gdn_linear_attn"], sys.modules[f"{mamba}.mamba_mixer2"]
     assert qwen.fla_chunk_gated_delta_rule()[0] == "fla_chunk_gated_delta_rule"
     for _ in range(2):
-        sys.modules[f"{layers}.base"].GatedDeltaNetAttention("a layer")
-    assert all(x.__wrapped__()[0] for x in module._ours if x is not begin)  # once
+        kinds[first_layer]("a layer")
+    assert all(x.__wrapped__()[0] for x in module._ours if x not in begins)  # once
     olmo, kimi = sys.modules[f"{layers}.olmo_gdn_linear_attn"], sys.modules[kimi]
-    return SimpleNamespace(qwen=qwen, olmo=olmo, kimi=kimi)
+    decodes = sys.modules[f"{mamba}.ops.mamba_ssm"]
+    return SimpleNamespace(qwen=qwen, olmo=olmo, kimi=kimi, mixer=mixer, decodes=decodes, context=context)
 
 
 @pytest.mark.parametrize("bound", [None, -5.0])
@@ -587,6 +608,549 @@ def test_prompts_in_vllm(of_vllm, op):
         torch.testing.assert_close(final[row], state, rtol=1e-3, atol=1e-4)
 
 
+# ---- Mamba-2 of both engines' models -----------------------------------------------------------------------------
+
+STEP = {"dt_softplus": True}
+FUNCTIONS = "sglang.kernels.ops.mamba.triton_ops"
+
+
+def space_inputs(tokens, dtype=torch.float32):
+    """Return x, dt, B and C of some tokens, as parts of the rows that a layer projects, and A, D and dt_bias."""
+    sizes = [VALUE_HEADS * VALUE_SIZE, GROUPS * KEY_SIZE, GROUPS * KEY_SIZE, VALUE_HEADS]
+    x, B, C, dt = torch.randn(tokens, sum(sizes)).to(dtype).split(sizes, dim=-1)
+    B, C = (each.view(tokens, GROUPS, KEY_SIZE) for each in (B, C))
+    A, D, dt_bias = -torch.rand(VALUE_HEADS) - 0.1, torch.randn(VALUE_HEADS), torch.randn(VALUE_HEADS)
+    return (x.view(tokens, VALUE_HEADS, VALUE_SIZE), dt, B, C), (A, D.to(dtype), dt_bias.to(dtype))
+
+
+def channels(A, D, dt_bias):
+    """Return what heads have as layers pass it for decodes: views with all channels."""
+    return (
+        A.view(-1, 1, 1).expand(-1, VALUE_SIZE, KEY_SIZE), D.view(-1, 1).expand(-1, VALUE_SIZE),
+        dt_bias.view(-1, 1).expand(-1, VALUE_SIZE),
+    )  # fmt: skip
+
+
+def space_alone(inputs, of_heads, state, z=None):
+    """Return y and the state after one sequence, in float64."""
+    x, dt, B, C = (each.double().unsqueeze(0) for each in inputs)
+    A, D, dt_bias = (each.double() for each in of_heads)
+    state = None if state is None else state.double().unsqueeze(0)
+    more = {} if z is None else {"z": z.double().unsqueeze(0)}
+    y, final = rwkv_jit.ssd_ref(x, dt, A, B, C, state, True, D=D, dt_bias=dt_bias, **STEP, **more)
+    return y[0], final[0]
+
+
+def close(found, want, limit=1e-5):
+    torch.testing.assert_close(found.double(), want, rtol=limit, atol=limit)
+
+
+def paged_states(slots=9, dtype=torch.float32):
+    """A pool whose slots lie in longer pages, [slots, H, V, K]."""
+    size = VALUE_HEADS * VALUE_SIZE * KEY_SIZE
+    return torch.randn(slots, size + 24).to(dtype)[:, 8 : size + 8].unflatten(1, (VALUE_HEADS, VALUE_SIZE, KEY_SIZE))
+
+
+def update_in_vllm(of_vllm, **changed):
+    """Call what Triton's backend of vLLM calls in a step of decodes, and return its result, y and all arguments."""
+    (x, dt, B, C), of_heads = space_inputs(3)
+    A, D, dt_bias = channels(*of_heads)
+    out, slots = torch.full_like(x, float("nan")), torch.tensor([[4], [0], [2], [7]], dtype=torch.int32)
+    named = {
+        "state": paged_states(), "x": x, "dt": dt.unsqueeze(-1).expand(-1, -1, VALUE_SIZE), "A": A, "B": B, "C": C,
+        "D": D, "dt_bias": dt_bias, "z": None, **STEP, "state_batch_indices": slots, "dst_state_batch_indices": slots,
+        "null_block_id": 0, "out": out, "num_accepted_tokens": None, "cu_seqlens": None, "is_blackwell": False,
+        "enable_stochastic_rounding": False, "cache_philox_rounds": 0,
+    }  # fmt: skip
+    named |= changed
+    arrays = [named.pop(name) for name in ("state", "x", "dt", "A", "B", "C")]
+    before = arrays[0].clone()
+    result = of_vllm.decodes.selective_state_update(*arrays, **named)
+    return SimpleNamespace(
+        result=result, y=named["out"], states=arrays[0], before=before, inputs=(x, dt, B, C), of_heads=of_heads,
+        arguments={**dict(zip(("state", "x", "dt", "A", "B", "C"), arrays, strict=True)), **named},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("first_layer", [0, 1])
+def test_either_layer_brings_all_kernels_of_vllm(of_vllm, first_layer):
+    for functions in (of_vllm.qwen, of_vllm.mixer, of_vllm.decodes):
+        assert all(hasattr(each, "__wrapped__") for name, each in vars(functions).items() if name.islower()
+                   and not name.startswith("__"))  # fmt: skip
+
+
+@pytest.mark.parametrize("has_gate", [False, True])
+@pytest.mark.parametrize("targets", [None, [[5], [8], [3]]])
+def test_one_token_of_mamba_in_vllm(of_vllm, targets, has_gate):
+    """Rows read their slots and write to others where these are named; row 1 is padding, the last slot has no row."""
+    changed = {} if targets is None else {"dst_state_batch_indices": torch.tensor(targets, dtype=torch.int32)}
+    z = torch.randn(3, VALUE_HEADS, VALUE_SIZE) if has_gate else None
+    done = update_in_vllm(of_vllm, z=z, **changed)
+    assert done.result is None
+    reads, writes = (4, 2), (4, 2) if targets is None else (5, 3)
+    for row, read, write in zip((0, 2), reads, writes, strict=True):
+        one = [each[row : row + 1] for each in done.inputs]
+        y, final = space_alone(one, done.of_heads, done.before[read], None if z is None else z[row : row + 1])
+        close(done.y[row], y[0])
+        close(done.states[write], final)
+    assert not done.y[1].any()
+    untouched = sorted({*range(9)} - {*writes})
+    assert torch.equal(done.states[untouched], done.before[untouched])
+
+
+def test_16_bits_of_mamba_in_vllm(of_vllm):
+    """Parameters and activations have one dtype and states another; memory for y may have gaps.
+
+    Inputs times their steps are rounded to the dtype of inputs.
+    """
+    (x, dt, B, C), of_heads = space_inputs(3, torch.bfloat16)
+    A, D, dt_bias = channels(*of_heads)
+    room = torch.full((3, VALUE_HEADS, VALUE_SIZE + 2), float("nan"), dtype=torch.bfloat16)
+    named = {"x": x, "dt": dt.unsqueeze(-1).expand(-1, -1, VALUE_SIZE), "A": A, "B": B, "C": C, "D": D}
+    named |= {"dt_bias": dt_bias, "out": room[..., :VALUE_SIZE]}
+    done = update_in_vllm(of_vllm, **named, state=paged_states(dtype=torch.float16))
+    for row, slot in ((0, 4), (2, 2)):
+        y, final = space_alone([each[row : row + 1] for each in (x, dt, B, C)], of_heads, done.before[slot])
+        close(done.y[row], y[0], 2e-2)
+        close(done.states[slot], final, 2e-2)
+    assert room[..., VALUE_SIZE:].isnan().all()
+
+
+def test_states_of_mamba_are_rounded_at_random_where_vllm_says_so(of_vllm):
+    found = {}
+    for is_random in (False, True):
+        torch.manual_seed(3)
+        state = paged_states(dtype=torch.float16)
+        slots = torch.tensor([4, 6, 2], dtype=torch.int32)
+        options = {"state_batch_indices": slots, "dst_state_batch_indices": slots}
+        done = update_in_vllm(of_vllm, state=state, enable_stochastic_rounding=is_random, **options)
+        want = [space_alone([x[row : row + 1] for x in done.inputs], done.of_heads, done.before[slot])[1]
+                for row, slot in enumerate(slots.tolist())]  # fmt: skip
+        found[is_random] = (done.states[slots.long()].double() - torch.stack(want)).abs()
+    spacing = 2.0 ** (torch.stack(want).abs().clamp(min=2.0**-14).log2().floor() - 10)
+    assert (found[False] <= 0.501 * spacing).all()
+    assert (found[True] <= 1.001 * spacing).all()
+    assert 0.15 < (found[True] > 0.501 * spacing).double().mean() < 0.35  # a quarter take the neighbour that is farther
+
+
+OTHER_DECODES = {
+    "tokens that are verified": {"num_accepted_tokens": torch.ones(3), "cu_seqlens": torch.tensor([0, 1, 2, 3])},
+    "tokens that were verified": {"num_accepted_tokens": torch.ones(3)},
+    "lengths": {"cu_seqlens": torch.tensor([0, 3])},
+    "steps of channels": {"dt": torch.randn(3, VALUE_HEADS, VALUE_SIZE)},
+    "rates of channels": {"A": -torch.rand(VALUE_HEADS, VALUE_SIZE, KEY_SIZE)},
+    "a bias of channels": {"dt_bias": torch.randn(VALUE_HEADS, VALUE_SIZE)},
+    "padding above slot 0": {"null_block_id": 3},
+    "states of 8 bits": {"state": torch.zeros(9, VALUE_HEADS, VALUE_SIZE, KEY_SIZE).to(torch.float8_e4m3fn)},
+    "several dtypes": {"B": torch.randn(3, GROUPS, KEY_SIZE).half()},
+    "a bias of another dtype": {"dt_bias": torch.randn(VALUE_HEADS, 1).half().expand(-1, VALUE_SIZE)},
+    "gaps in a slot": {"state": torch.zeros(9, VALUE_HEADS, VALUE_SIZE, KEY_SIZE + 1)[..., :KEY_SIZE]},
+    "states without heads": {"state": torch.zeros(9, VALUE_SIZE, KEY_SIZE)},
+}
+
+
+@pytest.fixture
+def said(monkeypatch, caplog):
+    """What is logged, as in a new process."""
+    monkeypatch.setattr(importlib.import_module("rwkv_jit.compat.falling_back"), "_said", set())
+    with caplog.at_level(logging.INFO, "rwkv_jit"):
+        yield caplog
+
+
+@pytest.mark.parametrize("other", OTHER_DECODES)
+def test_vllm_does_other_decodes_of_mamba(of_vllm, said, other):
+    for _ in range(2):
+        done = update_in_vllm(of_vllm, **OTHER_DECODES[other])
+        name, arrays, named = done.result
+        passed = {**dict(zip(("state", "x", "dt", "A", "B", "C"), arrays, strict=True)), **named}
+        assert name == "selective_state_update"
+        assert passed.keys() == done.arguments.keys()
+        assert all(passed[each] is done.arguments[each] for each in passed)
+        assert done.y.isnan().all()
+        assert torch.equal(done.states.float(), done.before.float())
+    (line,) = said.messages
+    assert line.startswith("vLLM's selective_state_update stays as it was: ")
+
+
+CHUNK = 16
+
+
+def chunks_of(lengths, before, cuts):
+    """Return where chunks begin and end, the sequence and the last chunk of each, and the chunk that ends at its cut.
+
+    A chunk ends at multiples of its size within a sequence, of which some tokens were read before, and at the cut.
+    """
+    ends, owners, last, cut_chunks = [0], [], [], []
+    for row, (length, read, cut) in enumerate(zip(lengths, before, cuts, strict=True)):
+        begin, places = ends[-1], {length, *([cut] if cut else [])}
+        places |= {at for at in range(1, length) if (read + at - (cut if at > cut else 0)) % CHUNK == 0}
+        for at in sorted(places):
+            ends.append(begin + at)
+            owners.append(row)
+            if at == cut:
+                cut_chunks.append(len(owners) - 1)
+        cut_chunks += [0] * (not cut)
+        last.append(len(owners) - 1)
+    return [torch.tensor(each, dtype=torch.int32) for each in (ends, owners, last, cut_chunks)]
+
+
+def prompts_in_vllm(of_vllm, lengths, states, slots, initial, cuts=None, is_known=True, **changed):
+    """Call what vLLM's layer calls for prompts, and return the result, y, its chunks and arguments."""
+    cuts = cuts or [0] * len(lengths)
+    bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    (x, dt, B, C), of_heads = space_inputs(sum(lengths))
+    A, D, dt_bias = of_heads
+    ends, owners, last, cut_chunks = chunks_of(lengths, [3 if initial is not None else 0] * len(lengths), cuts)
+    metadata = SimpleNamespace(last_chunk_indices_p=last, checkpoint_chunk_idx=cut_chunks if any(cuts) else None)
+    other = SimpleNamespace(last_chunk_indices_p=last.clone(), checkpoint_chunk_idx=torch.zeros_like(last))
+    of_layers = {"attention": SimpleNamespace(), "other": other, "mamba": metadata}
+    of_vllm.context.attn_metadata = of_layers if is_known else None
+    out = torch.full_like(x, float("nan"))
+    named = {
+        "chunk_size": CHUNK, "D": D, "z": None, "dt_bias": dt_bias, "seq_idx": owners, "cu_seqlens": bounds,
+        "cu_chunk_seqlens": ends, "last_chunk_indices": last, "initial_states": initial,
+        "return_intermediate_states": any(cuts), **STEP, "dt_limit": (0.0, math.inf), "out": out,
+        "state_dtype": torch.float32, "final_states_out": states, "final_state_indices": slots, **changed,
+    }  # fmt: skip
+    result = of_vllm.mixer.mamba_chunk_scan_combined_varlen(x, dt, A, B, C, **named)
+    return SimpleNamespace(
+        result=result, y=out, last=last, cut_chunks=cut_chunks, inputs=(x, dt, B, C), of_heads=of_heads,
+        bounds=bounds.tolist(), arguments=named,
+    )  # fmt: skip
+
+
+def check_prompts(done, initial, y, finals, limit=1e-4):
+    for row, (begin, end) in enumerate(itertools.pairwise(done.bounds)):
+        state = None if initial is None else initial[row]
+        want, final = space_alone([each[begin:end] for each in done.inputs], done.of_heads, state)
+        close(y[begin:end], want, limit)
+        close(finals[row], final, limit)
+
+
+LENGTHS = [40, 5, 33]
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_prompts_of_mamba_over_the_pool_of_vllm(of_vllm, is_new):
+    states, slots = paged_states(), torch.tensor([5, 2, 8], dtype=torch.int32)
+    initial = None if is_new else torch.randn(3, VALUE_HEADS, VALUE_SIZE, KEY_SIZE)
+    if not is_new:
+        initial[1] = 0  # that of a new prompt beside others that go on
+    before, kept = states.clone(), None if is_new else initial.clone()
+    done = prompts_in_vllm(of_vllm, LENGTHS, states, slots, initial)
+    assert done.result is None
+    check_prompts(done, kept, done.y, states[slots.long()])
+    assert is_new or torch.equal(initial, kept)
+    untouched = [0, 1, 3, 4, 6, 7]
+    assert torch.equal(states[untouched], before[untouched])
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_prompts_of_mamba_whose_states_vllm_wants_back(of_vllm, is_new):
+    initial = None if is_new else torch.randn(3, VALUE_HEADS, VALUE_SIZE, KEY_SIZE)
+    done = prompts_in_vllm(of_vllm, LENGTHS, None, None, initial, state_dtype=torch.float16)
+    assert done.result.dtype == torch.float16
+    check_prompts(done, initial, done.y, done.result, 1e-2)
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+@pytest.mark.parametrize("cuts", [[32, 0, 16], [0, 3, 21]])
+def test_states_for_the_prefix_cache_of_vllm(of_vllm, cuts, is_new):
+    initial = None if is_new else torch.randn(3, VALUE_HEADS, VALUE_SIZE, KEY_SIZE)
+    done = prompts_in_vllm(of_vllm, LENGTHS, None, None, initial, cuts)
+    assert len(done.result) == len(done.arguments["seq_idx"])
+    check_prompts(done, initial, done.y, done.result[done.last.long()])
+    for row, cut in enumerate(cuts):
+        if cut:
+            begin = done.bounds[row]
+            one = [each[begin : begin + cut] for each in done.inputs]
+            _, there = space_alone(one, done.of_heads, None if is_new else initial[row])
+            close(done.result[done.cut_chunks[row]], there, 1e-4)
+
+
+@pytest.mark.parametrize("changed", [{}, {"dt_bias": torch.randn(VALUE_HEADS).half()}], ids=["chunks", "dtypes"])
+def test_vllm_does_other_prompts_of_mamba(of_vllm, said, changed):
+    """The states of all chunks, and dtypes that do not go together."""
+    cuts, states = (None, paged_states()) if changed else ([32, 0, 16], None)
+    slots, before = torch.tensor([5, 2, 8], dtype=torch.int32), None if states is None else states.clone()
+    for _ in range(2):
+        done = prompts_in_vllm(of_vllm, LENGTHS, states, slots, None, cuts, is_known=False, **changed)
+        name, arrays, named = done.result
+        assert name == "mamba_chunk_scan_combined_varlen"
+        assert len(arrays) == 5
+        assert all(named[each] is done.arguments[each] for each in done.arguments.keys() | named.keys())
+        assert done.y.isnan().all()
+        assert states is None or torch.equal(states, before)
+    (line,) = said.messages
+    assert line.startswith("vLLM's mamba_chunk_scan_combined_varlen stays as it was: ")
+
+
+class VllmMixer:
+    """What a layer of vLLM does in a step: decodes come first, and a prompt's first states are gathered before."""
+
+    padding = 0
+
+    def __init__(self, request):
+        self.engine, self.states = request.getfixturevalue("of_vllm"), paged_states()
+
+    def __call__(self, inputs, of_heads, decodes, prompts):
+        y, count = torch.full_like(inputs[0], float("nan")), len(decodes)
+        x, dt, B, C = (each[:count] for each in inputs)
+        A, D, dt_bias = channels(*of_heads)
+        slots = torch.tensor(decodes, dtype=torch.int32).view(-1, 1)
+        if decodes:
+            self.engine.decodes.selective_state_update(
+                self.states, x, dt.unsqueeze(-1).expand(-1, -1, VALUE_SIZE), A, B, C, D=D, z=None, dt_bias=dt_bias,
+                **STEP, state_batch_indices=slots, dst_state_batch_indices=slots, null_block_id=0, out=y[:count],
+                num_accepted_tokens=None, cu_seqlens=None, is_blackwell=False, enable_stochastic_rounding=False,
+                cache_philox_rounds=0,
+            )  # fmt: skip
+        if prompts:
+            slots = torch.tensor([slot for slot, *_ in prompts], dtype=torch.int32)
+            goes_on = torch.tensor([read > 0 for *_, read in prompts])
+            initial = torch.where(goes_on.view(-1, 1, 1, 1), self.states[slots], 0) if goes_on.any() else None
+            bounds = torch.tensor([0, *itertools.accumulate(length for _, length, _ in prompts)], dtype=torch.int32)
+            x, dt, B, C = (each[count:] for each in inputs)
+            A, D, dt_bias = of_heads
+            self.engine.mixer.mamba_chunk_scan_combined_varlen(
+                x, dt, A, B, C, chunk_size=CHUNK, D=D, z=None, dt_bias=dt_bias, seq_idx=bounds[1:], cu_seqlens=bounds,
+                cu_chunk_seqlens=bounds, last_chunk_indices=bounds[1:], initial_states=initial, **STEP,
+                return_intermediate_states=False, dt_limit=(0.0, math.inf), out=y[count:],
+                state_dtype=self.states.dtype, final_states_out=self.states, final_state_indices=slots,
+            )  # fmt: skip
+        return y
+
+
+class SglangMixer:
+    """What a layer of SGLang does in a step: prompts come first, and their last states are written after."""
+
+    padding = -1
+
+    def __init__(self, request):
+        engine = request.getfixturevalue("kernels")
+        engine.module.register()
+        self.hooks, self.states = {target: hook for target, (hook, _) in engine.told.hooks.items()}, paged_states()
+        self.passed = []
+
+    def around(self, name):
+        (hook,) = [hook for target, hook in self.hooks.items() if target.endswith(f".{name}")]
+        return lambda *arrays, **named: hook(self.theirs, *arrays, **named)
+
+    def theirs(self, *arrays, **named):
+        self.passed.append((arrays, named))
+        return "theirs"
+
+    def metadata(self, slots, prompts, **tracked):
+        mixed = SimpleNamespace(has_initial_states=torch.tensor([read > 0 for *_, read in prompts]))
+        named = {"mamba_cache_indices": slots, "mixed_metadata": mixed, "has_mamba_track_mask": bool(tracked)}
+        return SimpleNamespace(**named, **tracked)
+
+    def __call__(self, inputs, of_heads, decodes, prompts, **tracked):
+        y, count = torch.full_like(inputs[0], float("nan")), sum(length for _, length, _ in prompts)
+        slots = torch.tensor([*(slot for slot, *_ in prompts), *decodes], dtype=torch.int32)
+        metadata = self.metadata(slots, prompts, **tracked)
+
+        def forward(mixer, *, hidden_states, output, layer_cache, metadata):
+            if prompts:
+                A, D, dt_bias = of_heads
+                x, dt, B, C = (each[:count].unsqueeze(0) for each in inputs)
+                bounds = torch.tensor([0, *itertools.accumulate(length for _, length, _ in prompts)])
+                found = self.around("mamba_chunk_scan_combined")(
+                    x, dt, A, B, C, chunk_size=CHUNK, D=D, z=None, dt_bias=dt_bias, seq_idx=None, chunk_indices=None,
+                    chunk_offsets=None, cu_seqlens=bounds.to(torch.int32), initial_states=None, **STEP,
+                    return_varlen_states=True, return_final_states=False, return_track_states=True,
+                    track_seq_idx=tracked.get("track_ssm_seq_idx"), track_end_locs=tracked.get("track_ssm_end_locs"),
+                    dt_limit=(0.0, math.inf), out=y[:count].unsqueeze(0), state_dtype=self.states.dtype,
+                )  # fmt: skip
+                assert found == (None, None, None)  # the layer and its backend write nothing then
+            if decodes:
+                x, dt, B, C = (each[count:] for each in inputs)
+                A, D, dt_bias = channels(*of_heads)
+                self.around("selective_state_update")(
+                    self.states, x, dt.unsqueeze(-1).expand(-1, -1, VALUE_SIZE), A, B, C, D=D, z=None, dt_bias=dt_bias,
+                    **STEP, state_batch_indices=slots[len(prompts) :], pad_slot_id=-1, out=y[count:],
+                    disable_state_update=False, intermediate_states_buffer=None, cache_steps=None,
+                    retrieve_parent_token=None, intermediate_state_indices=None, enable_stochastic_rounding=False,
+                    cache_philox_rounds=0,
+                )  # fmt: skip
+            return y
+
+        hook = self.hooks["sglang.srt.layers.attention.mamba.mamba.MambaMixer2.forward"]
+        cache = SimpleNamespace(temporal=self.states)
+        return hook(forward, "mixer", hidden_states=None, output=None, layer_cache=cache, metadata=metadata)
+
+
+@pytest.mark.parametrize("kind", [VllmMixer, SglangMixer])
+def test_decodes_beside_prompts_of_mamba_are_as_each_sequence_alone(kind, request):
+    mixer, read = kind(request), {}
+    _, of_heads = space_inputs(1)
+    idle = mixer.states[[0, 1, 7]].clone()
+    padding = mixer.padding
+    for decodes, prompts in (
+        ([], [(5, 40), (2, 5)]), ([5], [(2, 19), (8, 33)]), ([8, 5], [(3, 1)]), ([padding, 8, 2, padding], []),
+        ([5, padding], [(2, 7)]),
+    ):  # fmt: skip
+        prompts = [(slot, length, len(read[slot][0]) if slot in read else 0) for slot, length in prompts]
+        sizes = [(slot, 1) for slot in decodes], [(slot, length) for slot, length, _ in prompts]
+        sequences = sizes[0] + sizes[1] if kind is VllmMixer else sizes[1] + sizes[0]
+        inputs, _ = space_inputs(sum(length for _, length in sequences))
+        y, begin = mixer(inputs, of_heads, decodes, prompts), 0
+        for slot, length in sequences:
+            one = [each[begin : begin + length] for each in inputs]
+            if slot == padding:
+                assert not y[begin].any()
+            else:
+                before = read.get(slot, [each[:0] for each in one])
+                read[slot] = [torch.cat(pair) for pair in zip(before, one, strict=True)]
+                want, final = space_alone(read[slot], of_heads, None)
+                close(y[begin : begin + length], want[len(want) - length :], 1e-4)
+                close(mixer.states[slot], final, 1e-4)
+            begin += length
+    assert torch.equal(mixer.states[[0, 1, 7]], idle)
+    assert kind is VllmMixer or not mixer.passed
+
+
+def test_states_for_the_prefix_cache_of_sglang(request):
+    """Those after all tokens, after chunks of a sequence that begins with one, and of one that does not."""
+    mixer, lengths, read = SglangMixer(request), [32, 40, 25, 20], [0, 16, 0, 5]
+    slots, inputs, of_heads = [5, 2, 8, 3], *space_inputs(sum(lengths))
+    tracked = {
+        "track_ssm_final_src": torch.tensor([5]), "track_ssm_final_dst": torch.tensor([1]),
+        "track_ssm_h_src": torch.tensor([4]), "track_ssm_h_dst": torch.tensor([4]),
+        "track_ssm_seq_idx": torch.tensor([2]), "track_ssm_end_locs": torch.tensor([32 + 40 + 16]),
+        "track_ssm_recompute_dst": torch.tensor([7]),
+    }  # fmt: skip
+    before = mixer.states.clone()
+    y = mixer(inputs, of_heads, [], list(zip(slots, lengths, read, strict=True)), **tracked)
+    begin, kept = 0, {0: (32, 1), 1: (32, 4), 2: (16, 7)}
+    for row, length in enumerate(lengths):
+        state = before[slots[row]] if read[row] else None
+        one = [each[begin : begin + length] for each in inputs]
+        want, final = space_alone(one, of_heads, state)
+        close(y[begin : begin + length], want, 1e-4)
+        close(mixer.states[slots[row]], final, 1e-4)
+        if row in kept:
+            tokens, slot = kept[row]
+            close(mixer.states[slot], space_alone([each[:tokens] for each in one], of_heads, state)[1], 1e-4)
+        begin += length
+    assert torch.equal(mixer.states[[0, 6]], before[[0, 6]])
+
+    nothing = {name: x[:0] for name, x in tracked.items() if name not in ("track_ssm_final_src", "track_ssm_final_dst")}
+    nothing |= {name: None for name in ("track_ssm_seq_idx", "track_ssm_end_locs", "track_ssm_recompute_dst")}
+    finals = {name: tracked[name] for name in ("track_ssm_final_src", "track_ssm_final_dst")}
+    mixer(inputs, of_heads, [], list(zip(slots, lengths, read, strict=True)), **nothing, **finals)
+    assert torch.equal(mixer.states[1], mixer.states[5])
+    at_end = {"track_ssm_h_src": torch.tensor([2]), "track_ssm_h_dst": torch.tensor([6])}  # of the first sequence
+    finals = {name: x[:0] for name, x in finals.items()}
+    mixer(inputs, of_heads, [], list(zip(slots, lengths, read, strict=True)), **{**nothing, **at_end}, **finals)
+    close(mixer.states[6], mixer.states[5].double(), 1e-4)
+
+
+def test_places_of_the_prefix_cache_are_computed_once_in_a_step_of_sglang(kernels, request, monkeypatch):
+    mixer, steps = SglangMixer(request), []
+    monkeypatch.setattr(kernels.module, "_kept", lambda metadata, *_: steps.append(metadata))
+    inputs, of_heads = space_inputs(4)
+    seen = []
+    monkeypatch.setattr(mixer, "metadata", lambda *_, **__: seen[-1])
+    for _ in range(2):
+        seen.append(SglangMixer.metadata(mixer, torch.tensor([1], dtype=torch.int32), [(1, 4, 0)]))
+        for _ in range(3):
+            mixer(inputs, of_heads, [], [(1, 4, 0)])
+    assert [x is y for x, y in zip(steps, seen, strict=True)] == [True, True]
+
+
+def decode_arguments(states):
+    (x, dt, B, C), of_heads = space_inputs(2)
+    A, D, dt_bias = channels(*of_heads)
+    arrays = states, x, dt.unsqueeze(-1).expand(-1, -1, VALUE_SIZE), A, B, C
+    named = {"D": D, "dt_bias": dt_bias, "state_batch_indices": torch.tensor([1, 2], dtype=torch.int32)}
+    return arrays, {**named, **STEP, "out": torch.full_like(x, float("nan"))}
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        ({"disable_state_update": True}, "tokens that are verified"),
+        ({"intermediate_states_buffer": torch.zeros(1)}, "tokens that are verified"),
+        ({"retrieve_parent_token": torch.zeros(2, 1)}, "tokens that are verified"),
+        ({"dt_bias": torch.randn(VALUE_HEADS, VALUE_SIZE)}, "steps or rates of each channel"),
+        ({"x": torch.randn(2, 3, VALUE_HEADS, VALUE_SIZE)}, "several tokens of a row"),
+    ],
+)
+def test_sglang_does_other_decodes_of_mamba(request, said, changed, line):
+    mixer = SglangMixer(request)
+    before = mixer.states.clone()
+    arrays, named = decode_arguments(mixer.states)
+    arrays = (arrays[0], changed.pop("x", arrays[1]), *arrays[2:])
+    for _ in range(2):
+        assert mixer.around("selective_state_update")(*arrays, **{**named, **changed}) == "theirs"
+    for passed, more in mixer.passed:
+        assert all(x is y for x, y in zip(passed, arrays, strict=True))
+        assert all(more[name] is x for name, x in {**named, **changed}.items())
+    assert torch.equal(mixer.states, before)
+    (logged,) = said.messages
+    assert logged.startswith(f"SGLang's selective_state_update stays as it was: {line}")
+
+
+def test_sglang_does_prompts_of_others_than_mamba(request, said):
+    """Of what is no layer of Mamba-2, and where other states are wanted."""
+    mixer, run = SglangMixer(request), SglangMixer.around
+    (x, dt, B, C), (A, _, _) = space_inputs(4)
+    arrays = [x[None], dt[None], A, B[None], C[None], CHUNK]
+    named = {"cu_seqlens": torch.tensor([0, 4]), "return_varlen_states": True, "return_track_states": True}
+    assert run(mixer, "mamba_chunk_scan_combined")(*arrays, **named) == "theirs"
+    named["return_track_states"] = False
+
+    def forward(_, **__):
+        return run(mixer, "mamba_chunk_scan_combined")(*arrays, **named)
+
+    hook = mixer.hooks["sglang.srt.layers.attention.mamba.mamba.MambaMixer2.forward"]
+    cache, metadata = SimpleNamespace(temporal=mixer.states), mixer.metadata(torch.tensor([1]), [(1, 4, 0)])
+    assert hook(forward, "mixer", layer_cache=cache, metadata=metadata) == "theirs"
+    named["return_track_states"] = True
+    assert run(mixer, "mamba_chunk_scan_combined")(*arrays, **named) == "theirs"  # the layer has ended
+    (line,) = said.messages
+    assert line.startswith("SGLang's mamba_chunk_scan_combined stays as it was: ")
+
+
+def test_slot_0_of_sglang_has_a_state_and_may_be_rounded_at_random(request):
+    mixer = SglangMixer(request)
+    mixer.states, found = paged_states(dtype=torch.float16), []
+    before = mixer.states.clone()
+    arrays, named = decode_arguments(mixer.states)
+    named["state_batch_indices"] = torch.tensor([0, -1], dtype=torch.int32)
+    for is_random in (False, False, True):
+        mixer.states.copy_(before)
+        mixer.around("selective_state_update")(*arrays, **named, enable_stochastic_rounding=is_random)
+        found.append(mixer.states.clone())
+        assert named["out"][0].any()
+        assert not named["out"][1].any()
+        assert torch.equal(found[-1][1:], before[1:])
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], before)
+    assert not torch.equal(found[0], found[2])
+
+
+def test_phases_of_sglang_are_chosen_one_by_one(kernels):
+    options = kernels.told.options
+    options.linear_attn_backend, options.linear_attn_decode_backend = "triton", "rwkv_jit"
+    assert [kernels.module._is_chosen(phase) for phase in ("decode", "prefill")] == [True, False]
+    options.linear_attn_decode_backend, options.linear_attn_prefill_backend = None, "rwkv_jit"
+    assert [kernels.module._is_chosen(phase) for phase in ("decode", "prefill")] == [False, True]
+
+
+@pytest.mark.parametrize(("decode", "prefill", "every"), [(None, None, "triton"), ("triton", "triton", "rwkv_jit")])
+def test_sglang_keeps_mamba_where_others_are_chosen(kernels, request, said, decode, prefill, every):
+    mixer, options = SglangMixer(request), kernels.told.options
+    options.linear_attn_backend, options.linear_attn_decode_backend = every, decode
+    options.linear_attn_prefill_backend = prefill
+    arrays, named = decode_arguments(mixer.states)
+    assert mixer.around("selective_state_update")(*arrays, **named) == "theirs"
+    assert mixer.around("mamba_chunk_scan_combined")(1, x=2) == "theirs"
+    assert mixer.passed[1] == ((1,), {"x": 2})
+    assert not said.messages
+
+
 # ---- how engines take the kernels --------------------------------------------------------------------------------
 
 
@@ -597,8 +1161,14 @@ def test_sglang_takes_the_kernels_by_name(kernels, decode, prefill):
         kernels.module.register()
     assert kernels.told.choices == ["triton", "rwkv_jit"]
     assert {kind for _, kind in kernels.told.hooks.values()} == {"around"}
+    assert {*kernels.told.hooks} == {
+        "sglang.srt.layers.attention.linear.gdn_backend.GDNKernelDispatcher.__init__",
+        "sglang.srt.layers.attention.linear.kda_backend.KDAKernelDispatcher.__init__",
+        f"{FUNCTIONS}.mamba_ssm.selective_state_update",
+        f"{FUNCTIONS}.ssd_combined.mamba_chunk_scan_combined",
+        "sglang.srt.layers.attention.mamba.mamba.MambaMixer2.forward",
+    }
     begins = {target.split(".")[-2]: hook for target, (hook, _) in kernels.told.hooks.items()}
-    assert {*begins} == {"GDNKernelDispatcher", "KDAKernelDispatcher"}
     for name, kind in (("GDNKernelDispatcher", "GatedDeltaRuleKernel"), ("KDAKernelDispatcher", "KimiKernel")):
         dispatcher, seen = SimpleNamespace(), []
 
@@ -707,6 +1277,18 @@ USED = {
         "vllm.models.kimi_k3.nvidia.ops.third_party.kda.fused_recurrent:fused_recurrent_kda_packed_decode": (
             "mixed_qkv raw_g raw_beta A_log dt_bias lower_bound initial_state state_indices scale out"
         ),
+        "vllm.model_executor.layers.mamba.ops.mamba_ssm:selective_state_update": (
+            "state x dt A B C D dt_bias z dt_softplus state_batch_indices dst_state_batch_indices null_block_id out "
+            "num_accepted_tokens cu_seqlens is_blackwell enable_stochastic_rounding cache_philox_rounds"
+        ),
+        "vllm.model_executor.layers.mamba.ops.ssd_combined:mamba_chunk_scan_combined_varlen": (
+            "x dt A B C chunk_size cu_seqlens cu_chunk_seqlens last_chunk_indices seq_idx out D z dt_bias "
+            "initial_states dt_softplus dt_limit return_intermediate_states state_dtype final_states_out "
+            "final_state_indices"
+        ),
+        "vllm.forward_context:get_forward_context": "",
+        "vllm.forward_context:ForwardContext": "attn_metadata",
+        "vllm.v1.attention.backends.mamba2_attn:Mamba2AttentionMetadata": "last_chunk_indices_p checkpoint_chunk_idx",
     },
     "sglang": {
         "sglang.srt.layers.attention.mamba.mamba2_metadata:ForwardMetadata": "query_start_loc mamba_cache_indices",
@@ -727,7 +1309,35 @@ USED = {
         "sglang.srt.layers.attention.linear.kda_backend:KDAKernelDispatcher": (
             "decode_backend prefill_backend verify_backend"
         ),
+        "sglang.kernels.ops.mamba.triton_ops.mamba_ssm:selective_state_update": (
+            "state x dt A B C D z dt_bias dt_softplus state_batch_indices pad_slot_id out disable_state_update "
+            "intermediate_states_buffer cache_steps retrieve_parent_token intermediate_state_indices "
+            "enable_stochastic_rounding cache_philox_rounds"
+        ),
+        "sglang.kernels.ops.mamba.triton_ops.ssd_combined:mamba_chunk_scan_combined": (
+            "x dt A B C chunk_size D z dt_bias initial_states seq_idx chunk_indices chunk_offsets cu_seqlens "
+            "dt_softplus dt_limit out return_final_states return_varlen_states return_intermediate_states state_dtype "
+            "return_track_states track_seq_idx track_end_locs"
+        ),
+        "sglang.srt.layers.attention.mamba.mamba:MambaMixer2.forward": (
+            "self hidden_states output layer_cache metadata mup_vector use_triton_causal_conv"
+        ),
+        "sglang.srt.layers.attention.mamba.mamba2_metadata:Mamba2Metadata": (
+            "mamba_cache_indices mixed_metadata has_mamba_track_mask track_ssm_h_src track_ssm_h_dst "
+            "track_ssm_final_src track_ssm_final_dst track_ssm_seq_idx track_ssm_end_locs track_ssm_recompute_dst"
+        ),
+        "sglang.srt.layers.attention.mamba.mamba2_metadata:Mamba2Metadata.MixedMetadata": "has_initial_states",
+        "sglang.srt.runtime_context:get_exec": "",
     },
+}
+# Our functions of Mamba-2, by who returns them, and those of the engines whose arguments they take.
+OF_STATE_SPACE = {
+    ("vllm", "state_space_decodes"): "vllm.model_executor.layers.mamba.ops.mamba_ssm:selective_state_update",
+    ("vllm", "state_space_prompts"): (
+        "vllm.model_executor.layers.mamba.ops.ssd_combined:mamba_chunk_scan_combined_varlen"
+    ),
+    ("sglang", "_decodes"): "sglang.kernels.ops.mamba.triton_ops.mamba_ssm:selective_state_update",
+    ("sglang", "_prompts"): "sglang.kernels.ops.mamba.triton_ops.ssd_combined:mamba_chunk_scan_combined",
 }
 VERSIONS = {"vllm": "0.33.0", "sglang": "0.5.23"}
 
@@ -742,6 +1352,14 @@ def test_methods_take_what_was_recorded(root, engine, name):
     asked = RECORDED[engine][name][1].split()
     assert names[: len(asked)] == asked[: len(names)]
     assert len(asked) <= len(names) or own.kwarg is not None
+
+
+@pytest.mark.parametrize(("engine", "name"), OF_STATE_SPACE)
+def test_functions_of_mamba_take_what_was_recorded(root, engine, name):
+    tree = ast.parse((root / "examples/engines" / engine / PACKAGES[engine] / "kernels.py").read_text())
+    (outer,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
+    (ours,) = [node.args for node in outer.body if isinstance(node, ast.FunctionDef) and node.name == "ours"]
+    assert [each.arg for each in ours.args] == USED[engine][OF_STATE_SPACE[engine, name]].split()
 
 
 def installed(engine):

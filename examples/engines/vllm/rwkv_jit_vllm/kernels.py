@@ -1,4 +1,4 @@
-"""Kernels for the layers of vLLM's models: the gated delta rule of Qwen and OLMo, and Kimi's delta rule.
+"""Kernels for the layers of vLLM's models: the gated delta rule of Qwen and OLMo, Kimi's delta rule, and Mamba-2.
 
 They take the place of functions that the layers call, once the first layer is made. What they do not do, as tokens
 that are verified, goes to vLLM's functions. It imports no engine before that.
@@ -6,17 +6,20 @@ that are verified, goes to vLLM's functions. It imports no engine before that.
 
 import functools
 import importlib
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import delta_rules as rules
+import state_space
 import torch
 from torch import Tensor
 
 import rwkv_jit
 
-_LAYERS = "vllm.model_executor.layers.mamba.gdn"
+_MAMBA = "vllm.model_executor.layers.mamba"
+_LAYERS = f"{_MAMBA}.gdn"
 Function = Callable[..., Any]
 
 
@@ -138,6 +141,74 @@ def kimi_decodes(original: Function) -> Function:
     return run
 
 
+def state_space_decodes(original: Function) -> Function:
+    """Return what computes a token of each row of Mamba-2, in the place of Triton's `selective_state_update`."""
+
+    def ours(
+        state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, dt_bias: Tensor,
+        z: Tensor | None = None, dt_softplus: bool = False, state_batch_indices: Tensor | None = None,
+        dst_state_batch_indices: Tensor | None = None, null_block_id: int = 0, out: Tensor | None = None,
+        num_accepted_tokens: Tensor | None = None, cu_seqlens: Tensor | None = None, is_blackwell: bool = False,
+        enable_stochastic_rounding: bool = False, cache_philox_rounds: int = 0,
+    ) -> None:  # fmt: skip
+        if num_accepted_tokens is not None or cu_seqlens is not None:
+            raise rwkv_jit.UnsupportedConfigError("tokens that are verified are not supported")
+        state_space.decode(
+            state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices, null_block_id, out,
+            dst_state_batch_indices, enable_stochastic_rounding,
+        )  # fmt: skip
+
+    return state_space.with_fallback("vLLM's selective_state_update", ours, original)
+
+
+def state_space_prompts(original: Function) -> Function:
+    """Return what computes prompts of Mamba-2, in the place of `mamba_chunk_scan_combined_varlen`."""
+
+    def ours(
+        x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, cu_seqlens: Tensor,
+        cu_chunk_seqlens: Tensor, last_chunk_indices: Tensor, seq_idx: Tensor, out: Tensor, D: Tensor | None = None,
+        z: Tensor | None = None, dt_bias: Tensor | None = None, initial_states: Tensor | None = None,
+        dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, math.inf),
+        return_intermediate_states: bool = False, state_dtype: torch.dtype | None = None,
+        final_states_out: Tensor | None = None, final_state_indices: Tensor | None = None,
+    ) -> Tensor | None:  # fmt: skip
+        count, kept = len(cu_seqlens) - 1, None
+        if final_states_out is not None and final_state_indices is not None:
+            states, slots = final_states_out, final_state_indices
+        else:
+            # The result is the pool: a state for each chunk, or for each sequence.
+            slots = last_chunk_indices if return_intermediate_states else torch.arange(count, device=x.device)
+            rows = len(seq_idx) if return_intermediate_states else count
+            states = x.new_empty(rows, *x.shape[1:], B.shape[-1], dtype=state_dtype or C.dtype)  # [rows, H, V, K]
+        if return_intermediate_states:
+            chunks = _kept_chunks(last_chunk_indices)  # [N]
+            kept = (cu_chunk_seqlens[chunks + 1] - cu_seqlens[:-1]).clamp(min=0), chunks
+        has_state = None
+        if initial_states is None:
+            has_state = torch.zeros(count, dtype=torch.bool, device=x.device)
+        else:
+            states[slots] = initial_states.to(states.dtype)
+        state_space.extend(
+            states, x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit, cu_seqlens, slots, has_state, out, kept
+        )
+        return None if final_states_out is not None else states
+
+    return state_space.with_fallback("vLLM's mamba_chunk_scan_combined_varlen", ours, original)
+
+
+def _kept_chunks(last_chunks: Tensor) -> Tensor:
+    """Return the chunk of each prompt after which its state goes to the prefix cache, as the step's metadata says.
+
+    A prompt without one has chunk 0, whose state nobody reads.
+    """
+    metadata = importlib.import_module("vllm.forward_context").get_forward_context().attn_metadata
+    for each in metadata.values() if isinstance(metadata, dict) else ():
+        if getattr(each, "last_chunk_indices_p", None) is last_chunks:
+            chunks: Tensor = each.checkpoint_chunk_idx
+            return chunks
+    raise rwkv_jit.UnsupportedConfigError("the states of all chunks are not supported")
+
+
 _KIMI = "vllm.models.kimi_k3.nvidia.ops.third_party.kda"  # in which Kimi's layer looks functions up in each call
 PLACES: dict[str, dict[str, Callable[[Function], Function]]] = {  # what calls which functions
     f"{_LAYERS}.qwen_gdn_linear_attn": {
@@ -146,8 +217,11 @@ PLACES: dict[str, dict[str, Callable[[Function], Function]]] = {  # what calls w
         "fused_recurrent_gated_delta_rule_packed_decode": packed_decodes,
     },
     f"{_LAYERS}.olmo_gdn_linear_attn": {"chunk_gated_delta_rule": prompts},
+    f"{_MAMBA}.ops.mamba_ssm": {"selective_state_update": state_space_decodes},  # where Triton's backend looks it up
+    f"{_MAMBA}.mamba_mixer2": {"mamba_chunk_scan_combined_varlen": state_space_prompts},
     _KIMI: {"chunk_kda_with_fused_gate": kimi_prompts, "fused_recurrent_kda_packed_decode": kimi_decodes},
 }
+_BEGINNINGS = {f"{_LAYERS}.base": "GatedDeltaNetAttention", f"{_MAMBA}.mamba_mixer2": "MambaMixer2"}
 _ours: list[Any] = []  # functions that are in their places
 
 
@@ -166,15 +240,19 @@ def put() -> None:
 
 def register() -> None:
     """Let layers take the kernels. vLLM calls this in each of its processes, maybe more than once."""
-    base: Any = importlib.import_module(f"{_LAYERS}.base").GatedDeltaNetAttention
-    begin = base.__init__
-    if begin in _ours:
-        return
+    for module, layer in _BEGINNINGS.items():
+        kind: Any = getattr(importlib.import_module(module), layer)
+        if kind.__init__ not in _ours:
+            _ours.append(_with_kernels(kind.__init__))
+            kind.__init__ = _ours[-1]
+
+
+def _with_kernels(begin: Callable[..., None]) -> Callable[..., None]:
+    """Return the beginning of a layer, which puts the kernels into their places first."""
 
     @functools.wraps(begin)
     def with_kernels(self: Any, *given: Any, **named: Any) -> None:
         put()
         begin(self, *given, **named)
 
-    _ours.append(with_kernels)
-    base.__init__ = with_kernels
+    return with_kernels
